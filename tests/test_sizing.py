@@ -5,9 +5,8 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.recipe.schema import Scheduler, Stage
 from dtrain.recipe.world import automatic_batch
-from dtrain.run.preflight import check
 from tests.running import assert_same, metrics, run, trajectory
-from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_rows
+from tests.tiny import check, tiny_grpo, tiny_recipe, write_model, write_rows
 
 EPOCHS = ("train.steps=null", "data.packing=false", "scheduler.warmup_steps=null")
 

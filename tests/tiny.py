@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dtrain.methods import load_recipe
 from dtrain.recipe.schema import Recipe
+from dtrain.run.preflight import preflight
 
 VOCAB = 67
 NO_MEANS = {"activation_checkpointing": "none", "activation_offload": False, "tile": "none"}
@@ -296,3 +297,8 @@ def tiny_grpo(root: Path, *overrides: str, family: str = "qwen3", name: str = "r
         "grpo.sampling.max_new_tokens=6",
     ]
     return tiny_recipe(root, *section, *overrides, family=family, name=name)
+
+
+def check(recipe: Recipe, world_size: int) -> list[str]:
+    """The problems of a recipe that need no file to be seen."""
+    return preflight(recipe, world_size, "keys")

@@ -106,10 +106,11 @@ def _distance(word: str, other: str) -> int:
     return rows[-1][-1]
 
 
-def hint(word: str, known: Collection[str], prefix: str = "") -> str:
-    """Return the end of a refusal of `word`: the near miss, or all names in `known`."""
-    near = nearest(word, known)
-    return f"; did you mean {prefix}{near}?" if near else f"; there are {', '.join(known)}"
+def hint(word: str, known: Collection[str], prefix: str = "", otherwise: str | None = None) -> str:
+    """Return the end of a refusal of `word`: the near miss; else `otherwise`, by default all names in `known`."""
+    if near := nearest(word, known):
+        return f"; did you mean {prefix}{near}?"
+    return f"; there are {', '.join(known)}" if otherwise is None else otherwise
 
 
 def shown(value: Any) -> str:

@@ -34,10 +34,10 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """Return `config` with `overrides`, "section.name" → value."""
+    """Return `config` with `overrides`, "section.name" → value, or a longer key."""
     for key, value in overrides.items():
-        section, name = key.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})  # type: ignore
+        name, _, rest = key.partition(".")
+        config = replace(config, **{name: changed(getattr(config, name), {rest: value}) if rest else value})  # type: ignore
     return config
 
 

@@ -56,7 +56,7 @@ class Sizes:
 
 
 def sizes(recipe: Recipe, world_size: int) -> Sizes:
-    """Return the derived sizes of a recipe in which `run.preflight.check` found no problem. Where the batch is
+    """Return the derived sizes of a recipe in which `run.preflight` found no problem. Where the batch is
     `auto` they are those of its largest number, 16, or of one micro-batch on each rank where that is more."""
     problems, shape = mesh_problems(recipe, world_size)
     if problems or not shape:

@@ -50,7 +50,7 @@ Difference = tuple[str, Any, Any]
 
 
 class RunDirectory:
-    """A run's directory, held from `hold` to `release` (or the end of a `with` block)."""
+    """A run's directory, held from `hold` to `release`."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -115,23 +115,9 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def __enter__(self) -> "RunDirectory":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.release()
-
-    def write_config(self, text: str) -> None:
-        """Put the resolved recipe in config.yaml, in one step."""
-        replace_text(self.config, text)
-
     def write_json(self, name: str, facts: Mapping[str, Any]) -> None:
         """Put DATA, what is known of the data, or ABOUT, of the run, in their file, in one step."""
         replace_text(self.path / name, json.dumps(facts, indent=1))
-
-    def read_config(self) -> str | None:
-        """config.yaml as the run last wrote it, or None."""
-        return self.config.read_text() if self.config.is_file() else None
 
     def keep_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
         """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is

@@ -106,7 +106,7 @@ class Evaluations:
         shown: list[str] = []
 
         def keep(answers: list[ScoredAnswer]) -> None:
-            metrics.answers(step, (_line(opened, answer) for answer in answers))
+            metrics.write_beside("evals", step, (_line(opened, answer) for answer in answers))
             first = [answer for answer in answers if answer.sample == 0][: opened.set.section.show]
             if first:
                 shown.extend(["  reward  tokens  answer", *(_shown(answer) for answer in first)])

@@ -6,10 +6,8 @@ A model or dataset of the hub that is not in the cache is no problem: a run fetc
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hub import cached, download, is_id, look
@@ -17,6 +15,7 @@ from dtrain.base.ranges import beside
 from dtrain.data.sources.files import Pick, absent_ids, away, entries, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
 from dtrain.recipe import Recipe, redact, saved
+from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run import eval_sets
 from dtrain.run.spec import RunSpec, World, resolve, stages_of
@@ -27,12 +26,14 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     loaded, problems = recipe_and_problems(recipe, overrides)
     local = with_local_model(loaded)
     if problems:
-        raise RecipeError(_problems(local, local.launch.processes, "files", problems))
+        raise RecipeError(preflight(local, local.launch.processes, refused=problems))
     return local
 
 
-def _problems(recipe: Recipe, world_size: int, until: str, refused: Sequence[str] = ()) -> list[str]:
-    """Return what the checks of the stages find, up to a depth, in a world of `world_size` processes."""
+def preflight(recipe: Recipe, world_size: int, until: str = "files", refused: Sequence[str] = ()) -> list[str]:
+    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen: what the
+    checks of the stages find, up to `until`, one of `host.DEPTHS`. What a run fetches from the hub is none. refused: as
+    of `DryHost`."""
     from dtrain.run.host import DryHost  # with torch
 
     host = DryHost(refused=refused)
@@ -40,22 +41,10 @@ def _problems(recipe: Recipe, world_size: int, until: str, refused: Sequence[str
     return [redact(problem, recipe) for problem in host.problems]
 
 
-def check(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes that needs no file to be seen: what
-    `check_keys` of the stages find."""
-    return _problems(recipe, world_size, "keys")
-
-
 def shapes(recipe: Recipe, world_size: int) -> list[str]:
     """Return the problems that decide what a step holds and computes: what `check_keys` and `check_models` of the
     stages find. Of all files, each model's config.json is read, which must be here."""
-    return [*_problems(recipe, world_size, "models"), *(redact(problem, recipe) for problem in not_here(recipe))]
-
-
-def preflight(recipe: Recipe, world_size: int) -> list[str]:
-    """Return every problem of `recipe` in a world of `world_size` processes that needs no training to be seen: what all
-    checks of the stages find. What a run fetches from the hub is none."""
-    return _problems(recipe, world_size, "files")
+    return [*preflight(recipe, world_size, "models"), *(redact(problem, recipe) for problem in not_here(recipe))]
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -85,7 +74,7 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
             with _named(key, name):
                 path = download(name, weights=weights, key=key)
         if path is not None:
-            recipe = _placed(recipe, key, str(path))
+            recipe = changed(recipe, {key: str(path)})
     for key, name, pick in absent_data(recipe) if fetch else ():
         with _named(key, name):
             _data_hub().download(name, pick, key.removesuffix(".path"))
@@ -102,7 +91,7 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
     for key, name, weights in model_ids(recipe):
         with _named(key, name, refused):
             directory, size = look(name, key) if weights else (download(name, weights=False, key=key), 0)
-            recipe = _placed(recipe, key, str(directory))
+            recipe = changed(recipe, {key: str(directory)})
             if weights:
                 awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
@@ -113,12 +102,6 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
                 "looked at then"
             )
     return recipe, awaited, refused
-
-
-def _placed(section: Any, key: str, value: str) -> Any:
-    """`section` with `value` at `key`."""
-    name, _, rest = key.partition(".")
-    return replace(section, **{name: _placed(getattr(section, name), rest, value) if rest else value})
 
 
 @contextmanager

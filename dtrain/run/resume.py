@@ -1,9 +1,9 @@
 """Resume: which checkpoint a run starts from, what a changed recipe may change, and the run's state in and out.
 
-A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, the data's
-fingerprint, digests of what the run read at its start (`identities`), what it began from, a mark of the save, the
-step's metrics and the scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random
-number generators are kept rank by rank.
+A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, digests of
+what the run read at its start (`identities`), what it began from, a mark of the save, the step's metrics and the
+scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random number generators are
+kept rank by rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.data.sources.sources import packs_by_itself
-from dtrain.methods import REWARD_MODEL, Method, method_of, model_keys
+from dtrain.methods import REWARD_MODEL, Method, model_keys
 from dtrain.policy import Policy
 from dtrain.run.directory import guard
 from dtrain.run.host import Host
@@ -121,7 +121,7 @@ def _find_step(spec: RunSpec, host: Host) -> Start:
         else:
             return Start(began=began if left else {})
         state = _read_state(source, step)
-        began = began if newest is None else state.get("began", began)
+        began = began if newest is None else state["began"]
     else:
 
         def refuse_used(is_other: bool) -> None:
@@ -134,7 +134,7 @@ def _find_step(spec: RunSpec, host: Host) -> Start:
         ranks.first(lambda: refuse_used(source is not store))
         ranks.first(lambda: _refuse_beyond(store, step))
         state = _read_state(source, step)
-        began = {key: origin for key, origin in state.get("began", {}).items() if key == INIT}
+        began = {key: origin for key, origin in state["began"].items() if key == INIT}
         began[RESUME] = asdict(Origin.of(source, step))
     if not host.is_dry:
         ranks.first(lambda: _put_damaged_aside(store, step))
@@ -180,28 +180,24 @@ def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
     what it comes to.
     """
     recipe, digest_of, rows = spec.written, spec.identities, spec.rows.get("train")
-    (_, state), lines = spec.start.saved, []
-    saved = state.get("identities")
-    if saved is None:
-        lines.append("an earlier dtrain saved it, without digests: model, tokenizer and reference were not compared")
-        saved = {"data.fingerprint": state["data_fingerprint"]}
-        digest_of = {} if rows is None else {"data.fingerprint": rows.fingerprint}
+    _, state = spec.start.saved
+    saved = state["identities"]
     differences = config.diff(state["recipe"], recipe)
     models = model_keys(recipe.method, *(old for key, old, _ in differences if key == "method"))
     known = {
         key
         for key, of in {**PLACES, **dict(zip(models, models, strict=True))}.items()
-        if of in saved and saved[of] == digest_of.get(of) and "identities" in state
+        if of in saved and saved[of] == digest_of.get(of)
     }
     known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
     known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
     differences += [(key, saved[key], new) for key, new in digest_of.items() if saved.get(key, new) != new]
     of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
     if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
-        automatic = None if rows is None else packs_by_itself(rows, method_of(recipe).kind)
+        automatic = None if rows is None else packs_by_itself(rows, spec.method.kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
-    return guard(differences, allow_changes, known, models) + lines
+    return guard(differences, allow_changes, known, models)
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -222,33 +218,18 @@ def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
 
 
 def contents(
-    policy: Policy,
-    method: Method,
-    step: int,
-    cursor: tuple[int, int],
-    known: Mapping[str, Any],
-    measured: Mapping[str, float],
+    policy: Policy, method: Method, known: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Return the contents of a save after `step`: tensors, the state that is the same on every rank, and this rank's
-    own.
-
-    tensors: [any shape], those of the policy and of the method. cursor: the next row. known: the recipe, and what tells
-    the run from others. measured: the step's metrics.
-    """
-    state = {
-        "step": step,
-        "cursor": list(cursor),
-        **known,
-        "metrics": dict(measured),
-        "policy": policy.checkpoint.state(),
-        "method": method.state(),
-    }
+    """Return the contents of a save: tensors [any shape], the state that is the same on every rank, and this rank's
+    own. known: of the state, what is not that of policy and method."""
+    state = {**known, "policy": policy.checkpoint.state(), "method": method.state()}
     return policy.checkpoint.tensors() | _named_for_method(method), state, random_state()
 
 
 def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
     state = store.read_state(step)
-    kinds = {"cursor": list, "recipe": str, "data_fingerprint": str, "metrics": dict, "policy": dict, "method": dict}
+    kinds: dict[str, type] = {"cursor": list, "recipe": str, "save": str}
+    kinds |= dict.fromkeys(("identities", "began", "metrics", "policy", "method"), dict)
     lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
         lacking = ["cursor"]

@@ -177,7 +177,7 @@ class Trainer:
                 self.metrics.say(f"  changed since then: {line}")
         if self.runtime.is_main:
             replace_text(self.run.began, json.dumps(start.began))
-            self.run.write_config(self._recipe_text)
+            replace_text(self.run.config, self._recipe_text)
             self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
             self.run.write_json(ABOUT, about(self))
             self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
@@ -297,14 +297,16 @@ class Trainer:
         keep; with `async_save` in the background, unless it is to `wait`."""
         self._held = {"step": step, "save": f"{self._mark}-{secrets.token_hex(8)}"}
         known = {
+            "step": step,
+            "cursor": list(cursor),
             "recipe": self._recipe_text,
-            "data_fingerprint": self.rows.fingerprint,
             "identities": self.identities,
             "began": self.start.began,
             "save": self._held["save"],
             "dtype": str(self.policy.precision.compute).removeprefix("torch."),
+            "metrics": dict(self._measured),
         }
-        contents = resume.contents(self.policy, self.method, step, cursor, known, self._measured)
+        contents = resume.contents(self.policy, self.method, known)
         with self.runtime.stop.saving():
             self.saver.save(step, *contents, wait=wait)
         if self.recipe.checkpoint.export == "every":

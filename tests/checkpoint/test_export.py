@@ -38,15 +38,16 @@ def make_run(path, family, steps=(1, 2), scratch=False):
     source = path.parent / "source"
     save_family(family, source)
     (source / "tokenizer.json").write_text("{}")
-    with RunDirectory(path).hold() as run:
-        init = "scratch" if scratch else "pretrained"
-        run.write_config(f"model: {{path: {source}, init: {init}}}\n")
-        run.keep_model_files(source)
-        model = models.from_pretrained(source)
-        for step in steps:
-            optimizer = train_a_little(model, 1)
-            state = {"optimizer": optimizer_state(model, optimizer)}
-            CheckpointStore(run.checkpoints).save(step, training_tensors(model, optimizer), state)
+    run = RunDirectory(path).hold()
+    init = "scratch" if scratch else "pretrained"
+    run.config.write_text(f"model: {{path: {source}, init: {init}}}\n")
+    run.keep_model_files(source)
+    model = models.from_pretrained(source)
+    for step in steps:
+        optimizer = train_a_little(model, 1)
+        state = {"optimizer": optimizer_state(model, optimizer)}
+        CheckpointStore(run.checkpoints).save(step, training_tensors(model, optimizer), state)
+    run.release()
     return model.eval()
 
 
@@ -175,11 +176,12 @@ def test_memory_stays_near_one_tensor(tmp_path):
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(source)
-    with RunDirectory(tmp_path / "run").hold() as run:
-        run.keep_model_files(source)
-        model = models.build(models.read_config(source))
-        size = sum(parameter.nbytes for parameter in model.parameters()) >> 20
-        CheckpointStore(run.checkpoints).save(1, training_tensors(model), {})
+    run = RunDirectory(tmp_path / "run").hold()
+    run.keep_model_files(source)
+    model = models.build(models.read_config(source))
+    size = sum(parameter.nbytes for parameter in model.parameters()) >> 20
+    CheckpointStore(run.checkpoints).save(1, training_tensors(model), {})
+    run.release()
     code = textwrap.dedent(f"""
         import resource
         from dtrain import models

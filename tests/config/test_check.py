@@ -7,7 +7,7 @@ from dtrain.base.ranges import out_of_range
 from dtrain.methods import SECTIONS, load_recipe
 from dtrain.optim import update as optim
 from dtrain.recipe import schema
-from dtrain.run.preflight import check
+from tests.tiny import check
 
 FOUR = "train.micro_batch=4"
 WHOLE = {"model": {"path": "m"}, "data": {"train": {"path": "t.jsonl"}}, "train": {"steps": 10}}

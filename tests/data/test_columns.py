@@ -13,12 +13,12 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.preflight import check, preflight
+from dtrain.run.preflight import preflight
 from dtrain.run.resume import compare
 from dtrain.run.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
-from tests.tiny import tiny_recipe
+from tests.tiny import check, tiny_recipe
 
 ASK, REPLY = {"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -13,11 +13,11 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.preflight import check, notes
+from dtrain.run.preflight import notes
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.running import run
-from tests.tiny import tiny_recipe, write_rows
+from tests.tiny import check, tiny_recipe, write_rows
 
 COUNT, SHARE = 400, 0.2
 

@@ -135,6 +135,7 @@ def test_options_of_a_reward():
     ("arguments", "words"),
     [
         (["nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["columns.jsonl"], "Rename the columns of the file, such as body to question\n"),
         (["rows-0.jsonl", "--reward", "math_exakt"], "did you mean math_exact"),
         (["rows-0.jsonl", "--reward", "regex={"], "are no JSON"),
         (["rows-0.jsonl", "--reward", "regex=[1]"], "must be a JSON object"),
@@ -149,6 +150,7 @@ def test_options_of_a_reward():
 def test_mistakes_are_told(root, monkeypatch, capsys, arguments, words):
     (root / "bad.jsonl").write_text('{"text": "w5"}\n')
     (root / "empty.jsonl").write_text("")
+    (root / "columns.jsonl").write_text('{"body": "w5", "x": 1}\n')
     (root / "foreign.jsonl").write_text('{"prompt_ids": [9999]}\n')
     arguments = [*arguments, "--reward", "judge.word"] if "--reward" not in arguments else arguments
     arguments = [*arguments, "--max-new-tokens", "4"] if "--max-new-tokens" not in arguments else arguments

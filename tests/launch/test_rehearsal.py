@@ -41,9 +41,10 @@ def test_a_run_that_goes_on(tmp_path):
 
 
 def hold(path, ready, done):
-    with RunDirectory(path).hold():
-        os.write(ready, b"1")
-        os.read(done, 1)
+    run = RunDirectory(path).hold()
+    os.write(ready, b"1")
+    os.read(done, 1)
+    run.release()
 
 
 def test_a_directory_that_another_process_holds(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
+from dtrain.base.gpus import peak_flops
 from dtrain.recipe import schema
 from dtrain.run import metrics
 from dtrain.run.metrics.terminal import Progress
@@ -303,7 +304,7 @@ def test_nonfinite_numbers_are_readable_again(tmp_path):
     ],
 )
 def test_peaks_by_device_name(name, tflops):
-    assert metrics.peak_flops(name) == (tflops and tflops * 1e12)
+    assert peak_flops(name) == (tflops and tflops * 1e12)
 
 
 def test_mfu_is_absent_on_the_cpu_and_memory_is_this_process():

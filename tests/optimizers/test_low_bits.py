@@ -11,9 +11,8 @@ from dtrain.optim.places import Place
 from dtrain.optim.update import build_optimizer
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import schema
-from dtrain.run.preflight import check
 from tests.optimizers.stepping import assert_same_bits, bits_of, recipe_of, step_on
-from tests.tiny import tiny_recipe
+from tests.tiny import check, tiny_recipe
 
 FEW = {
     "int8": ["optimizer.state=int8"],

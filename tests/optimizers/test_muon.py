@@ -11,11 +11,10 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import build_optimizer
 from dtrain.recipe import schema
-from dtrain.run.preflight import check
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES
 from tests.running import run, weights
-from tests.tiny import tiny_recipe
+from tests.tiny import check, tiny_recipe
 from tests.world import run_world
 
 MUON = ["optimizer.name=muon", "optimizer.adam_lr=1e-3", "train.dtype=float32"]

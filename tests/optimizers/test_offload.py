@@ -7,12 +7,11 @@ import torch
 
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.parallel.placement import local_tensor
-from dtrain.run.preflight import check
 from tests.optimizers.stepping import recipe_of
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import assert_close, on_card
 from tests.pretend.worlds import run_pretend
-from tests.tiny import tiny_recipe
+from tests.tiny import check, tiny_recipe
 
 OFFLOAD = "parallel.optimizer_offload=true"
 MESHES = {

@@ -47,7 +47,7 @@ def talk(arguments: Namespace) -> None:
             f"{arguments.directory} has no chat template: give --chat-template FILE, or complete texts with `dtrain "
             "generate --raw`"
         )
-    length = model.config.most_positions or model.config.max_position_embeddings
+    length = model.config.max_position_embeddings
     stops = tuple(tokenizer.eos_ids)
     sampling = SamplingParams(
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, stop_ids=stops

@@ -205,6 +205,7 @@ _OPTIONS = {
     r"grpo\.reward_timeout": "--reward-timeout",
     r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
     r"grpo\.sampling\.(\w+)": r"--\1",
+    r", or map them: 'DATA=\{(\w+): (.+)\}', for one": r", such as \2 to \1",  # the command maps none
     r"data\.chat_template": "--chat-template",
     r"data\.prompts_as": "--prompts-as",
     r"data\.train\.path": "DATA",

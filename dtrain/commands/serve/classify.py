@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table
-from dtrain.commands.serve.protocol import MESSAGE, texts_or_ids
+from dtrain.commands.serve.protocol import MESSAGE, answered, texts_or_ids
 from dtrain.commands.serve.routes import Gate
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.pairs import PairEncoder
@@ -101,7 +100,7 @@ class ClassifyService(Gate):
         """Return the ids of each text. Raises ApiError."""
         if (fields["input"] is None) == (fields["messages"] is None):
             raise ApiError(400, "give input (a text, token ids, or a list of either) or messages, one of them", "input")
-        try:
+        with answered("input" if fields["messages"] is None else "messages"):
             if fields["messages"] is not None:
                 if self.encoder.template is None:
                     raise ApiError(400, f"{self.name} has no chat template; give a text as input", "messages")
@@ -109,8 +108,6 @@ class ClassifyService(Gate):
                 rows = [self.encoder.conversation(messages, read_tools(fields))]
             else:
                 rows = [self._ids(text_or_ids, fields["add_special_tokens"]) for text_or_ids in fields["input"]]
-        except UserError as error:
-            raise ApiError(400, str(error), "input" if fields["messages"] is None else "messages") from error
         for index, row in enumerate(rows):
             if not 0 < len(row) <= self.encoder.max_length:
                 what = f"text {index} has {len(row)} tokens, and the model reads from 1 to {self.encoder.max_length}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Union
 
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import hint
 
 MOST_ITEMS = 1 << 20  # of one body, commas and brackets: a few bytes of text may become a hundred in memory
 DEEPEST = 32  # lists and objects within one another
@@ -122,10 +122,8 @@ def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, An
     inside = f"{name}." if name else ""
     for key in body:
         if key not in table:
-            near = nearest(key, table)
-            key = f"{inside}{key[:64]}"
-            hint = f"; did you mean {inside}{near}?" if near else ""
-            raise ApiError(400, f"{key} is no field that dtrain serve knows{hint}", key)
+            full, meant = f"{inside}{key[:64]}", hint(key, table, inside, otherwise="")
+            raise ApiError(400, f"{full} is no field that dtrain serve knows{meant}", full)
     return {
         key: field.default if body.get(key) is None else field.read(body[key], inside + key)
         for key, field in table.items()

@@ -8,7 +8,6 @@ records   what was written, read again
 answers   completions of samples.jsonl and evals.jsonl, read again
 """
 
-from dtrain.base.gpus import peak_flops
 from dtrain.run.metrics.metrics import Recorder, build, lacking, memory_gib, model_flops_utilisation
 
-__all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation", "peak_flops"]
+__all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation"]

@@ -24,7 +24,7 @@ class Recorder:
     """Hands rows to its sinks. A sink that fails is warned of once and left out; training goes on.
 
     The record has every row; its views and the progress bar have the training rows of each `every`th step and the
-    last. `choices` holds one line per automatic choice, with its reason.
+    last. `choices` holds one line per automatic choice, with its reason. beside: files beside the record, by name.
     """
 
     def __init__(
@@ -33,12 +33,10 @@ class Recorder:
         progress: Progress | None,
         every: int,
         choices: list[str],
-        samples: Sink | None = None,
-        answers: JsonlSink | None = None,
+        beside: Mapping[str, JsonlSink] | None = None,
     ):
         self._sinks = list(sinks)
-        self._samples, self._answers = samples, answers
-        self._beside = [sink for sink in (samples, answers) if sink is not None]  # files beside the record
+        self._beside = beside or {}
         self._total_steps: int | None = None
         self._progress = progress
         self._every = every
@@ -48,8 +46,8 @@ class Recorder:
     def resume_at(self, step: int) -> None:
         """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
         self._to_sinks(lambda sink: sink.resume_at(step))
-        for beside in self._beside:
-            beside.resume_at(step)
+        for sink in self._beside.values():
+            sink.resume_at(step)
 
     def start(self, step: int, total_steps: int) -> None:
         """Show progress from `step` (done so far) to `total_steps`."""
@@ -77,22 +75,17 @@ class Recorder:
         row = {"step": step, **row}
         self._to_sinks(lambda sink: sink.write(row))
 
-    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Completions that step `step` is the first to train on, to samples.jsonl, a line each."""
-        if self._samples is not None:
+    def write_beside(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write rows to a file beside the record, a line each. samples: completions that `step` is the first to train
+        on; evals: judged answers of an evaluation after it."""
+        if name in self._beside:
             for row in rows:
-                self._samples.write({"step": step, **row})
-
-    def answers(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Judged answers of an evaluation after `step`, to evals.jsonl, a line each."""
-        if self._answers is not None:
-            for row in rows:
-                self._answers.write({"step": step, **row})
+                self._beside[name].write({"step": step, **row})
 
     def drop_answers(self, step: int, name: str) -> None:
-        """Take the answers of one set after `step` out again. Before the first row."""
-        if self._answers is not None:
-            self._answers.cut(lambda line: (row := loads(line))["step"] != step or row.get("set") != name)
+        """Take the answers of one set after `step` out of evals.jsonl again. Before the first row."""
+        if "evals" in self._beside:
+            self._beside["evals"].cut(lambda line: (row := loads(line))["step"] != step or row.get("set") != name)
 
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
@@ -110,8 +103,8 @@ class Recorder:
             self._progress.close()
         self._to_sinks(lambda sink: sink.close())
         self._sinks = []
-        for beside in self._beside:
-            beside.close()
+        for sink in self._beside.values():
+            sink.close()
 
     def _to_sinks(self, act: Callable[[Sink], None], views: bool = True) -> None:
         for sink in list(self._sinks):
@@ -160,8 +153,8 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
     if section.wandb:
         sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
     progress = Progress(stream if stream is not None else sys.stderr)
-    samples, answers = (JsonlSink(run_dir / f"{name}.jsonl") for name in ("samples", "evals"))
-    return Recorder(sinks, progress, section.every, choices, samples, answers)
+    beside = {name: JsonlSink(run_dir / f"{name}.jsonl") for name in ("samples", "evals")}
+    return Recorder(sinks, progress, section.every, choices, beside)
 
 
 def lacking(section) -> list[str]:

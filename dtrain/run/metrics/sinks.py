@@ -1,39 +1,23 @@
 """Sinks of rows: metrics.jsonl, which is the record, and TensorBoard and Weights & Biases, which are views of it.
 
-A sink opens its files at the first row, so that a run which fails before leaves none.
+A sink opens its files at the first row, so that a run which fails before leaves none. is_view: whether rows may be left
+out of it (`metrics.every`). failures: the exceptions that mean "this sink is broken", as against a bug in dtrain.
 """
 
 import json
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from dtrain.base.json_files import loads
+from dtrain.base.files import replace
+from dtrain.run.metrics.records import row_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Sink(Protocol):
-    """`failures`: the exceptions that mean "this sink is broken", as against a bug in dtrain.
-
-    `is_view`: whether rows may be left out of it (`metrics.every`).
-    """
-
-    name: str
-    is_view: bool
-    failures: tuple[type[BaseException], ...]
-
-    def resume_at(self, step: int) -> None: ...
-
-    def write(self, row: Mapping[str, int | float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonlSink(Sink):
+class JsonlSink:
     """File of one JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity.
     Text stays as it is, in UTF-8."""
 
@@ -56,14 +40,8 @@ class JsonlSink(Sink):
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if stays(line)]
-        if len(kept) == len(lines):
-            return
-        fresh = self._path.with_name(self._path.name + ".cut")
-        with fresh.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
+        if len(kept) < len(lines):
+            replace(self._path, b"".join(kept))
 
     def write(self, row: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -80,15 +58,11 @@ class JsonlSink(Sink):
 
 def _step_of(line: bytes) -> float:
     """The row's step; infinity where the line is no row, so that it goes."""
-    try:
-        row = loads(line)
-    except ValueError:
-        return float("inf")
-    step = row.get("step") if isinstance(row, dict) else None
+    step = (row_of(line) or {}).get("step")
     return step if isinstance(step, int | float) else float("inf")
 
 
-class TensorBoardSink(Sink):
+class TensorBoardSink:
     """Scalars `train/<field>`, `val/<field>` and `eval/<field>` by step."""
 
     name = "TensorBoard"
@@ -122,7 +96,7 @@ class TensorBoardSink(Sink):
             self._writer = None
 
 
-class WandbSink(Sink):
+class WandbSink:
     """A run of a W&B project; a resumed run goes on in the same one, whose id lies in the run directory."""
 
     name = "Weights & Biases"
@@ -180,3 +154,6 @@ def _tag(name: str, row: Mapping[str, int | float]) -> str:
     if name.startswith("eval_"):
         return f"eval/{name.removeprefix('eval_')}"
     return f"train/{name}" if "loss" in row else f"val/{name.removeprefix('val_')}"
+
+
+Sink = JsonlSink | TensorBoardSink | WandbSink

@@ -58,7 +58,6 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         host.ask(open_splits, spec, copies, host.say, False)
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
     read |= {split: rows.samples.meta["rows"] for split, rows in spec.rows.items()}
-    spec.plain_prompts = plain["train"]
     for split, count in plain.items():
         encoder = encoders[f"data.{split}"]
         spec.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(spec.rows))

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from dtrain.base.files import refuse_unwritable
-from dtrain.base.ranges import nearest, shown
+from dtrain.base.ranges import hint, shown
 from dtrain.recipe.schema import BEST
 from dtrain.run.eval_sets import fields, sets
 from dtrain.run.host import Host
@@ -36,11 +36,8 @@ def _best(spec: RunSpec) -> list[str]:
     if best in BEST and best not in measured:
         return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
     if best not in measured:
-        near = nearest(best, measured)
-        known = ", ".join([*BEST, *set_of])
-        return [
-            f"checkpoint.keep_best={best} is none of {known}, nor null" + (f"; did you mean {near}?" if near else "")
-        ]
+        known, meant = ", ".join([*BEST, *set_of]), hint(best, measured, otherwise="")
+        return [f"checkpoint.keep_best={best} is none of {known}, nor null{meant}"]
     if best == "loss":
         return []
     key = f"{set_of[best].key}.every" if best in set_of else "train.validate_every"

@@ -10,7 +10,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.data import Cursor
 from dtrain.methods import model_keys, recipe_keys
@@ -33,9 +33,8 @@ def check_keys(spec: RunSpec) -> list[str]:
     problems = []
     for name in spec.recipe.checkpoint.allow_changes:
         if name not in names and not name.startswith(mappings):
-            near = nearest(name, names)
-            hint = f"; did you mean {near}?" if near else ""
-            problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{hint}")
+            meant = hint(name, names, otherwise="")
+            problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{meant}")
     return problems
 
 

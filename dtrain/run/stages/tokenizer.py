@@ -11,18 +11,14 @@ def check_files(spec: RunSpec) -> list[str]:
     source, config = spec.source, spec.source.any_config
     if config is None:
         return []
-    if problems := problems_of(lambda: _template(spec)):
+    prompts_as = spec.recipe.data.prompts_as
+    if problems := problems_of(lambda: refuse_without_template(prompts_as, source.template, source.path)):
         return problems
     if source.tokenizer.size > config.vocab_size:
         return [
             f"{source.path}: the tokenizer's highest id is {source.tokenizer.size - 1}, but config.json's vocab_size "
             f"is {config.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
         ]
-    return []
-
-
-def _template(spec: RunSpec) -> list[str]:
-    refuse_without_template(spec.recipe.data.prompts_as, spec.source.template, spec.source.path)
     return []
 
 
