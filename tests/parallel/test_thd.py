@@ -1,5 +1,8 @@
 """Flat batches: lengths, padding masks, chunks, and the cut over cp, against a loop over sequences."""
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -153,6 +156,15 @@ def test_one_flat_chunk_with_only_the_ends_given():
         )
     with pytest.raises(ValueError, match="cu_seqlens is missing"):
         _shard_thd_chunk_for_te({"input_ids": torch.arange(8)}, Dimension(2), "thd", EMPTY, 0)
+
+
+def test_transformer_engine_is_left_alone_on_a_cpu(monkeypatch):
+    """Its function takes CUDA tensors; that one of the name is installed must not change what a CPU gets."""
+    engine = types.ModuleType("transformer_engine_torch")
+    engine.thd_get_partitioned_indices = lambda ends, total, size, rank: torch.arange(total)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", engine)
+    batch = packed([[(8, 8)]])
+    assert make_cp_batch_for_te(Dimension(2), batch)["input_ids"].tolist() == [1, 2, 7, 8]
 
 
 @pytest.mark.parametrize(("size", "rank"), [(s, r) for s in (1, 2, 4) for r in range(s)])

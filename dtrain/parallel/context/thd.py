@@ -116,8 +116,10 @@ def _shard_thd_chunk_for_te(
 
 
 def _held_tokens(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
-    """Flat positions [T / size] that a rank holds of sequences ending at `ends` [N + 1] int32, whose first is 0, in the
-    order of Transformer Engine's `thd_get_partitioned_indices`."""
+    """Flat positions [T / size] that a rank holds of sequences ending at `ends` [N + 1] int32, whose first is 0.
+
+    Transformer Engine's function where it is installed, which is for CUDA alone.
+    """
     lengths = ends.diff()
     wrong = lengths[lengths % (2 * size) != 0]
     if wrong.numel():
@@ -127,6 +129,13 @@ def _held_tokens(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
         )
     if int(ends[-1]) != total:
         raise ValueError(f"the sequences end at {int(ends[-1])} of {total} tokens; every token belongs to one")
+    if ends.is_cuda:
+        try:
+            import transformer_engine_torch
+        except ImportError:
+            pass
+        else:
+            return transformer_engine_torch.thd_get_partitioned_indices(ends, total, size, rank).to(torch.int64)
     return held_positions(ends.to(torch.int64), total, rank, size)
 
 
