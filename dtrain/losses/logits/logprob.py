@@ -335,10 +335,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """From m and l of student and target and Σ p·log q over the shard's own softmaxes [5, ...]: H(p, q) over the whole
     vocabulary, and this rank's shares of q and of p, all [...]. One all-gather."""
-    students, targets, crossed = Stats(*parts[:2]), Stats(*parts[2:4]), parts[4]
     if group_size(group) == 1:
-        return -crossed, torch.ones_like(crossed), torch.ones_like(crossed)
-    log_students, log_targets, (crossed,) = gather_pair(students, targets, group, crossed)
+        ones = torch.ones_like(parts[4])
+        return -parts[4], ones, ones
+    log_students, log_targets, (crossed,) = gather_pair(parts, group)
     share, rank = log_targets.exp(), group_rank(group)
     # log q of the whole is log q of the shard plus the shard's log share of q.
     value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
