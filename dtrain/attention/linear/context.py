@@ -53,11 +53,10 @@ class Pieces:
         """maps [B · 2, Hv, K, K + V], (M, U) of this rank's pieces -> their first states [B · 2, Hv, K, V], and the M
         [p, B, Hv, K, K] of all pieces after this rank's first. One all-gather."""
         size = maps.shape[-2]
-        pieces = self._gathered(maps)
-        head, tail = self.mine
+        pieces, head = self._gathered(maps), self.mine[0]
         state = torch.zeros_like(pieces[0, ..., size:])
         states = [state] if head == 0 else []
-        for piece in range(tail):
+        for piece in range(self.mine[-1]):
             state = pieces[piece, ..., :size] @ state + pieces[piece, ..., size:]
             if piece + 1 in self.mine:
                 states.append(state)
@@ -66,8 +65,7 @@ class Pieces:
     def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
         """grads [B · 2, Hv, K, V]: of the first states of this rank's pieces by their own outputs -> those of their
         last states by all that follows. One all-gather."""
-        pieces = self._gathered(grads)
-        head = self.mine[0]
+        pieces, head = self._gathered(grads), self.mine[0]
         state = torch.zeros_like(pieces[0])
         state_grads = [state] if self.count - 1 in self.mine else []
         for piece in range(self.count - 1, head, -1):
