@@ -181,7 +181,7 @@ class _HiddenLogprobs(torch.autograd.Function):
                 whole, _ = merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))
             packed[:, some] = whole.pack()
         merged = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
-        stats, _, (target_logit,), vocabulary = merged
+        stats, _, (target_logit,), vocabulary, _ = merged
         valid = (targets >= 0) & (targets < vocabulary)
         logprobs = torch.where(valid, (target_logit - stats.m) - stats.l, 0)
         entropy = None if stats.neg_entropy is None or not head.entropy else torch.where(valid, -stats.neg_entropy, 0)

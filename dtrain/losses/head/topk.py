@@ -131,7 +131,7 @@ def _topk_kl_sums(
         logits = product(mine, tokens.operand.t(), first)
         part, at_ids = _stats_of_tile(logits, memory, columns, is_mine, scaling)
         stats = Stats(*part.unbind(1))
-        whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
+        whole, log_share, summed, *_ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
         at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
         leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, whole.l, whole.neg_entropy) if leaf is not None]
         with torch.enable_grad():

@@ -86,10 +86,10 @@ class _LogprobAt(torch.autograd.Function):
         stats = _stats_of(logits, rows)
         at_ids = pick(logits, local, is_mine, compute_dtype(logits.dtype))
         if ids.shape[-1] == 1:
-            whole, log_share, summed, vocabulary = merge_over(stats, columns, group, at_ids.squeeze(-1)[None])
+            whole, log_share, summed, vocabulary, _ = merge_over(stats, columns, group, at_ids.squeeze(-1)[None])
             at_ids = summed.squeeze(0).unsqueeze(-1)
         else:
-            whole, log_share, _, vocabulary = merge_over(stats, columns, group)
+            whole, log_share, _, vocabulary, _ = merge_over(stats, columns, group)
             if group_size(group) > 1:
                 dist.all_reduce(at_ids, group=group)  # one rank has each id: fewer bytes than gathering k per rank
         valid = (ids >= 0) & (ids < vocabulary)
@@ -205,7 +205,7 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
         tile = logits[index] if temperature == 1.0 else logits[index].to(dtype) / temperature
         packed[:, *index] = part_stats(tile, logp[index]).pack()
     stats = Stats(*packed.unbind())
-    whole, log_share, _, _ = merge_over(stats, logits.shape[-1], group)
+    whole, log_share, *_ = merge_over(stats, logits.shape[-1], group)
     if whole is not stats:
         logp.add_(log_share.unsqueeze(-1))
         fill_rows_(logp, (stats.m == -float("inf")) & (whole.m != -float("inf")), -float("inf"))
@@ -256,7 +256,7 @@ class _NegEntropy(torch.autograd.Function):
     def forward(ctx, logits, group, chunk_size):
         rows = max(1, rows_within(logits, chunk_size) // 2)
         stats = _stats_of(logits, rows, scratches=2)
-        whole, log_share, _, _ = merge_over(stats, logits.shape[-1], group)
+        whole, log_share, *_ = merge_over(stats, logits.shape[-1], group)
         value = whole.pack()[2]
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, log_share, value.clone(), stats.m == -float("inf"))
