@@ -77,7 +77,7 @@ def _stats_of(logits: Tensor, rows: int, scratches: int = 1) -> Stats:
 
 
 class _LogprobAt(torch.autograd.Function):
-    """log p at ids [..., k] from logits [..., v]; see `logprob_at`."""
+    """log p at ids [..., k] from logits [..., v]; see `ChunkedDistributedGatherLogprob`."""
 
     @staticmethod
     def forward(ctx, logits, ids, start, group, chunk_size):
@@ -114,26 +114,51 @@ class _LogprobAt(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def logprob_at(
-    logits: Tensor,
-    ids: Tensor,
-    start: int | Tensor,
-    end: int | Tensor,
-    group: Group,
-    chunk_size: int | None = None,
-    inference_only: bool = False,
-) -> Tensor:
-    """log softmax(logits over the whole vocabulary) at ids, [..., k] in max(float32, the logits' dtype).
+class ChunkedDistributedGatherLogprob:
+    """log p at several ids of every position, from logits with a cut vocabulary."""
 
-    logits [..., v]: this rank's ids [start, end) of a vocabulary cut over `group` (None: it is whole), v may be 0; ids
-    [..., k] global, the same on every rank. An id outside the vocabulary gives 0.0 and no gradient.
-    The values come back on every rank, bit for bit the same; the gradient is the shard's own, in the logits' dtype.
-    Forward: one all-gather of 3 numbers per row (k > 1: of 2, and one all-reduce of k). Backward: none.
-    chunk_size bounds the positions in memory at once; smaller tiles are taken where they are faster. Raises ValueError
-    where the bounds do not fit the shard.
-    """
-    check_bounds(start, end, logits.shape[-1])
-    return _LogprobAt.apply(logits.detach() if inference_only else logits, ids, start, group, chunk_size)
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int | Tensor,
+        vocab_end_index: int | Tensor,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """log softmax(logits over the whole vocabulary) at global_indices, [..., k], float32 (float64 from float64).
+
+        logits [..., v]: this rank's ids [start, end) of a vocabulary cut over the group (None: it is whole), v may be
+        0; global_indices [..., k], the same on every rank. An id outside the vocabulary, -100 included: 0.0 and no
+        gradient. The values come back on every rank, bit for bit the same; the gradient is the shard's own, in the
+        logits' dtype. Nothing of the logits' size is saved for the backward, which reads them again.
+        Forward: one all-gather of 3 numbers per row (k > 1: of 2, and one all-reduce of k). Backward: none.
+        chunk_size bounds the positions in memory at once; smaller tiles are taken where they are faster. Raises
+        ValueError where the bounds do not fit the shard.
+        """
+        check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
+        logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
+        return _LogprobAt.apply(logits, global_indices, vocab_start_index, tp_group, chunk_size)
+
+
+class ChunkedDistributedLogprob:
+    """`DistributedLogprob` with a bound on the positions in memory at once."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int | Tensor,
+        vocab_end_index: int | Tensor,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """[B, S] as `DistributedLogprob.apply`; extra memory O(chunk_size · V/tp), chunk_size in positions."""
+        gather, ids = ChunkedDistributedGatherLogprob, target.unsqueeze(-1)
+        bounds = vocab_start_index, vocab_end_index
+        return gather.apply(vocab_parallel_logits, ids, *bounds, chunk_size, tp_group, inference_only).squeeze(-1)
 
 
 class DistributedLogprob:
@@ -148,52 +173,10 @@ class DistributedLogprob:
         group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """logits [B, S, V/tp], target [B, S] global ids -> log p(target) [B, S], float32 (float64 from float64).
-
-        Any leading shape. A target outside [0, V), -100 included: 0.0 and a zero gradient. Nothing of the logits' size
-        is saved for the backward, which reads them again. Collectives as in `logprob_at`. Raises ValueError where the
-        bounds do not fit the shard.
-        """
-        bounds = (vocab_start_index, vocab_end_index)
-        ids = target.unsqueeze(-1)
-        return logprob_at(vocab_parallel_logits, ids, *bounds, group, None, inference_only).squeeze(-1)
-
-
-class ChunkedDistributedLogprob:
-    """`DistributedLogprob` with a bound on the positions in memory at once."""
-
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int,
-        tp_group: Group,
-        inference_only: bool = False,
-    ) -> Tensor:
-        """[B, S] as `DistributedLogprob.apply`; extra memory O(chunk_size · V/tp), chunk_size in positions."""
-        bounds = (vocab_start_index, vocab_end_index)
-        ids = target.unsqueeze(-1)
-        return logprob_at(vocab_parallel_logits, ids, *bounds, tp_group, chunk_size, inference_only).squeeze(-1)
-
-
-class ChunkedDistributedGatherLogprob:
-    """log p at several global ids of every position."""
-
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        global_indices: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int,
-        tp_group: Group,
-        inference_only: bool = False,
-    ) -> Tensor:
-        """logits [B, S, V/tp], global_indices [B, S, K] -> [B, S, K]; otherwise as `ChunkedDistributedLogprob`."""
-        start, end = vocab_start_index, vocab_end_index
-        return logprob_at(vocab_parallel_logits, global_indices, start, end, tp_group, chunk_size, inference_only)
+        """logits [B, S, V/tp], target [B, S] global ids -> log p(target) [B, S]; any leading shape. Otherwise as
+        `ChunkedDistributedGatherLogprob.apply`."""
+        bounds = vocab_start_index, vocab_end_index
+        return ChunkedDistributedLogprob.apply(vocab_parallel_logits, target, *bounds, None, group, inference_only)
 
 
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:

@@ -12,7 +12,7 @@ from dtrain.losses.head.filtered import Exchange, SampledLogprob
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
-from dtrain.losses.logits.logprob import check_chunk, logprob_at
+from dtrain.losses.logits.logprob import ChunkedDistributedLogprob, check_chunk
 from dtrain.parallel.collectives import all_gather, gather_along
 from dtrain.parallel.context.batch import held_positions, sequence_of
 from dtrain.parallel.placement import chunk_bounds
@@ -35,7 +35,7 @@ def logprobs_of_targets(
         top_k, top_p = sampling_params.top_k, sampling_params.top_p
         sampled = ChunkedDistributedLogprobWithSampling
         return sampled.apply(logits, target, group, top_k, top_p, chunk_size, inference_only)
-    return logprob_at(logits, target.unsqueeze(-1), start, end, group, chunk_size, inference_only).squeeze(-1)
+    return ChunkedDistributedLogprob.apply(logits, target, start, end, chunk_size, group, inference_only)
 
 
 def next_tokens(ids: Tensor) -> Tensor:
