@@ -16,11 +16,8 @@ from dtrain.base.ranges import at_least, shown
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows
 from dtrain.data.formats.prompts import PromptOptions
-from dtrain.losses import (
-    kl_sum_from_hidden_states,
-    topk_kl_sum_from_hidden_states,
-    topk_logits_from_hidden_states,
-)
+from dtrain.losses.head.kl import kl_sum_from_hidden_states
+from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.losses import (
+from dtrain.losses.policy.advantage import (
     advantages,
     decoupled_advantages,
     soft_overlong_penalty,

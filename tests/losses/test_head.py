@@ -6,13 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtrain.losses import (
-    ChunkedDistributedHiddenStatesToLogprobs,
-    VocabShard,
-    from_parallel_hidden_states_to_logprobs,
-    logprobs_from_hidden_states,
-    weighted_logprob_sum,
-)
+from dtrain.losses import ChunkedDistributedHiddenStatesToLogprobs, from_parallel_hidden_states_to_logprobs
+from dtrain.losses.head.logprobs import logprobs_from_hidden_states
+from dtrain.losses.head.vocabulary import VocabShard
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 from dtrain.parallel.collectives import all_reduce
 from dtrain.parallel.context.batch import shard_sequence
 from tests.losses import dense

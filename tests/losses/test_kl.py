@@ -2,7 +2,7 @@
 
 import torch
 
-from dtrain.losses import forward_kl, reverse_kl
+from dtrain.losses.head.kl import forward_kl, reverse_kl
 
 
 def distributions(seed=0, shape=(3, 4, 9)):

@@ -5,12 +5,8 @@ import math
 import pytest
 import torch
 
-from dtrain.losses import (
-    combined_preference_loss,
-    length_desensitised_weights,
-    preference_loss,
-    preference_weights,
-)
+from dtrain.losses import preference_loss
+from dtrain.losses.preference.losses import combined_preference_loss, length_desensitised_weights, preference_weights
 from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES
 from dtrain.methods.dpo import loss_problems
 from tests.losses.test_preference import BETA, DEFAULTS, pairs

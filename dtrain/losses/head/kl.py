@@ -21,6 +21,7 @@ from dtrain.losses.head.logprobs import Scaling
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
+    HeadInput,
     Stats,
     VocabShard,
     compute_dtype,
@@ -32,14 +33,6 @@ from dtrain.losses.head.vocabulary import (
 )
 from dtrain.losses.head.weighted_sum import TiledSum, tile_rows_of
 from dtrain.parallel.collectives import all_gather
-
-
-class HeadInput(NamedTuple):
-    """Hidden states and the head's weight of a model, this rank's part of the vocabulary."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V/tp, D]
-    softcap: float | None = None
 
 
 class KlSums(NamedTuple):

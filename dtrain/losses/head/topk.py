@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.fused import Fused, own
-from dtrain.losses.head.kl import HeadInput, check_share, forward_kl, generalized_jsd, reverse_kl
+from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.head.logprobs import Scaling
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
+    HeadInput,
     Stats,
     VocabShard,
     add_at_,

@@ -12,7 +12,7 @@ once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,14 @@ class VocabShard:
 
 
 WHOLE = VocabShard(0, None)
+
+
+class HeadInput(NamedTuple):
+    """Hidden states and the head's weight of a model, this rank's part of the vocabulary."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V/tp, D]
+    softcap: float | None = None
 
 
 def group_size(group: Group) -> int:
