@@ -50,22 +50,19 @@ def prove(
     g, beta = -drawn(value_heads).float().exp() / 16, drawn(value_heads).sigmoid()  # a state lives long
     parts = [q, k, v, g, beta]
 
-    def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return rule(q, k, v, g, beta, Borders.of(begins, length, device), real)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return rule(q, k, v, g, beta, None, None)
-
     def in_pieces(*inputs: Tensor) -> Tensor:
         size = length // 4
-        pieces = [tensor.unflatten(1, (4, -1)).flatten(0, 1) for tensor in inputs]
         places = [[at - n * size for at in row if n * size <= at < (n + 1) * size] for row in begins for n in range(4)]
         seen = real.unflatten(1, (4, -1)).flatten(0, 1)
-        out = rule(*pieces, Borders.of(places, size, device), seen, _Chain(4))
+        q, k, v, g, beta = (tensor.unflatten(1, (4, -1)).flatten(0, 1) for tensor in inputs)
+        out = rule(q, k, v, g, beta, Borders.of(places, size, device), seen, _Chain(4))
         return out.unflatten(0, (-1, 4)).flatten(1, 2)
 
     checks: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
-    checks = [("packed rows", packed, segments, real), ("plain rows", plain, None, None)]
+    checks = [
+        ("packed rows", lambda *inputs: rule(*inputs, Borders.of(begins, length, device), real), segments, real),
+        ("plain rows", lambda *inputs: rule(*inputs, None, None), None, None),
+    ]
     if exchanges:
         checks.append(("pieces of rows", in_pieces, segments, real))
     for name, function, of_row, is_real in checks:

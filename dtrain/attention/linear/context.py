@@ -5,6 +5,7 @@ affine map of its first one, M · S + U: from all maps each rank computes the fi
 the same is done with the transposed maps: the gradient of a piece's last state is what the pieces after it give.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Pieces:
 
     def __init__(self, group: Any, tokens: int):
         self.group, self.tokens = group, tokens
-        self.mine = chunks_of(group.rank(), group.size())
+        self.mine: Sequence[int] = chunks_of(group.rank(), group.size())
         self.count = 2 * group.size()
 
     def split(self, x: Tensor) -> Tensor:

@@ -212,20 +212,9 @@ def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: 
     gathered = [torch.empty_like(message) for _ in sizes]
     dist.all_gather(gathered, message, group=group)
     message = torch.cat(gathered, -1)  # [2, .., candidates of all]
-    values, ids = message[0].view(values.dtype), message[1]
-    if min(sizes) < min(k, max(sizes)):  # some end in no tokens, which must lose against a later rank's −inf
-        values, ids = _ordered(values, ids)
-        return values[..., :k], ids[..., :k].long()
-    # Each list is in order, and so are the lists: the lower place has the lower id.
-    values, places = local_topk(values, k)
-    return values, ids.gather(-1, places).long()
-
-
-def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [..., n], by descending value, equal values by ascending id."""
-    ids, order = ids.sort(-1)
-    values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
+    ids, order = message[1].sort(-1)  # then what is no token loses against a later rank's −inf too
+    values, by_value = message[0].view(values.dtype).gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids.gather(-1, by_value)[..., :k].long()
 
 
 def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
