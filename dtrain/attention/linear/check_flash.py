@@ -37,8 +37,7 @@ def prove(
     by itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
     documents = documents_of(_LENGTHS)
     begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
-    real = documents.to(device) >= 0
-    length = documents.shape[1]
+    real, length = documents.to(device) >= 0, documents.shape[1]
     segments = (documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0).cumsum(1).to(device)
     draw = torch.Generator().manual_seed(0)
 
@@ -58,10 +57,11 @@ def prove(
         out = rule(q, k, v, g, beta, Borders.of(places, size, device), seen, _Chain(4))
         return out.unflatten(0, (-1, 4)).flatten(1, 2)
 
+    borders = Borders.of(begins, length, device)
     checks: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
     checks = [
-        ("packed rows", lambda *inputs: rule(*inputs, Borders.of(begins, length, device), real), segments, real),
-        ("plain rows", lambda *inputs: rule(*inputs, None, None), None, None),
+        ("packed rows", lambda q, k, v, g, beta: rule(q, k, v, g, beta, borders, real), segments, real),
+        ("plain rows", lambda q, k, v, g, beta: rule(q, k, v, g, beta, None, None), None, None),
     ]
     if exchanges:
         checks.append(("pieces of rows", in_pieces, segments, real))

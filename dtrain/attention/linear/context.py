@@ -38,10 +38,7 @@ class Pieces:
         """The `count` tokens before each of this rank's pieces [B · 2, count, ..], from x [B, S/cp, ..] of every rank;
         `fill` before the row. One all-gather of as many tokens a piece; backward one reduce-scatter."""
         ends = x[:, : self.tokens].unflatten(1, (2, -1))[:, :, -count:]  # a piece may be shorter
-        if x.is_floating_point():
-            pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
-        else:
-            pieces = self._ordered(all_gather(ends.unsqueeze(0), 0, self.group))
+        pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
         preceding = []
         for piece in self.mine:
             first = max(0, piece - -(-count // ends.shape[2]))

@@ -344,8 +344,7 @@ class DistributedCrossEntropy:
                 f"student_logits {tuple(student_logits.shape)} and target_logits {tuple(target_logits.shape)} must "
                 "have the same shape"
             )
-        dtype = torch.promote_types(compute_dtype(student_logits.dtype), target_logits.dtype)
-        if compute_dtype(student_logits.dtype) != dtype or compute_dtype(target_logits.dtype) != dtype:
+        if compute_dtype(student_logits.dtype) != compute_dtype(target_logits.dtype):
             raise ValueError(
                 f"student_logits are {student_logits.dtype} and target_logits {target_logits.dtype}: both or neither "
                 "must be float64"
