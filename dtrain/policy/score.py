@@ -90,11 +90,9 @@ class LogprobSource:
         labels = self._batch["labels"].flatten().index_select(0, index)
         return self._hidden.flatten(0, 1), self._head_weight, labels, index
 
-    def logprobs(
-        self, *, temperature: float = 1.0, entropy: bool = False, top1: bool = False, log_p2: bool = False
-    ) -> "HeadLogprobs":
+    def logprobs(self, *, temperature: float = 1.0, entropy: bool = False, log_p2: bool = False) -> "HeadLogprobs":
         """Return log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the
-        entropy, whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
+        entropy and log Σ p². The same on every tp rank; the first two are
         differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
         """
         from dtrain.losses.head.logprobs import logprobs_from_hidden_states
@@ -105,7 +103,6 @@ class LogprobSource:
             self._batch["labels"],
             temperature=temperature,
             entropy=entropy,
-            top1=top1,
             log_p2=log_p2,
             index=self._batch["label_index"],
             **self._of_head,
