@@ -49,19 +49,15 @@ def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 class Plain:
-    """Moment in `dtype`; None: in the dtype of arithmetic."""
+    """Moment in `dtype`; None: in the dtype of arithmetic. keys: of its tensors in the state."""
 
     def __init__(self, place: Place, key: str, dtype: torch.dtype | None = None):
         self.place, self.key, self.dtype = place, key, dtype
+        self.keys: tuple[str, ...] = (key,)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
         """Return the state of a moment of zeros; like: this rank's part [..] of the parameter; dtype: of arithmetic."""
         return {self.key: torch.zeros_like(like, dtype=self.dtype or dtype)}
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of its tensors in the state."""
-        return (self.key,)
 
 
 class Int8(Plain):
@@ -69,6 +65,8 @@ class Int8(Plain):
 
     def __init__(self, place: Place, key: str):
         super().__init__(place, key, torch.int8 if key == "exp_avg" else torch.uint8)
+        self.scales = f"{key}_scale"
+        self.keys = key, self.scales
         self.shares_blocks = bool(place.groups) and place.widest % BLOCK != 0
         self.first_block = 0 if self.shares_blocks else place.first_column // BLOCK
         end = place.columns if self.shares_blocks else place.first_column + place.held_columns
@@ -86,14 +84,6 @@ class Int8(Plain):
         """Override `Plain.allocate`: codes [..]; scales [held_rows, blocks], of a stack [matrices, rows, blocks]."""
         scales = torch.zeros(*self.place.stack[2], self.blocks, device=like.device)
         return super().allocate(like, dtype) | {self.scales: scales}
-
-    @property
-    def scales(self) -> str:
-        return f"{self.key}_scale"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.key, self.scales
 
     def agree(self, scales: Tensor) -> None:
         """Take the largest of `scales` [rows, blocks] over the ranks that share blocks. One all-reduce a group."""
