@@ -129,7 +129,7 @@ def divergences():
         mixed = {"forward_share": share, "temperature": 1.5, **options}
         outputs.append(kl.kl_sum_from_hidden_states(*models, index, **mixed))
         outputs.append(topk.topk_kl_sum_from_hidden_states(models[0], logits, ids, index, **mixed))
-    outputs.append(kl.jsd_sum_from_hidden_states(*models, index, beta=0.3, **options))
+    outputs.append(kl.kl_sum_from_hidden_states(*models, index, jsd_beta=0.3, **options))
     gradients = [gradient for of_loss in outputs for gradient in torch.autograd.grad(of_loss.total, inputs)]
     return [*(value.detach() for of_loss in outputs for value in of_loss), *gradients]
 
@@ -147,7 +147,7 @@ def filtered_values():
     return [*results, top_p.kept_by_top_p(hidden.detach() @ weight.detach().t(), 0.7)]
 
 
-OF_PAIRS = kl._pair, kl._kl_sums, kl._kl_gradient, kl._jsd_sums, kl._jsd_gradient
+OF_PAIRS = kl._stats_of_pair, kl._kl_sums, kl._kl_gradient, kl._jsd_sums, kl._jsd_gradient
 OF_TOPK = topk._stats_of_tile, topk._gradient_of_tile
 OF_FILTERED = filtered._at_target, filtered._gradient, top_p._with_digit, top_p._down_to
 PARTS = {
@@ -223,7 +223,7 @@ MOVED = {  # kernels of a tile, and bytes a logit
     "labels": (lambda s, t, i: weighted_sum.token_loss_sums(*s[:2], i, i, weighted_sum.nll).loss, 40, 11),
     "kl": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i).total, 24, 39),
     "mixed": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, forward_share=0.3, temperature=2).total, 24, 39),
-    "jsd": (lambda s, t, i: kl.jsd_sum_from_hidden_states(s, t, i).total, 24, 39),
+    "jsd": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, jsd_beta=0.5).total, 24, 39),
     "top k": (on_topk, 105, 19),
     "filtered by top p": (under(None, 0.9), 160, 370),
 }

@@ -33,6 +33,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dtrain import losses  # noqa: E402
+from dtrain.losses.head.kl import forward_kl, kl_sum_from_hidden_states  # noqa: E402
+from dtrain.losses.head.logprobs import logprobs_from_hidden_states  # noqa: E402
+from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states  # noqa: E402
+from dtrain.losses.head.vocabulary import HeadInput, VocabShard  # noqa: E402
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum  # noqa: E402
 from dtrain.parallel.collectives import gather_along  # noqa: E402
 from dtrain.parallel.placement import chunk_bounds  # noqa: E402
 
@@ -60,8 +65,8 @@ class Inputs:
         return self.start + len(self.weight)
 
     @property
-    def shard(self) -> losses.VocabShard:
-        return losses.VocabShard(self.start, self.group)
+    def shard(self) -> VocabShard:
+        return VocabShard(self.start, self.group)
 
     def whole(self, shard: Tensor) -> Tensor:
         return shard if dist.get_world_size() == 1 else gather_along(shard, shard.dim() - 1, self.group)
@@ -92,7 +97,7 @@ def plain_sampled(x: Inputs) -> Tensor:
 
 
 def head(x: Inputs, **asked: bool) -> Tensor:
-    values = losses.logprobs_from_hidden_states(x.hidden, x.weight, x.targets[0], shard=x.shard, **asked)
+    values = logprobs_from_hidden_states(x.hidden, x.weight, x.targets[0], shard=x.shard, **asked)
     return values.logprobs + values.entropy if asked else values.logprobs
 
 
@@ -104,27 +109,27 @@ def plain_head(x: Inputs, entropy: bool) -> Tensor:
 
 def weighted(x: Inputs) -> Tensor:
     ones = torch.ones(len(x.hidden), device=x.hidden.device)
-    return losses.weighted_logprob_sum(x.hidden, x.weight, x.targets[0], ones, x.every_token, shard=x.shard)
+    return weighted_logprob_sum(x.hidden, x.weight, x.targets[0], ones, x.every_token, shard=x.shard)
 
 
 def kl(x: Inputs) -> Tensor:
-    student, teacher = losses.HeadInput(x.hidden, x.weight), losses.HeadInput(x.teacher_hidden, x.teacher_weight)
-    return losses.kl_sum_from_hidden_states(student, teacher, x.every_token, shard=x.shard).total
+    student, teacher = HeadInput(x.hidden, x.weight), HeadInput(x.teacher_hidden, x.teacher_weight)
+    return kl_sum_from_hidden_states(student, teacher, x.every_token, shard=x.shard).total
 
 
 def plain_kl(x: Inputs) -> Tensor:
-    return losses.forward_kl(x.plain_logits().log_softmax(-1), x.plain_teacher_logits().log_softmax(-1)).sum()
+    return forward_kl(x.plain_logits().log_softmax(-1), x.plain_teacher_logits().log_softmax(-1)).sum()
 
 
 def topk_kl(x: Inputs) -> Tensor:
-    student, teacher = losses.HeadInput(x.hidden, x.weight), losses.HeadInput(x.teacher_hidden, x.teacher_weight)
-    logits, ids = losses.topk_logits_from_hidden_states(teacher, KEPT, x.every_token, shard=x.shard)
-    return losses.topk_kl_sum_from_hidden_states(student, logits, ids, x.every_token, shard=x.shard).total
+    student, teacher = HeadInput(x.hidden, x.weight), HeadInput(x.teacher_hidden, x.teacher_weight)
+    logits, ids = topk_logits_from_hidden_states(teacher, KEPT, x.every_token, shard=x.shard)
+    return topk_kl_sum_from_hidden_states(student, logits, ids, x.every_token, shard=x.shard).total
 
 
 def plain_topk_kl(x: Inputs) -> Tensor:
     logits, ids = x.plain_teacher_logits().topk(KEPT, -1)
-    return losses.forward_kl(at(x.plain_logits().log_softmax(-1), ids), logits.log_softmax(-1)).sum()
+    return forward_kl(at(x.plain_logits().log_softmax(-1), ids), logits.log_softmax(-1)).sum()
 
 
 def gathered_logits(x: Inputs) -> Tensor:

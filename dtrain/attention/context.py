@@ -4,7 +4,6 @@ Masks come from positions and documents and not from where tokens lie: one small
 the host knows the packing of the whole rows there is neither mask nor all-gather.
 """
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,10 +19,11 @@ from dtrain.parallel.context.batch import SequenceGather, gather_sequence
 class ContextKernel(Kernel):
     """Over the keys of all cp ranks: q [B, S/cp, H, hd], k and v [B, S/cp, kv, hd] in the head-tail layout."""
 
+    is_context_parallel = True
+
     def __init__(self, inner: Kernel, mesh: DeviceMesh):
         self.inner, self.note = inner, inner.note
         self.group = mesh.get_group()
-        self.abilities = replace(inner.abilities, cache=False, context_parallel=True)
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None

@@ -22,7 +22,7 @@ class GroupedKernel(Kernel):
     def __init__(self, inner: Kernel):
         self.inner, self.note, self.group = inner, inner.note, inner.group
         self.name = f"{inner.name} by groups of heads"
-        self.abilities, self.takes_packing = inner.abilities, inner.takes_packing
+        self.is_context_parallel, self.takes_packing = inner.is_context_parallel, inner.takes_packing
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None

@@ -1,4 +1,4 @@
-"""Visibility of keys to queries, the kernels that compute with it, their abilities, and the choice of one.
+"""Visibility of keys to queries, and the kernels that compute with it.
 
 Visibility is the one meaning of the causal mask of documents. A query at position p of document d sees the key at
 position j of document e when
@@ -26,7 +26,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for
-from dtrain.base.errors import UserError
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
@@ -112,26 +111,14 @@ Hidden = Tensor | Visibility  # a bias [B or 1, 1, q, k], or, where that is larg
 HALF = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """Abilities of a kernel; a model or recipe that needs more is refused before any work."""
-
-    devices: frozenset[str] | None  # None: every device that torch has
-    window: bool
-    documents: bool
-    cache: bool
-    backward: bool
-    context_parallel: bool
-
-
 class Kernel:
     """Kernel of attention. note: why it was chosen, where another was wanted."""
 
     name: str
-    abilities: Abilities
     note = ""
     group: Any = None  # of context parallel, whose ranks hold the rows head-tail; None without
     takes_packing = False  # whether it computes from a `Packing`, where there is one
+    is_context_parallel = False  # whether it is over the keys of all cp ranks
     gathers = False  # whether `begin_gather` brings the keys of other ranks
 
     def keys(
@@ -194,7 +181,6 @@ class SdpaKernel(Kernel):
     """
 
     name = "sdpa"
-    abilities = Abilities(devices=None, window=True, documents=True, cache=True, backward=True, context_parallel=False)
 
     def __init__(self, note: str = ""):
         self.note = note
@@ -298,39 +284,3 @@ def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype,
         count, seen = run.stop - run.start, reach.stop - reach.start
         blocks.append(Span(run, reach, bias[:, :, size - count :, keys - seen :], False))
     return blocks
-
-
-KERNELS: dict[str, Kernel] = {"sdpa": SdpaKernel()}
-
-
-def choose_kernel(name: str, **needs: bool | str) -> Kernel:
-    """The kernel `name`, if it can do all that is needed.
-
-    needs: `device` (a type such as "cpu"), and window, documents, cache, backward, context_parallel (bool).
-    Raises UserError that names what is missing, the recipe's key and the kernels that can.
-    """
-    if name not in KERNELS:
-        raise UserError(f"there is no attention kernel {name!r}; there are: {', '.join(KERNELS)}")
-    missing = _missing(KERNELS[name].abilities, needs)
-    if missing:
-        able = [other for other, kernel in KERNELS.items() if not _missing(kernel.abilities, needs)]
-        fix = f"use {' or '.join(able)}" if able else "no kernel here can: set " + "; ".join(_FIXES[m] for m in missing)
-        raise UserError(f"attention kernel {name!r} does not do {', '.join(missing)}; {fix}")
-    return KERNELS[name]
-
-
-_FIXES = {
-    "device": "launch.device=cpu",
-    "window": "model.path to a model without a sliding window",
-    "documents": "data.packing=false",
-    "cache": "grpo.engine=http",
-    "backward": "a kernel that trains",
-    "context_parallel": "parallel.cp=1",
-}
-
-
-def _missing(abilities: Abilities, needs: dict[str, bool | str]) -> list[str]:
-    unmet = [need for need, wanted in needs.items() if need != "device" and wanted and not getattr(abilities, need)]
-    if abilities.devices is not None and needs.get("device") not in (None, *abilities.devices):
-        unmet.append("device")
-    return unmet

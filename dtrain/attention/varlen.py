@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import BlockByBlock, Partial
-from dtrain.attention.kernels import Abilities, Gathering, Kernel, SdpaKernel, Visibility
+from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Call, Packing
 
 # torch 2.11 has no such argument, and takes fewer key heads as they come.
@@ -203,9 +203,6 @@ class VarlenKernel(PackedKernel):
     """Variable-length attention of whole rows: one call."""
 
     name = "varlen"
-    abilities = Abilities(
-        devices=frozenset({"cuda"}), window=True, documents=True, cache=False, backward=True, context_parallel=False
-    )
 
     def __init__(self, flash: Flash | None = None):
         super().__init__(flash or Flash(), SdpaKernel())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtrain.attention.blocks import CpuFlash
-from dtrain.attention.kernels import KERNELS, Visibility, additive
+from dtrain.attention.kernels import SdpaKernel, Visibility, additive
 from dtrain.attention.linear.layer import LinearMask
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
@@ -48,7 +48,7 @@ class Prefill:
         self._indices = slice(slots[0].index, slots[0].index + len(slots))
         self._length = max(slot.length for slot in slots)
         self._lengths = torch.tensor([slot.length for slot in slots], device=device)
-        self._kernel = KERNELS["sdpa"]
+        self._kernel = SdpaKernel()
         self._masks: dict[tuple[int | None, bool], object] = {}
         self.turns: dict[Any, Tensor] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]

@@ -1,9 +1,9 @@
 """Distillation: the student learns the teacher's distribution at every trained token, not its label; those of the
 data, or of completions that it draws itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,13 +16,8 @@ from dtrain.base.ranges import at_least, shown
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows
 from dtrain.data.formats.prompts import PromptOptions
-from dtrain.losses import (
-    KlSums,
-    jsd_sum_from_hidden_states,
-    kl_sum_from_hidden_states,
-    topk_kl_sum_from_hidden_states,
-    topk_logits_from_hidden_states,
-)
+from dtrain.losses.head.kl import kl_sum_from_hidden_states
+from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.methods.method import Method
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
@@ -141,8 +136,7 @@ class DistillMethod(Method):
         section = self.section
         ends = 1.0 - section.jsd_beta  # a mixture that is one of the two: the KL to the other, as TRL has it
         shares = {"forward": 1.0, "reverse": 0.0, "mixed": section.mixed_kl_weight, "jsd": ends}
-        share = {"forward_share": shares[section.kl]} if self._beta is None else {}
-        return {**share, "temperature": section.temperature}
+        return {"forward_share": shares[section.kl], "jsd_beta": self._beta, "temperature": section.temperature}
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
@@ -158,12 +152,9 @@ class DistillMethod(Method):
         return total * self.section.temperature**2 / global_tokens, measured
 
     def _whole(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        student, options = source.head_input, self._options
-        divergence: Callable[..., KlSums] = kl_sum_from_hidden_states
-        if self._beta is not None:
-            divergence = partial(jsd_sum_from_hidden_states, beta=self._beta)
+        student, shard, options = source.head_input, source.shard, self._options
         total, forward, reverse = self.teacher.at_head(
-            source.inputs, lambda teacher: divergence(student, teacher, index, shard=source.shard, **options)
+            source.inputs, lambda teacher: kl_sum_from_hidden_states(student, teacher, index, shard=shard, **options)
         )
         return total, {"forward_kl": forward, "reverse_kl": reverse}
 
@@ -176,7 +167,6 @@ class DistillMethod(Method):
             logits,
             ids,
             index,
-            jsd_beta=self._beta,
             zero_outside=self.section.zero_outside_topk,
             shard=source.shard,
             **self._options,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
-from dtrain.base.ranges import NUMBER, at_least, is_number, nearest, shown, sizes_for
+from dtrain.base.ranges import at_least, is_number, shown
 from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.preference.losses import (
@@ -24,7 +24,7 @@ from dtrain.losses.preference.losses import (
     preference_rewards,
     preference_weights,
 )
-from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
+from dtrain.losses.preference.options import LOSSES, SFT, over_the_batch, problems
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.precompute import at_first_labels, reference_table, table_name
 from dtrain.policy import Policy
@@ -374,27 +374,6 @@ def loss_problems(
                 f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each"
             )
         errors.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
-    losses = {name: LOSSES[name] for name in names if name in LOSSES}
+    losses = [name for name in names if name in LOSSES]
     values = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
-    read = frozenset({"beta"}).union(*(loss.options for loss in losses.values()))
-    for key, value in values.items():
-        within = "kwargs." if key in options else ""
-        is_off = key in OFF and value == OFF[key]
-        good, sentence = RANGES.get(key, NUMBER)
-        if (key in RANGES or key in read) and not good(value):
-            errors.append(f"dpo.{within}{key}={value} must be {sentence}{sizes_for(value)}")
-        elif key not in read and not is_off and losses:
-            near = nearest(key, read)
-            suggestion = f"; did you mean dpo.{'kwargs.' if near in KWARGS else ''}{near}?" if near else ""
-            errors.append(f"dpo.{within}{key} is not read by {' + '.join(losses)}{suggestion}")
-    if f_divergence in DIVERGENCES and f_divergence != "reverse_kl":
-        without = [name for name, loss in losses.items() if not loss.f_divergence]
-        if without and "f_divergence" in read:
-            errors.append(f"dpo.f_divergence={f_divergence} has no meaning for {without[0]}")
-        if not has_reference:
-            errors.append(f"dpo.f_divergence={f_divergence} needs a reference to diverge from; dpo.reference is none")
-    if "f_alpha_divergence_coef" in options and f_divergence != "alpha_divergence":
-        errors.append("dpo.kwargs.f_alpha_divergence_coef is read only with dpo.f_divergence=alpha_divergence")
-    if "exo_pair" in names and label_smoothing == 0:
-        errors.append("dpo.label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
-    return errors
+    return errors + problems(losses, values, has_reference=has_reference, section="dpo.", kwargs="dpo.kwargs.")

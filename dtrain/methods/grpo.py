@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import NUMBER, at_least, hint, is_number, sizes_for
+from dtrain.base.ranges import at_least, is_number
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses import TrainingSamplingParams
-from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, is_clip
+from dtrain.losses.policy.options import LOSSES, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.rollouts import Rollouts
@@ -463,33 +463,11 @@ def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mappin
     """Return what is wrong with a `grpo` section's loss, one line each, by the recipe's keys; options: its kwargs."""
     if loss not in LOSSES:
         return [f"grpo.loss={loss} is no policy loss{key_aliases.hint('grpo.loss', loss, LOSSES)}"]
-    errors = []
-    if not is_clip(clip):
-        errors.append(f"grpo.clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go"
-                      + next((sizes for bound in clip if (sizes := sizes_for(bound))), ""))  # fmt: skip
-    elif loss == "cispo" and clip[1] < 1:
+    errors = problems(loss, clip, beta, options, "grpo.", "grpo.kwargs.")
+    if loss == "cispo" and len(clip) == 2 and is_number(clip[1]) and 0 <= clip[1] < 1:
         errors.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every "
                       "token's weight; its papers take 5")  # fmt: skip
-    if not (is_number(beta) and beta >= 0):
-        errors.append(f"grpo.beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
-    read = {**SHARED, **LOSSES[loss].options}
-    for key, value in options.items():
-        if key not in read:
-            errors.append(f"grpo.kwargs.{key} is not read by {loss}{hint(key, read, 'grpo.kwargs.')}")
-        elif not (allowed := RANGES.get(key, NUMBER))[0](value):
-            errors.append(f"grpo.kwargs.{key}={value} must be {allowed[1]}{sizes_for(value)}")
-        elif key in ("kl_estimator", "kl_gradient") and not beta:
+    for key in ("kl_estimator", "kl_gradient"):
+        if key in options and not beta:
             errors.append(f"grpo.kwargs.{key} says how the divergence is measured, and grpo.beta=0 leaves it out")
-    return errors or _combinations(loss, read | dict(options))
-
-
-def _combinations(loss: str, options: Mapping[str, Any]) -> list[str]:
-    errors = []
-    if options.get("delta") is not None and options.get("dual_clip") is not None:
-        errors.append("grpo.kwargs: delta and dual_clip bound the same ratio; give one of them")
-    if LOSSES[loss].by_sequence and options["top_entropy_quantile"] < 1:
-        errors.append(f"grpo.kwargs.top_entropy_quantile: {loss} is a loss of whole sequences, which keep all tokens")
-    smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
-    if smallest is not None and largest is not None and smallest >= largest:
-        errors.append(f"grpo.kwargs.sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
     return errors

@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from dtrain.attention.kernels import choose_kernel
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.base.randomness import key, uniform
 from dtrain.models.common.adapter_config import AdapterConfig
-from dtrain.models.common.config import SLIDING, ModelConfig
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
 from dtrain.models.shapes import on_meta
@@ -28,19 +28,14 @@ def build(
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    kernel: str = "sdpa",
     adapter: AdapterConfig | None = None,
 ) -> CausalLM:
     """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
     `checkpoint.huggingface.read` fills them. device "meta" takes no memory; `to_empty` gives it later.
 
-    kernel: of attention, by name; UserError if it cannot do what this model needs. adapter: whose parameters it gets
-    beside its own, for `checkpoint.peft.files` to fill. No collective, no randomness.
+    adapter: whose parameters it gets beside its own, for `checkpoint.peft.files` to fill. No collective, no randomness.
     """
     device = torch.device(device)
-    chosen = choose_kernel(
-        kernel, device=device.type, window=SLIDING in config.layer_types, documents=True, cache=True, backward=True
-    )
     model = on_meta(config)
     if config.experts is not None:
         model.routing = share_routing(model, config.experts.count)
@@ -52,7 +47,7 @@ def build(
     if device.type != "meta":
         model.to_empty(device=device)
     model.tie_weights()
-    model.use_kernel(chosen)
+    model.use_kernel(SdpaKernel())
     return model
 
 

@@ -13,6 +13,7 @@ largest magnitude, and each keeps those of the whole row.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,35 +49,24 @@ def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 class Plain:
-    """Moment in the dtype of arithmetic."""
+    """Moment in `dtype`; None: in the dtype of arithmetic. keys: of its tensors in the state."""
 
-    def __init__(self, place: Place, key: str):
-        self.place, self.key = place, key
-
-    def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Return the state of a moment of zeros; like: this rank's part [..] of the parameter."""
-        return {self.key: torch.zeros_like(like, dtype=dtype)}
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of its tensors in the state."""
-        return (self.key,)
-
-
-class Bfloat16(Plain):
-    """Moment in bfloat16."""
+    def __init__(self, place: Place, key: str, dtype: torch.dtype | None = None):
+        self.place, self.key, self.dtype = place, key, dtype
+        self.keys: tuple[str, ...] = (key,)
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Override `Plain.allocate`: [..] in bfloat16."""
-        return {self.key: torch.zeros_like(like, dtype=torch.bfloat16)}
+        """Return the state of a moment of zeros; like: this rank's part [..] of the parameter; dtype: of arithmetic."""
+        return {self.key: torch.zeros_like(like, dtype=self.dtype or dtype)}
 
 
 class Int8(Plain):
     """Moment in codes of 8 bits and a float32 scale for each block."""
 
     def __init__(self, place: Place, key: str):
-        super().__init__(place, key)
-        self.dtype = torch.int8 if key == "exp_avg" else torch.uint8
+        super().__init__(place, key, torch.int8 if key == "exp_avg" else torch.uint8)
+        self.scales = f"{key}_scale"
+        self.keys = key, self.scales
         self.shares_blocks = bool(place.groups) and place.widest % BLOCK != 0
         self.first_block = 0 if self.shares_blocks else place.first_column // BLOCK
         end = place.columns if self.shares_blocks else place.first_column + place.held_columns
@@ -93,15 +83,7 @@ class Int8(Plain):
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
         """Override `Plain.allocate`: codes [..]; scales [held_rows, blocks], of a stack [matrices, rows, blocks]."""
         scales = torch.zeros(*self.place.stack[2], self.blocks, device=like.device)
-        return {self.key: torch.zeros_like(like, dtype=self.dtype), self.scales: scales}
-
-    @property
-    def scales(self) -> str:
-        return f"{self.key}_scale"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.key, self.scales
+        return super().allocate(like, dtype) | {self.scales: scales}
 
     def agree(self, scales: Tensor) -> None:
         """Take the largest of `scales` [rows, blocks] over the ranks that share blocks. One all-reduce a group."""
@@ -177,4 +159,8 @@ def _power(values: Tensor, exponent: int) -> Tensor:
     return square if exponent == 2 else square.mul_(square)
 
 
-KINDS: dict[str, type[Plain]] = {"float32": Plain, "bfloat16": Bfloat16, "int8": Int8}
+KINDS: dict[str, Callable[[Place, str], Plain]] = {
+    "float32": Plain,
+    "bfloat16": partial(Plain, dtype=torch.bfloat16),
+    "int8": Int8,
+}

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from dtrain import models
-from dtrain.attention.kernels import HALF, Kernel, SdpaKernel, choose_kernel
+from dtrain.attention.kernels import HALF, Kernel, SdpaKernel
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
@@ -188,7 +188,7 @@ def choose_attention(
     ranks: of cp, on each of which it is proved. Collective over them.
     """
     if not wants_varlen(recipe, precision, device.type):
-        return choose_kernel("sdpa", device=device.type, documents=True, backward=True)
+        return SdpaKernel()
     from dtrain.attention import check_varlen, later_flash
     from dtrain.attention.varlen import VarlenKernel
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain import losses
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
 from dtrain.base.ranks import Ranks
 from dtrain.base.row_images import Grid, RowImages
-from dtrain.losses.head.vocabulary import compute_dtype
-from dtrain.losses.head.weighted_sum import TokenLossFn
+from dtrain.losses.head.vocabulary import HeadInput, VocabShard, compute_dtype
+from dtrain.losses.head.weighted_sum import TokenLossFn, TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images, RankImages
 from dtrain.parallel import context
@@ -27,7 +26,8 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 
 if TYPE_CHECKING:
-    from dtrain.losses import Documents, HeadInput, HeadLogprobs, TokenSums, TrainingSamplingParams, VocabShard
+    from dtrain.losses.head.logprobs import HeadLogprobs, TrainingSamplingParams
+    from dtrain.losses.policy.formulas import Documents
 
 
 class Inputs(TypedDict):
@@ -59,18 +59,16 @@ class LogprobSource:
         self._of_head: Any = {"softcap": head.softcap, "shard": head.shard}
 
     @property
-    def head_input(self) -> "HeadInput":
+    def head_input(self) -> HeadInput:
         """Hidden states [B · S/cp, D] and weight behind the logits of this rank's positions, for losses of a method's
         own."""
-        return losses.HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._of_head["softcap"])
+        return HeadInput(self._hidden.flatten(0, 1), self._head_weight, self._of_head["softcap"])
 
-    def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> "TokenSums":
+    def token_loss_sums(self, loss: TokenLossFn, *, label_smoothing: float = 0.0) -> TokenSums:
         """Return sums over this rank's labelled positions, scalars, the same on every tp rank: of `loss` of log
-        p(label), which may be smoothed, and of labels that are the likeliest token. See `losses.token_loss_sums`."""
+        p(label), which may be smoothed, and of labels that are the likeliest token. See the function."""
         hidden, weight, labels, index = self._labelled
-        return losses.token_loss_sums(
-            hidden, weight, labels, index, loss, label_smoothing=label_smoothing, **self._of_head
-        )
+        return token_loss_sums(hidden, weight, labels, index, loss, label_smoothing=label_smoothing, **self._of_head)
 
     def weighted_sum(self, token_weights: Tensor | None = None) -> Tensor:
         """Return Σ token_weights · log p(label) over this rank's labelled positions, a scalar, alike on every tp rank.
@@ -83,7 +81,7 @@ class LogprobSource:
             if token_weights is None
             else token_weights.flatten().index_select(0, index)
         )
-        return losses.weighted_logprob_sum(hidden, weight, labels, weights, index, **self._of_head)
+        return weighted_logprob_sum(hidden, weight, labels, weights, index, **self._of_head)
 
     @property
     def _labelled(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,11 +90,9 @@ class LogprobSource:
         labels = self._batch["labels"].flatten().index_select(0, index)
         return self._hidden.flatten(0, 1), self._head_weight, labels, index
 
-    def logprobs(
-        self, *, temperature: float = 1.0, entropy: bool = False, top1: bool = False, log_p2: bool = False
-    ) -> "HeadLogprobs":
+    def logprobs(self, *, temperature: float = 1.0, entropy: bool = False, log_p2: bool = False) -> "HeadLogprobs":
         """Return log p(label) of every position of this rank, [B, S/cp], 0 where there is no label; on request the
-        entropy, whether the label is the likeliest token, and log Σ p². The same on every tp rank; the first two are
+        entropy and log Σ p². The same on every tp rank; the first two are
         differentiable, whatever the loss does with them. For a sum with known weights `weighted_sum` is cheaper.
         """
         from dtrain.losses.head.logprobs import logprobs_from_hidden_states
@@ -107,7 +103,6 @@ class LogprobSource:
             self._batch["labels"],
             temperature=temperature,
             entropy=entropy,
-            top1=top1,
             log_p2=log_p2,
             index=self._batch["label_index"],
             **self._of_head,
@@ -116,12 +111,13 @@ class LogprobSource:
     def sampled_logprobs(self, sampling: "TrainingSamplingParams", *, entropy: bool = False) -> "HeadLogprobs":
         """Return `logprobs` of the distribution that labels were drawn from: −inf where top-k or top-p leave a label
         out. The entropy is that of all tokens."""
-        from dtrain.losses.head.logprobs import need_top_k_or_top_p_filtering
+        from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
+        from dtrain.losses.head.logprobs import HeadLogprobs, need_top_k_or_top_p_filtering
 
         if not need_top_k_or_top_p_filtering(sampling):
             return self.logprobs(temperature=sampling.temperature, entropy=entropy)
         entropies = self.logprobs(temperature=sampling.temperature, entropy=True).entropy if entropy else None
-        logprobs = losses.filtered_logprobs_from_hidden_states(
+        logprobs = filtered_logprobs_from_hidden_states(
             self._hidden,
             self._head_weight,
             self._batch["labels"],
@@ -129,7 +125,7 @@ class LogprobSource:
             index=self._batch["label_index"],
             **self._of_head,
         )
-        return losses.HeadLogprobs(logprobs, entropies)
+        return HeadLogprobs(logprobs, entropies)
 
     def by_document(self, values: Tensor) -> Tensor:
         """Return Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], on every cp rank.
@@ -174,7 +170,7 @@ class Head:
     """Settings of the head: the model and the mesh."""
 
     softcap: float | None
-    shard: "VocabShard | None"
+    shard: VocabShard | None
     cp: DeviceMesh
     score: ScoreHead | None = None  # of a classifier
 
@@ -183,7 +179,7 @@ class Head:
         head = model.head
         start = head.vocab_start  # None too where a plan of the user's own leaves the head whole
         largest = -(-model.config.vocab_size // mesh.tp.size())
-        shard = None if start is None else losses.VocabShard(start, mesh.tp.get_group(), largest)
+        shard = None if start is None else VocabShard(start, mesh.tp.get_group(), largest)
         score = head if isinstance(head, ScoreHead) else None
         return cls(model.config.final_logit_softcapping, shard, mesh.cp, score)
 
@@ -295,7 +291,9 @@ class Scorer:
         """Return log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device,
         the same on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. Under cp one
         all-gather."""
-        sampling = sampling or losses.TrainingSamplingParams()
+        from dtrain.losses.head.logprobs import TrainingSamplingParams
+
+        sampling = sampling or TrainingSamplingParams()
         return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
 
     @torch.no_grad()
@@ -314,10 +312,11 @@ class Scorer:
         """Return the k largest logits at every position of one host micro-batch and their ids, both [B, S, k], 0 on
         padding; on the device, the same on every cp and tp rank, in the order of the batch. Under cp two all-gathers.
         """
+        from dtrain.losses.head.topk import topk_logits_from_hidden_states
 
         def at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
             index = (local["seq_ids"].flatten() != PADDING_DOCUMENT).nonzero().squeeze(1)
-            topk = losses.topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
+            topk = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
             shape = local["seq_ids"].shape
             return [
                 part.new_zeros(shape.numel(), part.shape[1]).index_copy(0, index, part).view(*shape, -1)

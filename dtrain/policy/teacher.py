@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.losses import HeadInput
+from dtrain.losses.head.vocabulary import HeadInput
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
 from dtrain.attention.context import GatherKernel, VarlenGatherKernel
-from dtrain.attention.kernels import KERNELS, Visibility
+from dtrain.attention.kernels import SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
@@ -20,10 +20,10 @@ from tests.covering import covering, named
 from tests.world import run_world
 
 KERNELS_OF_CP = {
-    "gather": lambda mesh: GatherKernel(KERNELS["sdpa"], mesh),
-    "ring": lambda mesh: RingKernel(KERNELS["sdpa"], mesh),
-    "ring by products": lambda mesh: RingKernel(KERNELS["sdpa"], mesh, Products()),
-    "ring by torch's kernel": lambda mesh: RingKernel(KERNELS["sdpa"], mesh, CpuFlash()),
+    "gather": lambda mesh: GatherKernel(SdpaKernel(), mesh),
+    "ring": lambda mesh: RingKernel(SdpaKernel(), mesh),
+    "ring by products": lambda mesh: RingKernel(SdpaKernel(), mesh, Products()),
+    "ring by torch's kernel": lambda mesh: RingKernel(SdpaKernel(), mesh, CpuFlash()),
     "varlen gather": lambda mesh: VarlenGatherKernel(VarlenKernel(WrittenFlash()), mesh),
     "varlen ring": lambda mesh: VarlenRingKernel(VarlenKernel(WrittenFlash()), mesh),
 }
@@ -33,7 +33,7 @@ EXTRA = 3  # tokens of sequence parallel's padding
 def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype, rtol):
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
     kernel = KERNELS_OF_CP[kernel](mesh)
-    assert kernel.abilities.context_parallel and not kernel.abilities.cache
+    assert kernel.is_context_parallel
     if packed:
         positions, documents = packed_rows(2, length)
     else:
@@ -97,7 +97,7 @@ def test_the_numbers_of_dense_attention(size):
 
 def low_precision_sums(rank, size):
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
-    kernel, length = RingKernel(KERNELS["sdpa"], mesh), 32 * size
+    kernel, length = RingKernel(SdpaKernel(), mesh), 32 * size
     q, k, v, grad = tensors(1, length, 2, 1, 8, torch.bfloat16)
     positions = torch.arange(length)[None]
     wide = [x.double().requires_grad_() for x in (q, k, v)]

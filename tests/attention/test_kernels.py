@@ -1,4 +1,4 @@
-"""The kernel against attention written out, over the whole of what a mask can say; abilities and their errors."""
+"""The kernel against attention written out, over the whole of what a mask can say."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dtrain.attention.blocks import MaskedBlocks, Products
-from dtrain.attention.kernels import KERNELS, Abilities, SdpaKernel, Span, Visibility, choose_kernel
-from dtrain.base.errors import UserError
+from dtrain.attention.kernels import SdpaKernel, Span, Visibility
 
 
 def written_out(q, k, v, seen, scale, sinks=None):
@@ -164,22 +163,3 @@ def test_parts_of_a_mask_are_the_whole(name):
     for results in (found, of_ring):
         for mine, theirs in zip(results, right, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
-
-
-def test_abilities_are_asked():
-    assert choose_kernel("sdpa", device="cpu", window=True, documents=True, cache=True, backward=True).name == "sdpa"
-    with pytest.raises(UserError, match="'sdpa' does not do context_parallel; no kernel here can: set parallel.cp=1"):
-        choose_kernel("sdpa", context_parallel=True)
-    with pytest.raises(UserError, match="no attention kernel 'flash3'; there are: sdpa"):
-        choose_kernel("flash3")
-
-
-def test_the_error_names_kernels_that_can(monkeypatch):
-    class OnlyCuda(SdpaKernel):
-        abilities = Abilities(
-            devices=frozenset({"cuda"}), window=False, documents=True, cache=True, backward=True, context_parallel=True
-        )
-
-    monkeypatch.setitem(KERNELS, "varlen", OnlyCuda())
-    with pytest.raises(UserError, match="'varlen' does not do window, device; use sdpa"):
-        choose_kernel("varlen", device="cpu", window=True)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from dtrain.losses import TrainingSamplingParams, VocabShard, filtered_logprobs_from_hidden_states
+from dtrain.losses import TrainingSamplingParams
+from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
+from dtrain.losses.head.vocabulary import VocabShard
 from tests.cases import run_cases
 
 VOCAB, SIZE = 23, 8

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dtrain.losses import VocabShard, forward_kl, reverse_kl
-from dtrain.losses.head.kl import HeadInput, kl_sum_from_hidden_states
+from dtrain.losses.head.kl import forward_kl, kl_sum_from_hidden_states, reverse_kl
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
+from dtrain.losses.head.vocabulary import HeadInput, VocabShard
 from tests.cases import run_cases
 from tests.losses.dense import cut, error, hidden_tolerance
 from tests.world import run_world

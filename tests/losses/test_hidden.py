@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
-from dtrain.losses import token_loss_sums, weighted_logprob_sum
 from dtrain.losses.head import weighted_sum as token_losses
 from dtrain.losses.head.vocabulary import VocabShard
+from dtrain.losses.head.weighted_sum import token_loss_sums, weighted_logprob_sum
 from tests.cases import run_cases
 
 

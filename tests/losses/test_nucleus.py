@@ -6,8 +6,8 @@ import torch
 from dtrain.base.top_p import kept_by_top_p, last_kept
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedDevice
-from dtrain.losses import TrainingSamplingParams, filtered_logprobs_from_hidden_states
-from dtrain.losses.head.filtered import _SummedBeside, _WideProduct
+from dtrain.losses import TrainingSamplingParams
+from dtrain.losses.head.filtered import _SummedBeside, _WideProduct, filtered_logprobs_from_hidden_states
 from tests.losses.test_head_memory import Made
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from dtrain.losses import (
+from dtrain.losses import preference_loss
+from dtrain.losses.preference.losses import (
     combined_preference_loss,
-    preference_loss,
     preference_rewards,
     preference_weights,
     running_mean,

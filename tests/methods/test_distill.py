@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from dtrain import models
 from dtrain.base.batch import IGNORE, collate
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.losses import HeadInput, forward_kl, reverse_kl
+from dtrain.losses.head.kl import forward_kl, reverse_kl
+from dtrain.losses.head.vocabulary import HeadInput
 from dtrain.methods import load_recipe
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.read_config import read_config

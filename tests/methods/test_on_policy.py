@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.losses import forward_kl
+from dtrain.losses.head.kl import forward_kl
 from dtrain.methods import student
 from dtrain.models.read_config import read_config
 from dtrain.run.preflight import preflight

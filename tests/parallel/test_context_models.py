@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtrain import models
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import KERNELS
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.ring import RingKernel
 from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx
 from dtrain.parallel.context.batch import shard_sequence
@@ -81,7 +81,7 @@ def beside_a_model(rank):
         other.start()
         other.join()
 
-    of_three = GatherKernel(KERNELS["sdpa"], type("Three", (), {"get_group": lambda self: torch.zeros(3)})())
+    of_three = GatherKernel(SdpaKernel(), type("Three", (), {"get_group": lambda self: torch.zeros(3)})())
     model.kernel = of_three  # rows of other ranks than the context's
     ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
     with pytest.raises(RuntimeError, match=WITHOUT), ctx():
@@ -103,11 +103,11 @@ def a_kernel_of_another_dimension(rank, directory):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     model = models.from_pretrained(directory, dtype=torch.float64)
     ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
-    model.use_kernel(GatherKernel(KERNELS["sdpa"], mesh["tp"]))
+    model.use_kernel(GatherKernel(SdpaKernel(), mesh["tp"]))
     with pytest.raises(RuntimeError, match="none of dtrain's context-parallel kernels over these 2 ranks"), ctx():
         model(batch["input_ids"], batch["position_ids"])
     # Another mesh of the same ranks has a group of its own.
-    model.use_kernel(GatherKernel(KERNELS["sdpa"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"]))
+    model.use_kernel(GatherKernel(SdpaKernel(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"]))
     ctx, batch = make_cp_batch_and_ctx(mesh, a_batch())
     with ctx():
         model(batch["input_ids"], batch["position_ids"])
@@ -121,8 +121,8 @@ def a_model_of_ours(rank, directory, name, variant):
     mesh, length = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), 12
     whole = models.from_pretrained(directory, dtype=torch.float64)
     model = models.from_pretrained(directory, dtype=torch.float64)
-    model.use_kernel(KERNELS_OF_CP[name](KERNELS["sdpa"], mesh["cp"]))
-    whole.use_kernel(KERNELS["sdpa"])
+    model.use_kernel(KERNELS_OF_CP[name](SdpaKernel(), mesh["cp"]))
+    whole.use_kernel(SdpaKernel())
     up = torch.randn(2, length, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     if variant == "compiled":
         with patch("torch.compile", partial(torch.compile, backend="eager")):  # hooks are Dynamo's, kernels are not

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtrain.attention.kernels import KERNELS
-from dtrain.losses import VocabShard, weighted_logprob_sum
+from dtrain.attention.kernels import SdpaKernel
+from dtrain.losses.head.vocabulary import VocabShard
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -162,7 +163,7 @@ def generate_from_a_cache(rank, config):
     from dtrain.inference.kv_cache import KeyValues
 
     model = random_model(config)
-    model.use_kernel(KERNELS["sdpa"])
+    model.use_kernel(SdpaKernel())
     ids = torch.arange(1, 9).view(2, 4)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 

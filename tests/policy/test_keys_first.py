@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain import models
 from dtrain import recipe as config
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import KERNELS
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.models import read_config
 from dtrain.models.common.keys_first import project_keys_first
 from dtrain.parallel.context.batch import shard_sequence
@@ -173,7 +173,7 @@ def compiled(rank, path):
     for is_compiled in (False, True):
         model = models.build(read_config(path))
         models.init_weights(model, 0)
-        model.use_kernel(GatherKernel(KERNELS["sdpa"], init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))["cp"]))
+        model.use_kernel(GatherKernel(SdpaKernel(), init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))["cp"]))
         project_keys_first(model)
         if is_compiled:
             compile_layers(model, computes_again=True)

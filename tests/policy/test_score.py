@@ -17,8 +17,8 @@ from tests.tiny import tiny_recipe
 
 def by_token(source, batch, global_seqs, global_tokens):
     """A loss of log-probabilities and entropies that no weighted sum can express."""
-    values = source.logprobs(temperature=0.8, entropy=True, top1=True, log_p2=True)
-    assert values.logprobs.shape == values.top1.shape == values.log_p2.shape == batch["labels"].shape
+    values = source.logprobs(temperature=0.8, entropy=True, log_p2=True)
+    assert values.logprobs.shape == values.log_p2.shape == batch["labels"].shape
     probabilities = values.logprobs.exp() * (batch["labels"] != IGNORE)
     loss = -(probabilities * 3 + 0.1 * values.entropy).sum() / global_tokens
     return loss, {}

@@ -7,7 +7,7 @@ import torch
 
 from dtrain import models
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import KERNELS
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
 from dtrain.inference.native import NativeEngine
@@ -161,7 +161,7 @@ def completions_of(rank, name, sizes, unshard):
     if mesh.tp.size() > 1:
         apply_plan(model, mesh.tp, model.plan, sequence_parallel=True)
     if mesh.cp.size() > 1:
-        model.use_kernel(GatherKernel(KERNELS["sdpa"], mesh.cp))
+        model.use_kernel(GatherKernel(SdpaKernel(), mesh.cp))
     shard_model(model, mesh.fsdp, mixed_precision(torch.float64, torch.float64))
     engine = NativeEngine(model, mesh, torch.device("cpu"), unshard=unshard)
     return engine.generate(requests), engine.generate(requests[:1])

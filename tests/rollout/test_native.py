@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtrain import models
 from dtrain.attention.context import GatherKernel
-from dtrain.attention.kernels import KERNELS
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.ring import RingKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
@@ -57,7 +57,7 @@ def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, 
     if mesh.ep is not None:
         spread_experts(model, mesh.ep, mesh.tp)
     if mesh.cp.size() > 1:
-        model.use_kernel((RingKernel if ring else GatherKernel)(KERNELS["sdpa"], mesh.cp))
+        model.use_kernel((RingKernel if ring else GatherKernel)(SdpaKernel(), mesh.cp))
     checkpoint_activations(model, "full")
     shard_model(model, mesh.fsdp, mixed_precision(compute, dtype), expert_mesh=mesh.expert_fsdp)
     return model, mesh

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dtrain.losses import logprobs_from_hidden_states
+from dtrain.losses.head.logprobs import logprobs_from_hidden_states
 from dtrain.losses.policy.advantage import advantages
 from dtrain.methods.kto import KtoMethod
 from tests.test_trainer import metrics, run

@@ -37,8 +37,7 @@ def prove(
     by itself, so that a small one counts. No collective, and no random number of the run's is drawn."""
     documents = documents_of(_LENGTHS)
     begins = [[0, *(at for at in range(1, row.numel()) if row[at] != row[at - 1])] for row in documents]
-    real = documents.to(device) >= 0
-    length = documents.shape[1]
+    real, length = documents.to(device) >= 0, documents.shape[1]
     segments = (documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0).cumsum(1).to(device)
     draw = torch.Generator().manual_seed(0)
 
@@ -50,23 +49,20 @@ def prove(
     g, beta = -drawn(value_heads).float().exp() / 16, drawn(value_heads).sigmoid()  # a state lives long
     parts = [q, k, v, g, beta]
 
-    def packed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return rule(q, k, v, g, beta, Borders.of(begins, length, device), real)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        return rule(q, k, v, g, beta, None, None)
-
     def in_pieces(*inputs: Tensor) -> Tensor:
         size = length // 4
-        q, k, v, g, beta = (tensor.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1) for tensor in inputs)
-        # piece by piece, and in each all rows
-        places = [[at - n * size for at in row if n * size <= at < (n + 1) * size] for n in range(4) for row in begins]
-        seen = real.unflatten(1, (4, -1)).transpose(0, 1).flatten(0, 1)
+        places = [[at - n * size for at in row if n * size <= at < (n + 1) * size] for row in begins for n in range(4)]
+        seen = real.unflatten(1, (4, -1)).flatten(0, 1)
+        q, k, v, g, beta = (tensor.unflatten(1, (4, -1)).flatten(0, 1) for tensor in inputs)
         out = rule(q, k, v, g, beta, Borders.of(places, size, device), seen, _Chain(4))
-        return out.unflatten(0, (4, -1)).transpose(0, 1).flatten(1, 2)
+        return out.unflatten(0, (-1, 4)).flatten(1, 2)
 
+    borders = Borders.of(begins, length, device)
     checks: list[tuple[str, Callable[..., Tensor], Tensor | None, Tensor | None]]
-    checks = [("packed rows", packed, segments, real), ("plain rows", plain, None, None)]
+    checks = [
+        ("packed rows", lambda q, k, v, g, beta: rule(q, k, v, g, beta, borders, real), segments, real),
+        ("plain rows", lambda q, k, v, g, beta: rule(q, k, v, g, beta, None, None), None, None),
+    ]
     if exchanges:
         checks.append(("pieces of rows", in_pieces, segments, real))
     for name, function, of_row, is_real in checks:
@@ -97,24 +93,13 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 class _Chain(Pieces):
-    """Pieces that are all here, one row of pieces after the other: [P · B, ..]."""
+    """Pieces that are all here."""
 
     def __init__(self, count: int):
-        self.count = count
+        self.count, self.mine = count, range(count)
 
-    def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        size, pieces = maps.shape[-2], maps.unflatten(0, (self.count, -1))
-        states = [torch.zeros_like(pieces[0, ..., size:])]
-        for piece in pieces[:-1]:
-            states.append(piece[..., :size] @ states[-1] + piece[..., size:])
-        return torch.cat(states), pieces[..., :size]
-
-    def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        pieces = grads.unflatten(0, (self.count, -1))
-        states = [torch.zeros_like(pieces[0])]
-        for piece in range(self.count - 1, 0, -1):
-            states.append(kept[piece].mT @ states[-1] + pieces[piece])
-        return torch.cat(states[::-1])
+    def _gathered(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, self.count)).transpose(0, 1)
 
 
 def _exact(segments: Tensor | None, real: Tensor | None, *parts: Tensor) -> Tensor:

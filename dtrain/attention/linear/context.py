@@ -5,6 +5,7 @@ affine map of its first one, M · S + U: from all maps each rank computes the fi
 the same is done with the transposed maps: the gradient of a piece's last state is what the pieces after it give.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Pieces:
 
     def __init__(self, group: Any, tokens: int):
         self.group, self.tokens = group, tokens
-        self.mine = chunks_of(group.rank(), group.size())
+        self.mine: Sequence[int] = chunks_of(group.rank(), group.size())
         self.count = 2 * group.size()
 
     def split(self, x: Tensor) -> Tensor:
@@ -37,10 +38,7 @@ class Pieces:
         """The `count` tokens before each of this rank's pieces [B · 2, count, ..], from x [B, S/cp, ..] of every rank;
         `fill` before the row. One all-gather of as many tokens a piece; backward one reduce-scatter."""
         ends = x[:, : self.tokens].unflatten(1, (2, -1))[:, :, -count:]  # a piece may be shorter
-        if x.is_floating_point():
-            pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
-        else:
-            pieces = self._ordered(all_gather(ends.unsqueeze(0), 0, self.group))
+        pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
         preceding = []
         for piece in self.mine:
             first = max(0, piece - -(-count // ends.shape[2]))
@@ -53,11 +51,10 @@ class Pieces:
         """maps [B · 2, Hv, K, K + V], (M, U) of this rank's pieces -> their first states [B · 2, Hv, K, V], and the M
         [p, B, Hv, K, K] of all pieces after this rank's first. One all-gather."""
         size = maps.shape[-2]
-        pieces = self._gathered(maps)
-        head, tail = self.mine
+        pieces, head = self._gathered(maps), self.mine[0]
         state = torch.zeros_like(pieces[0, ..., size:])
         states = [state] if head == 0 else []
-        for piece in range(tail):
+        for piece in range(self.mine[-1]):
             state = pieces[piece, ..., :size] @ state + pieces[piece, ..., size:]
             if piece + 1 in self.mine:
                 states.append(state)
@@ -66,8 +63,7 @@ class Pieces:
     def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
         """grads [B · 2, Hv, K, V]: of the first states of this rank's pieces by their own outputs -> those of their
         last states by all that follows. One all-gather."""
-        pieces = self._gathered(grads)
-        head = self.mine[0]
+        pieces, head = self._gathered(grads), self.mine[0]
         state = torch.zeros_like(pieces[0])
         state_grads = [state] if self.count - 1 in self.mine else []
         for piece in range(self.count - 1, head, -1):

@@ -95,25 +95,24 @@ def _in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
     return [[at - start for at in row if start <= at < start + size] for row, start in starts]
 
 
-def causal_conv(x: Tensor, weight: Tensor, mask: LinearMask, window: Tensor | None = None) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, mask: LinearMask) -> Tensor:
     """silu of the causal convolution of each channel by itself: x [B, S, C], weight [C, W] -> [B, S, C] in x's dtype.
 
-    Sums are in max(float32, the dtype). window [B, W - 1, C]: the inputs before each row, which its first document goes
-    on from; without it they are zeros. Under context parallel one all-gather of the last W - 1 inputs of each piece,
+    Sums are in max(float32, the dtype). Under context parallel one all-gather of the last W - 1 inputs of each piece,
     [2, B, W - 1, C] a rank, and as large a reduce-scatter backward.
     """
     if mask.pieces is None:
-        return _Convolution.apply(x, window, weight, mask.near)
+        return _Convolution.apply(x, None, weight, mask.near)
     window = mask.pieces.before(x, mask.width - 1, 0)
     out = _Convolution.apply(mask.pieces.split(x), window, weight, mask.near)
     return mask.pieces.join(out, x.shape[1])
 
 
-def last_window(x: Tensor, mask: LinearMask, window: Tensor | None = None) -> Tensor:
+def last_window(x: Tensor, mask: LinearMask) -> Tensor:
     """The last W - 1 inputs [B, W - 1, C] of each row's last document, zeros where it has fewer, from all of them
-    x [B, S, C]: what the token after it is convolved with. window: as given to `causal_conv`."""
-    count, before = mask.width - 1, x.new_zeros(len(x), mask.width - 1, x.shape[2]) if window is None else window
-    whole = torch.cat([before, x], 1)
+    x [B, S, C]: what the token after it is convolved with."""
+    count = mask.width - 1
+    whole = torch.cat([x.new_zeros(len(x), count, x.shape[2]), x], 1)
     if mask.real is None or mask.near is None:
         return whole[:, -count:]
     rows, places = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.shape[1], device=x.device)
@@ -126,18 +125,17 @@ def last_window(x: Tensor, mask: LinearMask, window: Tensor | None = None) -> Te
 
 
 def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: LinearMask, state: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: LinearMask
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule: q and k [B, S, Hk, K], v [B, S, Hv, V], g and beta [B, S, Hv] -> [B, S, Hv, V] in v's
     dtype, and the last state [B, Hv, K, V] in max(float32, the dtype), which `mask.flash` does not give.
 
-    q and k are l2-normalised here, and q multiplied by K^-0.5. g, at most 0, is the logarithm of the decay. state: what
-    a row's first document goes on from; without it zeros. Under context parallel there is no state, given or returned,
-    and one all-gather of the pieces' maps, [2, B, Hv, K, K + V] a rank forward and [2, B, Hv, K, V] backward.
+    q and k are l2-normalised here, and q multiplied by K^-0.5. g, at most 0, is the logarithm of the decay. Under
+    context parallel no state is returned, and there is one all-gather of the pieces' maps, [2, B, Hv, K, K + V] a rank
+    forward and [2, B, Hv, K, V] backward.
     """
-    if mask.pieces is None and (mask.flash is None or state is not None):
-        return chunked(q, k, v, g, beta, mask.segments, mask.real, state)
-    assert state is None, "a row that lies on several ranks has no state before it"
+    if mask.pieces is None and mask.flash is None:
+        return chunked(q, k, v, g, beta, mask.segments, mask.real)
     length = v.shape[1]
     if mask.pieces is not None:
         q, k, v, g, beta = (mask.pieces.split(part) for part in (q, k, v, g, beta))

@@ -6,11 +6,11 @@ The weights are known before (each token counts the same), so the gradient is fo
 a backward would take four and two. Three tiles of logits are held at once, four for the Jensen-Shannon divergence; two
 where their operations are compiled: then these read each twice, and write the gradient.
 
-`forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
+`forward_kl`, `reverse_kl` and `generalized_jsd` are the same of log-probabilities.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from dtrain.losses.head.logprobs import Scaling
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
+    HeadInput,
     Stats,
     VocabShard,
     compute_dtype,
@@ -32,14 +33,6 @@ from dtrain.losses.head.vocabulary import (
 )
 from dtrain.losses.head.weighted_sum import TiledSum, tile_rows_of
 from dtrain.parallel.collectives import all_gather
-
-
-class HeadInput(NamedTuple):
-    """Hidden states and the head's weight of a model, this rank's part of the vocabulary."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V/tp, D]
-    softcap: float | None = None
 
 
 class KlSums(NamedTuple):
@@ -56,13 +49,16 @@ def kl_sum_from_hidden_states(
     index: Tensor,
     *,
     forward_share: float = 1.0,
+    jsd_beta: float | None = None,
     temperature: float = 1.0,
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> KlSums:
     """Σ over tokens index [T] (flat positions, each at most once) of
     forward_share · KL(p_teacher || p_student) + (1 − forward_share) · KL(p_student || p_teacher),
-    p = softmax(logits / temperature) over the whole vocabulary; no factor temperature².
+    p = softmax(logits / temperature) over the whole vocabulary; no factor temperature². jsd_beta: in its place
+    beta · KL(p_teacher || m) + (1 − beta) · KL(p_student || m), m = beta · p_teacher + (1 − beta) · p_student (Agarwal
+    et al., arXiv:2306.13649, equation 1).
 
     The models may be of any sizes and dtypes; the vocabulary and its cut are the same. Scalars in max(float32, the
     student's dtype), as are all products and sums. Gradients go to the student only, in its inputs' dtypes, the
@@ -71,75 +67,50 @@ def kl_sum_from_hidden_states(
 
     shard: the weights are this rank's part, index is the same on every rank of the group. The values come back whole on
     every rank, the gradients are the shard's own: hidden's has still to be summed over the group. One all-gather of six
-    numbers per token and tile.
-    Raises ValueError for a temperature or softcap that is not positive, a share outside [0, 1], and vocabularies of two
-    sizes.
+    numbers per token and tile, with jsd_beta two of four.
+    Raises ValueError for a temperature or softcap that is not positive, a share outside [0, 1], a beta outside (0, 1),
+    and vocabularies of two sizes.
     """
     check_share(forward_share)
-    group = (shard or WHOLE).group
+    if jsd_beta is not None:
+        check_beta(jsd_beta)
+    if len(student.weight) != len(teacher.weight):
+        held = len(student.weight), len(teacher.weight)
+        raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
+    shard = shard or WHOLE
+    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
+    rows = rows_per_tile or tile_rows_of(student.weight, shard)
+    dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
+    tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
+    with torch.no_grad():
+        others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
+        totals = torch.zeros(2 if jsd_beta is None else 3, dtype=dtype, device=index.device)
 
-    def of_tile(pair: _Pair, dtype: torch.dtype | None) -> _OfTile:
-        """Return the two divergences."""
-        (forward, reverse), terms = _kl_sums(pair)
-        forward, reverse, student_share, teacher_share, log_ratio = _merge(*_both(pair), forward, reverse, group)
-        sums = torch.stack([forward.sum(), reverse.sum()])
-        if dtype is None:
-            return sums, None
-        offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
-        of_rows = torch.stack([offset, student_share, teacher_share], 1)
-        return sums, _kl_gradient(terms, of_rows, forward_share, dtype)
+        def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
+            theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
+            first, second, *memory = tokens.memory(3 if jsd_beta is None else 4, len(mine))
+            logits = product(mine, tokens.operand.t(), first), product(theirs, others.operand.t(), second)
+            pair = _Pair(*logits, _stats_of_pair(*logits, memory[0], scalings), scalings[0], memory)
+            del logits
+            grad_dtype = tokens.operand.dtype if tokens.wants_gradient else None
+            if jsd_beta is None:
+                sums, grad = _kl_of_tile(pair, forward_share, shard.group, grad_dtype)
+            else:
+                sums, grad = _jsd_of_tile(pair, jsd_beta, shard.group, grad_dtype)
+            totals.add_(sums)
+            if grad is not None:
+                tokens.add_gradient(grad, tile, mine)
 
-    tokens, sums = _sums_over_tiles(
-        student, teacher, index, temperature, shard, rows_per_tile, of_tile, sums=2, tiles=3
-    )
-    forward, reverse = sums.unbind()
-    return KlSums(tokens.with_gradient(forward_share * forward + (1 - forward_share) * reverse), forward, reverse)
-
-
-def jsd_sum_from_hidden_states(
-    student: HeadInput,
-    teacher: HeadInput,
-    index: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    shard: VocabShard | None = None,
-    rows_per_tile: int | None = None,
-) -> KlSums:
-    """Σ over tokens index [T] of beta · KL(p_teacher || m) + (1 − beta) · KL(p_student || m), where
-    m = beta · p_teacher + (1 − beta) · p_student (Agarwal et al., arXiv:2306.13649, equation 1).
-
-    Arguments, values, gradients, `shard` and errors as `kl_sum_from_hidden_states`; two all-gathers of four numbers per
-    token and tile. Raises ValueError for a beta outside (0, 1).
-    """
-    check_beta(beta)
-    group = (shard or WHOLE).group
-
-    def of_tile(pair: _Pair, dtype: torch.dtype | None) -> _OfTile:
-        """Return the KL in either direction and the divergence."""
-        shares = None
-        if group_size(group) > 1:
-            log_student, log_teacher, _ = gather_pair(*_both(pair), group)
-            shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
-        parts, terms = _jsd_sums(pair, shares, beta)
-        if group_size(group) > 1:
-            parts = all_gather(parts[None], 0, group).sum(0)
-        forward, reverse, by_student, by_teacher = parts
-        sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
-        if dtype is None:
-            return sums, None
-        return sums, _jsd_gradient(terms, shares, by_student[:, None], beta, dtype)
-
-    tokens, sums = _sums_over_tiles(
-        student, teacher, index, temperature, shard, rows_per_tile, of_tile, sums=3, tiles=4
-    )
-    forward, reverse, total = sums.unbind()
+        for tile, mine in tokens.tiles():
+            add(tile, mine)
+    forward, reverse, *of_mixture = totals.unbind()
+    total = of_mixture[0] if of_mixture else forward_share * forward + (1 - forward_share) * reverse
     return KlSums(tokens.with_gradient(total), forward, reverse)
 
 
-def check_share(share: float, name: str = "forward_share") -> None:
+def check_share(share: float) -> None:
     if not 0 <= share <= 1:
-        raise ValueError(f"{name}={share}: the forward KL's share lies between 0 and 1")
+        raise ValueError(f"forward_share={share}: the forward KL's share lies between 0 and 1")
 
 
 def check_beta(beta: float) -> None:
@@ -148,111 +119,55 @@ def check_beta(beta: float) -> None:
 
 
 class _Pair(NamedTuple):
-    """Tile of the student and the teacher, [t, V/tp] each: log q and log p of this rank's part alone, and the slope of
-    the student's logits by the products; or with `are_products` the products, from which a kernel has these at once.
-
-    stats: `Stats.m` and `l` of the student's logits in that part, and of the teacher's, [t, 4]. memory: for more tiles;
-    None: new ones are made."""
+    """Tile of the student's and the teacher's logits, [t, V/tp] each; `_kl_sums` and `_jsd_sums` take their memory
+    unless they are compiled. stats: as of `_stats_of_pair`. memory: for one or two tiles more; None: new ones are
+    made."""
 
     student: Tensor
     teacher: Tensor
-    slope: Tensor | float | None
-    are_products: bool
     stats: Tensor
-    scalings: tuple[Scaling, Scaling]
+    scaling: Scaling  # the student's
     memory: Sequence[Tensor | None]
 
 
-_OfTile = tuple[Tensor, Tensor | None]  # sums over the tile's tokens [2 or 3], and the gradient by products [t, V/tp]
-
-
-def _sums_over_tiles(
-    student: HeadInput,
-    teacher: HeadInput,
-    index: Tensor,
-    temperature: float,
-    shard: VocabShard | None,
-    rows: int | None,
-    of_tile: Callable[[_Pair, torch.dtype | None], _OfTile],
-    *,
-    sums: int,
-    tiles: int,
-) -> tuple[TiledSum, Tensor]:
-    """Return the student's tokens, which have the gradients of all tiles, and the `sums` [sums] over tiles of `rows`
-    (None: as many as fit).
-
-    of_tile: takes a tile and the dtype of its gradient, None for no gradient. tiles: of logits, held at once. Raises
-    ValueError for vocabularies of two sizes.
-    """
-    if len(student.weight) != len(teacher.weight):
-        held = len(student.weight), len(teacher.weight)
-        raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
-    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
-    rows = rows or tile_rows_of(student.weight, shard or WHOLE)
-    dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
-    tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
-    with torch.no_grad():
-        others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
-        totals = torch.zeros(sums, dtype=dtype, device=tokens.hidden.device)
-
-        def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
-            theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
-            first, second, *memory = tokens.memory(tiles, len(mine))
-            products = product(mine, tokens.operand.t(), first), product(theirs, others.operand.t(), second)
-            pair = _pair(*products, memory, scalings, tokens.wants_gradient)
-            del products
-            values, grad = of_tile(pair, tokens.operand.dtype if tokens.wants_gradient else None)
-            totals.add_(values)
-            if grad is not None:
-                tokens.add_gradient(grad, tile, mine)
-
-        for tile, mine in tokens.tiles():
-            add(tile, mine)
-    return tokens, totals
-
-
 @Fused
-def _pair(
-    products: Tensor,
-    others: Tensor,
-    memory: Sequence[Tensor | None],
-    scalings: tuple[Scaling, Scaling],
-    wants_slope: bool,
-) -> _Pair:
-    """Return the tile of products [t, V/tp] and of the teacher's, `others`. Takes the memory of both, and `memory` for
-    one or two tiles more."""
-    are_products = torch.compiler.is_compiling()
-    logits = scalings[0].logits_(own(products))
-    slope = scalings[0].slope(logits) if wants_slope and not are_products else None
-    log_q, log_p = torch.empty_like(logits) if memory[0] is None else memory[0], logits
-    students = part_stats(logits, log_q)
-    teachers = part_stats(scalings[1].logits_(own(others)), log_p)
-    stats = torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
-    if are_products:
-        return _Pair(products, others, None, are_products, stats, scalings, [None] * len(memory))
-    return _Pair(log_q, log_p, slope, are_products, stats, scalings, [others, *memory[1:]])
-
-
-def _both(pair: _Pair) -> tuple[Stats, Stats]:
-    """Return the statistics of the student and of the teacher, [t] each."""
-    m, l, of_teacher, l_of_teacher = pair.stats.unbind(1)  # noqa: E741
-    return Stats(m, l), Stats(of_teacher, l_of_teacher)
+def _stats_of_pair(
+    products: Tensor, others: Tensor, scratch: Tensor | None, scalings: tuple[Scaling, Scaling]
+) -> Tensor:
+    """Make logits of products [t, V/tp], the student's and the teacher's, and return `Stats.m` and `l` of the student's
+    in this rank's part, and of the teacher's, [t, 4]. Overwrites scratch [t, V/tp], if there is one."""
+    scratch = torch.empty_like(products) if scratch is None else scratch
+    students = part_stats(scalings[0].logits_(products), scratch)
+    teachers = part_stats(scalings[1].logits_(others), scratch)
+    return torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
 
 
 def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | float | None]:
     """Return log q and log p of this rank's part alone to compute in, or with the logarithms of its shares [t, 2] of
     the whole vocabulary, and the slope of the student's logits by the products."""
-    log_q, log_p, slope = own(pair.student), own(pair.teacher), pair.slope
-    if pair.are_products:
-        scaling, of_teacher = pair.scalings
-        m, l, m_of_teacher, l_of_teacher = pair.stats.split(1, 1)  # noqa: E741
-        slope = scaling.slope(scaling.logits_(log_q))
-        log_q.sub_(m).sub_(l)
-        of_teacher.logits_(log_p).sub_(m_of_teacher).sub_(l_of_teacher)
+    m, l, m_of_teacher, l_of_teacher = pair.stats.split(1, 1)  # noqa: E741
+    slope = pair.scaling.slope(pair.student)
+    log_q = own(pair.student).sub_(m).sub_(l)
+    log_p = own(pair.teacher).sub_(m_of_teacher).sub_(l_of_teacher)
     if shares is not None:
         log_q.add_(shares[:, 0:1])
         log_p.add_(shares[:, 1:2])
     return log_q, log_p, slope
+
+
+def _kl_of_tile(
+    pair: _Pair, forward_share: float, group: Group, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums of the two divergences over the tile's tokens [2], and the gradient by products [t, V/tp] in
+    `dtype`; None for none."""
+    (forward, reverse), terms = _kl_sums(pair)
+    forward, reverse, student_share, teacher_share, log_ratio = _merge(pair.stats, forward, reverse, group)
+    sums = torch.stack([forward.sum(), reverse.sum()])
+    if dtype is None:
+        return sums, None
+    offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
+    of_rows = torch.stack([offset, student_share, teacher_share], 1)
+    return sums, _kl_gradient(terms, of_rows, forward_share, dtype)
 
 
 @Fused
@@ -285,6 +200,22 @@ def _kl_terms(log_q: Tensor, log_p: Tensor, memory: Tensor | None) -> tuple[Tens
     """Return q, in `memory` if there is some, log q − log p and p in that of log q and log p, [t, V/tp] each."""
     q = torch.exp(log_q, out=memory)
     return q, log_q.sub_(log_p), log_p.exp_()
+
+
+def _jsd_of_tile(pair: _Pair, beta: float, group: Group, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Return what `_kl_of_tile` does, the sums [3] being those of the KL in either direction and of the divergence."""
+    shares = None
+    if group_size(group) > 1:
+        log_student, log_teacher, _ = gather_pair(pair.stats.t(), group)
+        shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
+    parts, terms = _jsd_sums(pair, shares, beta)
+    if group_size(group) > 1:
+        parts = all_gather(parts[None], 0, group).sum(0)
+    forward, reverse, by_student, by_teacher = parts
+    sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
+    if dtype is None:
+        return sums, None
+    return sums, _jsd_gradient(terms, shares, by_student[:, None], beta, dtype)
 
 
 @Fused
@@ -330,26 +261,27 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1) if torch.compiler.is_compiling() else torch.linalg.vecdot(a, b)
 
 
-def gather_pair(students: Stats, teachers: Stats, group: Group, *more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every rank's log share of the student's and of the teacher's probability, [ranks, ...] each, from both
-    models' statistics [...] of this rank's part; and `more` [...] of every rank, [n, ranks, ...]. One all-gather."""
-    message = torch.stack([students.m, students.l, teachers.m, teachers.l, *more])
-    gathered = all_gather(message[None], 0, group).transpose(0, 1)  # [4 + n, ranks, ...]
+def gather_pair(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return every rank's log share of the student's and of the teacher's probability, [ranks, ...] each, and the rest
+    of `parts` of every rank, [n, ranks, ...]. parts [4 + n, ...]: m and l of the student's logits in this rank's part,
+    of the teacher's, and n numbers more. One all-gather."""
+    gathered = all_gather(parts.contiguous()[None], 0, group).transpose(0, 1)  # [4 + n, ranks, ...]
     log_student, log_teacher = (merge(Stats(*gathered[i : i + 2].unbind()))[1] for i in (0, 2))
     return log_student, log_teacher, gathered[4:]
 
 
 def _merge(
-    students: Stats, teachers: Stats, forward: Tensor, reverse: Tensor, group: Group
+    stats: Tensor, forward: Tensor, reverse: Tensor, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The divergences over the whole vocabulary from those of the parts alone, [t] each; this rank's shares of the
     student's and the teacher's probability; and log(student's share / teacher's), by which log q − log p differs from
-    that of the part alone."""
+    that of the part alone. stats [t, 4]."""
     if group_size(group) == 1:
         ones = torch.ones_like(forward)
         return forward, reverse, ones, ones, torch.zeros_like(forward)
     rank = group_rank(group)
-    log_student, log_teacher, (forward, reverse) = gather_pair(students, teachers, group, forward, reverse)
+    parts = torch.cat([stats.t(), torch.stack([forward, reverse])])
+    log_student, log_teacher, (forward, reverse) = gather_pair(parts, group)
     student, teacher = log_student.exp(), log_teacher.exp()
     log_ratio = torch.where(log_student.isinf() | log_teacher.isinf(), 0, log_student - log_teacher)
     # KL of the whole is each part's share times the part's KL plus the log of the shares' ratio.
@@ -382,19 +314,6 @@ def reverse_kl(
     p = student_logprobs.exp()
     rest_entropy = student_neg_entropy - torch.where(p == 0, 0, p * student_logprobs).sum(-1)
     return inside + rest_entropy - log_outside * (1 - p.sum(-1))
-
-
-def mixed_kl(
-    student_logprobs: Tensor,
-    teacher_logprobs: Tensor,
-    weight: float = 0.5,
-    student_neg_entropy: Tensor | None = None,
-    log_outside: float = -100.0,
-) -> Tensor:
-    """weight · forward_kl + (1 − weight) · reverse_kl, [..., K] -> [...]; weight in [0, 1], else ValueError."""
-    check_share(weight, "weight")
-    reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
-    return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
 
 
 def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.5) -> Tensor:

@@ -81,13 +81,11 @@ def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None
 class HeadLogprobs(NamedTuple):
     """Per token, shaped as the targets, 0 where there is no target; None where it was not asked for.
 
-    logprobs: log p(target). entropy: −Σ p·log p. top1: whether no token is likelier than the target (bool).
-    log_p2: log Σ p². The first two carry gradients.
+    logprobs: log p(target). entropy: −Σ p·log p. log_p2: log Σ p². The first two carry gradients.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
-    top1: Tensor | None = None
     log_p2: Tensor | None = None
 
 
@@ -115,11 +113,9 @@ def logprobs_from_hidden_states(
     softcap: float | None = None,
     shard: VocabShard | None = None,
     entropy: bool = False,
-    top1: bool = False,
     log_p2: bool = False,
     index: Tensor | None = None,
     tile: tuple[int, int] | None = None,
-    inference_only: bool = False,
 ) -> HeadLogprobs:
     """log softmax(softcap · tanh(hidden · weightᵀ / softcap) / temperature) at targets, and what else is asked of the
     same softmax, in one pass.
@@ -134,7 +130,7 @@ def logprobs_from_hidden_states(
     numbers per token forward, none backward.
     index [T] int64: the flat positions that have a target, each once; who knows them on the host saves a GPU the work
     on the others. Without it a CPU finds them, a GPU (which would have to stop for that) computes all positions.
-    tile: tokens and ids of the largest tile of logits. inference_only: nothing is saved, no gradient.
+    tile: tokens and ids of the largest tile of logits.
     Raises ValueError for a temperature or softcap that is not positive.
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
@@ -144,8 +140,6 @@ def logprobs_from_hidden_states(
             has_target &= flat_targets < weight.shape[0]
         if not has_target.all():
             index = has_target.nonzero().squeeze(1)
-    if inference_only:
-        flat, weight = flat.detach(), weight.detach()
     head = _Head(temperature, softcap, shard or WHOLE, entropy, log_p2, tile)
     chosen = flat_targets if index is None else flat_targets.index_select(0, index)
     values = _HiddenLogprobs.apply(flat, weight, chosen, index, head)
@@ -156,7 +150,7 @@ def logprobs_from_hidden_states(
         return value.view(targets.shape)
 
     logprobs, *others = values
-    optional = zip(others, (entropy, top1, log_p2), strict=True)
+    optional = zip(others, (entropy, log_p2), strict=True)
     return HeadLogprobs(placed(logprobs), *(placed(value) if is_asked else None for value, is_asked in optional))
 
 
@@ -181,23 +175,23 @@ class _HiddenLogprobs(torch.autograd.Function):
                 whole, _ = merge(Stats(*torch.stack([part.pack() for part in parts], 1).unbind()))
             packed[:, some] = whole.pack()
         merged = merge_over(Stats(*packed.unbind()), len(weight), head.shard.group, target_logit[None])
-        stats, _, (target_logit,), vocabulary = merged
+        stats, _, (target_logit,), vocabulary, _ = merged
         valid = (targets >= 0) & (targets < vocabulary)
         logprobs = torch.where(valid, (target_logit - stats.m) - stats.l, 0)
         entropy = None if stats.neg_entropy is None or not head.entropy else torch.where(valid, -stats.neg_entropy, 0)
-        top1 = valid & (target_logit >= stats.m)
         log_p2 = None if stats.squares is None else torch.where(valid, stats.squares.log(), 0)
-        ctx.mark_non_differentiable(top1, *([] if log_p2 is None else [log_p2]))
+        if log_p2 is not None:
+            ctx.mark_non_differentiable(log_p2)
         ctx.set_materialize_grads(False)
         if any(ctx.needs_input_grad):
             lse = torch.where(valid, stats.m + stats.l, 0)
             kept_entropy = None if entropy is None else entropy.clone()
             ctx.save_for_backward(hidden, weight, local, is_mine & valid, valid, index, lse, kept_entropy)
             ctx.head = head
-        return logprobs, entropy, top1, log_p2
+        return logprobs, entropy, log_p2
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy, _top1, _log_p2):
+    def backward(ctx, grad_logprobs, grad_entropy, _log_p2):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 5
         hidden, weight, local, is_mine, valid, index, lse, entropy = ctx.saved_tensors

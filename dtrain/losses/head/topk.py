@@ -3,7 +3,6 @@ own: the logits of either exist one tile of tokens at a time. The gradient is fo
 `weighted_sum`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.fused import Fused, own
-from dtrain.losses.head.kl import HeadInput, check_share, forward_kl, generalized_jsd, reverse_kl
+from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.head.logprobs import Scaling
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
+    HeadInput,
     Stats,
     VocabShard,
     add_at_,
@@ -28,7 +28,6 @@ from dtrain.losses.head.vocabulary import (
     pick,
     product,
     shard_sizes,
-    tiles,
 )
 from dtrain.losses.head.weighted_sum import TiledSum, head_tile_rows, tile_rows_of
 
@@ -131,9 +130,9 @@ def _topk_kl_sums(
         columns, is_mine = on_shard(ids[tile], shard.start, len(tokens.operand))  # [t, K]
         first, *memory = tokens.memory(3 if needs_entropy else 2, len(mine))
         logits = product(mine, tokens.operand.t(), first)
-        part, at_ids, terms = _stats_of_tile(logits, memory, columns, is_mine, scaling, tokens.wants_gradient)
+        part, at_ids = _stats_of_tile(logits, memory, columns, is_mine, scaling)
         stats = Stats(*part.unbind(1))
-        whole, log_share, summed, _ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
+        whole, log_share, summed, *_ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
         at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
         leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, whole.l, whole.neg_entropy) if leaf is not None]
         with torch.enable_grad():
@@ -148,8 +147,8 @@ def _topk_kl_sums(
         if whole.neg_entropy is not None:
             of_rows = [by_lse, share, by_entropy[0], whole.m + whole.l + whole.neg_entropy]
         at_columns = torch.where(is_mine, by_ids, 0)
-        more = part, torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype
-        tokens.add_gradient(_gradient_of_tile(logits, terms, *more), tile, mine)
+        more = torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype
+        tokens.add_gradient(_gradient_of_tile(logits, part, *more), tile, mine)
 
     for tile, mine in tokens.tiles():
         add(tile, mine)
@@ -158,30 +157,19 @@ def _topk_kl_sums(
 
 @Fused
 def _stats_of_tile(
-    products: Tensor,
-    memory: Sequence[Tensor | None],
-    columns: Tensor,
-    is_mine: Tensor,
-    scaling: Scaling,
-    wants_gradient: bool,
-) -> tuple[Tensor, Tensor, tuple]:
-    """Return the statistics of a tile's logits, from products [t, V/tp]: m and l, with a second tile of memory E too,
-    [t, 2 or 3]; the logits at `columns` [t, K], 0 where they are not mine; and p of the part alone and the logits'
-    slope, where this is compiled nothing. Turns products into logits else."""
-    logits = scaling.logits_(own(products))
+    products: Tensor, memory: Sequence[Tensor | None], columns: Tensor, is_mine: Tensor, scaling: Scaling
+) -> tuple[Tensor, Tensor]:
+    """Make logits of products [t, V/tp], and return their statistics, m and l, with a second tile of memory E too,
+    [t, 2 or 3]; and the logits at `columns` [t, K], 0 where they are not mine."""
+    logits = scaling.logits_(products)
     logp, *more = [torch.empty_like(logits) if tile is None else own(tile) for tile in memory]
-    p = more[0] if more else None
     at_ids = pick(logits, columns, is_mine, logits.dtype)
-    stats = part_stats(logits, logp, p).pack().t()
-    if torch.compiler.is_compiling() or not wants_gradient:
-        return stats, at_ids, ()
-    return stats, at_ids, (logp.exp_() if p is None else p, scaling.slope(logits))
+    return part_stats(logits, logp, *more).pack().t(), at_ids
 
 
 @Fused
 def _gradient_of_tile(
     logits: Tensor,
-    terms: tuple,
     stats: Tensor,
     of_rows: Tensor,
     columns: Tensor,
@@ -189,24 +177,19 @@ def _gradient_of_tile(
     scaling: Scaling,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`. logits, terms, stats: as `_stats_of_tile` left and gave
-    them. of_rows [t, 1 or 4]: what p is multiplied by; or the gradients by lse and by Σ p·log p, this part's share
-    between them, and lse + Σ p·log p. at_columns [t, K]: what is added there.
+    """Return the gradient by products [t, V/tp] in `dtype`. logits, stats: as `_stats_of_tile` left and gave them.
+    of_rows [t, 1 or 4]: what p of the part alone is multiplied by; or the gradients by lse and by Σ p·log p, this
+    part's share between them, and lse + Σ p·log p. at_columns [t, K]: what is added there.
 
     d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
     """
-    logits = own(logits)
-    if terms:
-        p, slope = terms
-    else:
-        scaling.logits_(logits)
-        slope = scaling.slope(logits)
-        p = logits.sub(stats[:, 0:1]).sub_(stats[:, 1:2]).exp_()
+    slope = scaling.slope(logits)
+    p = logits.sub(stats[:, 0:1]).sub_(stats[:, 1:2]).exp_()
     if of_rows.shape[1] == 1:
         grad = p.mul_(of_rows)
     else:
         by_lse, share, by_entropy, offset = of_rows.split(1, 1)
-        grad = logits.sub_(offset).mul_(by_entropy).add_(by_lse).mul_(p).mul_(share)
+        grad = own(logits).sub_(offset).mul_(by_entropy).add_(by_lse).mul_(p).mul_(share)
     add_at_(grad, columns, at_columns)
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
@@ -229,20 +212,9 @@ def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: 
     gathered = [torch.empty_like(message) for _ in sizes]
     dist.all_gather(gathered, message, group=group)
     message = torch.cat(gathered, -1)  # [2, .., candidates of all]
-    values, ids = message[0].view(values.dtype), message[1]
-    if min(sizes) < min(k, max(sizes)):  # some end in no tokens, which must lose against a later rank's −inf
-        values, ids = _ordered(values, ids)
-        return values[..., :k], ids[..., :k].long()
-    # Each list is in order, and so are the lists: the lower place has the lower id.
-    values, places = local_topk(values, k)
-    return values, ids.gather(-1, places).long()
-
-
-def _ordered(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [..., n], by descending value, equal values by ascending id."""
-    ids, order = ids.sort(-1)
-    values, by_value = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, by_value)
+    ids, order = message[1].sort(-1)  # then what is no token loses against a later rank's −inf too
+    values, by_value = message[0].view(values.dtype).gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids.gather(-1, by_value)[..., :k].long()
 
 
 def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -252,56 +224,11 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values[..., :k], columns[..., :k]
     if logits.is_meta:  # shapes alone, as a plan has: no values to look at
         return logits.topk(k, -1)
-    # On the CPU a look is free: only rows with equal values need work, and few of those a second look at the logits.
-    values, columns = _largest(logits, k + 1)
-    equal = values[..., 1:] == values[..., :-1]
-    ties, cut = equal.any(-1), equal[..., -1]  # cut: the k-th value is also outside
+    # On the CPU a look is free: only rows with equal values are sorted.
+    values, columns = logits.topk(k + 1, -1)
+    ties = (values[..., 1:] == values[..., :-1]).any(-1)
     values, columns = values[..., :k], columns[..., :k]
-    if cut.any():
-        columns[cut] = _lowest_columns(logits[cut], values[cut], columns[cut])
     if ties.any():
-        values[ties], columns[ties] = _ordered(values[ties], columns[ties])
+        ordered = logits[ties].sort(dim=-1, descending=True, stable=True)
+        values[ties], columns[ties] = ordered.values[..., :k], ordered.indices[..., :k]
     return values, columns
-
-
-def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """torch.topk on a CPU, in less than one of its passes over wide rows.
-
-    The columns are dealt out to groups, and the k largest stand in the k groups with the largest maxima: those maxima
-    are k elements, and no other group holds more than the smallest of them. Only equal ones of the k-th value may stand
-    elsewhere.
-    """
-    size = logits.shape[-1]
-    groups = 2 ** round(math.log2(k * size) / 2)  # near √(k·size), where both searches together are shortest
-    if groups * 4 > size:
-        return logits.topk(k, -1)
-    whole = size // groups
-    firsts = torch.arange(0, size, groups)[:, None]
-    values = logits.new_empty(*logits.shape[:-1], k)
-    columns = torch.empty(values.shape, dtype=torch.int64)
-    for index in tiles(logits.shape[:-1], 32):
-        row = logits[index]
-        maxima = row[..., : whole * groups].unflatten(-1, (whole, groups)).amax(-2)
-        rest = row[..., whole * groups :]
-        if rest.shape[-1]:
-            torch.maximum(maxima[..., : rest.shape[-1]], rest, out=maxima[..., : rest.shape[-1]])
-        chosen = maxima.topk(k, -1, sorted=False).indices
-        candidates = (chosen.unsqueeze(-2) + firsts).flatten(-2)
-        gathered = row.gather(-1, candidates.clamp(max=size - 1))
-        if rest.shape[-1]:
-            gathered.masked_fill_(candidates >= size, -float("inf"))
-        values[index], places = gathered.topk(k, -1)
-        columns[index] = candidates.gather(-1, places)
-    return values, columns
-
-
-def _lowest_columns(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
-    """columns [n, k] of the k largest of logits [n, v], descending, those of the last value replaced by the lowest."""
-    last = values[:, -1:]
-    rows, candidates = (logits == last).nonzero().unbind(1)  # by row, then by column
-    slots = (values == last).sum(-1)  # the last `slots` places of each row belong to the last value
-    rank = torch.arange(len(rows)) - torch.searchsorted(rows, torch.arange(len(slots)))[rows]
-    fits = rank < slots[rows]
-    place = values.shape[1] - slots[rows] + rank
-    columns[rows[fits], place[fits]] = candidates[fits]
-    return columns

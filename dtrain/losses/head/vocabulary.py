@@ -12,7 +12,7 @@ once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,14 @@ class VocabShard:
 
 
 WHOLE = VocabShard(0, None)
+
+
+class HeadInput(NamedTuple):
+    """Hidden states and the head's weight of a model, this rank's part of the vocabulary."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V/tp, D]
+    softcap: float | None = None
 
 
 def group_size(group: Group) -> int:
@@ -218,23 +226,16 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
 
 
 def merge_over(
-    stats: Stats, columns: int, group: Group, extra: Tensor | None = None
-) -> tuple[Stats, Tensor, Tensor, int | Tensor]:
-    """Merge statistics over ranks by one all-gather of each rank's [...], of `extra` [k, ...] (None: k = 0) and of its
-    number of columns.
-
-    Returns the whole vocabulary's statistics; this rank's log share of the probability [...]; `extra` summed over
-    ranks; the size of the vocabulary, a scalar on the device. Bit for bit the same on every rank. Without a group what
-    it got.
-    """
-    return merge_with_likeliest(stats, columns, group, extra)[:4]
-
-
-def merge_with_likeliest(
     stats: Stats, columns: int, group: Group, extra: Tensor | None = None, at_likeliest: Tensor | None = None
 ) -> tuple[Stats, Tensor, Tensor, int | Tensor, Tensor]:
-    """Return what `merge_over` does, and `at_likeliest` [j, ...] (None: j = 0) of the rank that holds the likeliest id
-    of the whole vocabulary, of equal ones the lowest: ranks hold ids in their order."""
+    """Merge statistics over ranks by one all-gather of each rank's [...], of `extra` [k, ...] and `at_likeliest`
+    [j, ...] (None: k, j = 0), and of its number of columns.
+
+    Returns the whole vocabulary's statistics; this rank's log share of the probability [...]; `extra` summed over
+    ranks; the size of the vocabulary, a scalar on the device; and `at_likeliest` of the rank that holds the likeliest
+    id of the whole vocabulary, of equal ones the lowest: ranks hold ids in their order. Bit for bit the same on every
+    rank. Without a group what it got.
+    """
     none = stats.m.new_empty(0, *stats.m.shape)
     extra, at_likeliest = none if extra is None else extra, none if at_likeliest is None else at_likeliest
     size = group_size(group)

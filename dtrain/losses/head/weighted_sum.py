@@ -19,7 +19,7 @@ from dtrain.losses.head.vocabulary import (
     add_at_,
     add_product_,
     compute_dtype,
-    merge_with_likeliest,
+    merge_over,
     on_shard,
     pick,
     product,
@@ -226,7 +226,7 @@ def _token_sums(
         local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
         wants = bool(smoothing), counts, tokens.wants_gradient
         largest, part, summed, is_likeliest, *of_cap = _softmax(logits, local_target, is_mine, softcap, *wants)
-        whole, log_share, summed, vocabulary, is_likeliest = merge_with_likeliest(
+        whole, log_share, summed, vocabulary, is_likeliest = merge_over(
             Stats(largest, part.log()), logits.shape[1], shard.group, summed, is_likeliest
         )
         logprobs = summed[0] - whole.m - whole.l

@@ -77,7 +77,7 @@ def _stats_of(logits: Tensor, rows: int, scratches: int = 1) -> Stats:
 
 
 class _LogprobAt(torch.autograd.Function):
-    """log p at ids [..., k] from logits [..., v]; see `logprob_at`."""
+    """log p at ids [..., k] from logits [..., v]; see `ChunkedDistributedGatherLogprob`."""
 
     @staticmethod
     def forward(ctx, logits, ids, start, group, chunk_size):
@@ -86,10 +86,10 @@ class _LogprobAt(torch.autograd.Function):
         stats = _stats_of(logits, rows)
         at_ids = pick(logits, local, is_mine, compute_dtype(logits.dtype))
         if ids.shape[-1] == 1:
-            whole, log_share, summed, vocabulary = merge_over(stats, columns, group, at_ids.squeeze(-1)[None])
+            whole, log_share, summed, vocabulary, _ = merge_over(stats, columns, group, at_ids.squeeze(-1)[None])
             at_ids = summed.squeeze(0).unsqueeze(-1)
         else:
-            whole, log_share, _, vocabulary = merge_over(stats, columns, group)
+            whole, log_share, _, vocabulary, _ = merge_over(stats, columns, group)
             if group_size(group) > 1:
                 dist.all_reduce(at_ids, group=group)  # one rank has each id: fewer bytes than gathering k per rank
         valid = (ids >= 0) & (ids < vocabulary)
@@ -114,26 +114,51 @@ class _LogprobAt(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def logprob_at(
-    logits: Tensor,
-    ids: Tensor,
-    start: int | Tensor,
-    end: int | Tensor,
-    group: Group,
-    chunk_size: int | None = None,
-    inference_only: bool = False,
-) -> Tensor:
-    """log softmax(logits over the whole vocabulary) at ids, [..., k] in max(float32, the logits' dtype).
+class ChunkedDistributedGatherLogprob:
+    """log p at several ids of every position, from logits with a cut vocabulary."""
 
-    logits [..., v]: this rank's ids [start, end) of a vocabulary cut over `group` (None: it is whole), v may be 0; ids
-    [..., k] global, the same on every rank. An id outside the vocabulary gives 0.0 and no gradient.
-    The values come back on every rank, bit for bit the same; the gradient is the shard's own, in the logits' dtype.
-    Forward: one all-gather of 3 numbers per row (k > 1: of 2, and one all-reduce of k). Backward: none.
-    chunk_size bounds the positions in memory at once; smaller tiles are taken where they are faster. Raises ValueError
-    where the bounds do not fit the shard.
-    """
-    check_bounds(start, end, logits.shape[-1])
-    return _LogprobAt.apply(logits.detach() if inference_only else logits, ids, start, group, chunk_size)
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int | Tensor,
+        vocab_end_index: int | Tensor,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """log softmax(logits over the whole vocabulary) at global_indices, [..., k], float32 (float64 from float64).
+
+        logits [..., v]: this rank's ids [start, end) of a vocabulary cut over the group (None: it is whole), v may be
+        0; global_indices [..., k], the same on every rank. An id outside the vocabulary, -100 included: 0.0 and no
+        gradient. The values come back on every rank, bit for bit the same; the gradient is the shard's own, in the
+        logits' dtype. Nothing of the logits' size is saved for the backward, which reads them again.
+        Forward: one all-gather of 3 numbers per row (k > 1: of 2, and one all-reduce of k). Backward: none.
+        chunk_size bounds the positions in memory at once; smaller tiles are taken where they are faster. Raises
+        ValueError where the bounds do not fit the shard.
+        """
+        check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
+        logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
+        return _LogprobAt.apply(logits, global_indices, vocab_start_index, tp_group, chunk_size)
+
+
+class ChunkedDistributedLogprob:
+    """`DistributedLogprob` with a bound on the positions in memory at once."""
+
+    @staticmethod
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int | Tensor,
+        vocab_end_index: int | Tensor,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """[B, S] as `DistributedLogprob.apply`; extra memory O(chunk_size · V/tp), chunk_size in positions."""
+        gather, ids = ChunkedDistributedGatherLogprob, target.unsqueeze(-1)
+        bounds = vocab_start_index, vocab_end_index
+        return gather.apply(vocab_parallel_logits, ids, *bounds, chunk_size, tp_group, inference_only).squeeze(-1)
 
 
 class DistributedLogprob:
@@ -148,52 +173,10 @@ class DistributedLogprob:
         group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """logits [B, S, V/tp], target [B, S] global ids -> log p(target) [B, S], float32 (float64 from float64).
-
-        Any leading shape. A target outside [0, V), -100 included: 0.0 and a zero gradient. Nothing of the logits' size
-        is saved for the backward, which reads them again. Collectives as in `logprob_at`. Raises ValueError where the
-        bounds do not fit the shard.
-        """
-        bounds = (vocab_start_index, vocab_end_index)
-        ids = target.unsqueeze(-1)
-        return logprob_at(vocab_parallel_logits, ids, *bounds, group, None, inference_only).squeeze(-1)
-
-
-class ChunkedDistributedLogprob:
-    """`DistributedLogprob` with a bound on the positions in memory at once."""
-
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int,
-        tp_group: Group,
-        inference_only: bool = False,
-    ) -> Tensor:
-        """[B, S] as `DistributedLogprob.apply`; extra memory O(chunk_size · V/tp), chunk_size in positions."""
-        bounds = (vocab_start_index, vocab_end_index)
-        ids = target.unsqueeze(-1)
-        return logprob_at(vocab_parallel_logits, ids, *bounds, tp_group, chunk_size, inference_only).squeeze(-1)
-
-
-class ChunkedDistributedGatherLogprob:
-    """log p at several global ids of every position."""
-
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        global_indices: Tensor,
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int,
-        tp_group: Group,
-        inference_only: bool = False,
-    ) -> Tensor:
-        """logits [B, S, V/tp], global_indices [B, S, K] -> [B, S, K]; otherwise as `ChunkedDistributedLogprob`."""
-        start, end = vocab_start_index, vocab_end_index
-        return logprob_at(vocab_parallel_logits, global_indices, start, end, tp_group, chunk_size, inference_only)
+        """logits [B, S, V/tp], target [B, S] global ids -> log p(target) [B, S]; any leading shape. Otherwise as
+        `ChunkedDistributedGatherLogprob.apply`."""
+        bounds = vocab_start_index, vocab_end_index
+        return ChunkedDistributedLogprob.apply(vocab_parallel_logits, target, *bounds, None, group, inference_only)
 
 
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:
@@ -205,7 +188,7 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
         tile = logits[index] if temperature == 1.0 else logits[index].to(dtype) / temperature
         packed[:, *index] = part_stats(tile, logp[index]).pack()
     stats = Stats(*packed.unbind())
-    whole, log_share, _, _ = merge_over(stats, logits.shape[-1], group)
+    whole, log_share, *_ = merge_over(stats, logits.shape[-1], group)
     if whole is not stats:
         logp.add_(log_share.unsqueeze(-1))
         fill_rows_(logp, (stats.m == -float("inf")) & (whole.m != -float("inf")), -float("inf"))
@@ -256,7 +239,7 @@ class _NegEntropy(torch.autograd.Function):
     def forward(ctx, logits, group, chunk_size):
         rows = max(1, rows_within(logits, chunk_size) // 2)
         stats = _stats_of(logits, rows, scratches=2)
-        whole, log_share, _, _ = merge_over(stats, logits.shape[-1], group)
+        whole, log_share, *_ = merge_over(stats, logits.shape[-1], group)
         value = whole.pack()[2]
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(logits, log_share, value.clone(), stats.m == -float("inf"))
@@ -335,10 +318,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """From m and l of student and target and Σ p·log q over the shard's own softmaxes [5, ...]: H(p, q) over the whole
     vocabulary, and this rank's shares of q and of p, all [...]. One all-gather."""
-    students, targets, crossed = Stats(*parts[:2]), Stats(*parts[2:4]), parts[4]
     if group_size(group) == 1:
-        return -crossed, torch.ones_like(crossed), torch.ones_like(crossed)
-    log_students, log_targets, (crossed,) = gather_pair(students, targets, group, crossed)
+        ones = torch.ones_like(parts[4])
+        return -parts[4], ones, ones
+    log_students, log_targets, (crossed,) = gather_pair(parts, group)
     share, rank = log_targets.exp(), group_rank(group)
     # log q of the whole is log q of the shard plus the shard's log share of q.
     value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
@@ -361,8 +344,7 @@ class DistributedCrossEntropy:
                 f"student_logits {tuple(student_logits.shape)} and target_logits {tuple(target_logits.shape)} must "
                 "have the same shape"
             )
-        dtype = torch.promote_types(compute_dtype(student_logits.dtype), target_logits.dtype)
-        if compute_dtype(student_logits.dtype) != dtype or compute_dtype(target_logits.dtype) != dtype:
+        if compute_dtype(student_logits.dtype) != compute_dtype(target_logits.dtype):
             raise ValueError(
                 f"student_logits are {student_logits.dtype} and target_logits {target_logits.dtype}: both or neither "
                 "must be float64"

@@ -3,6 +3,7 @@ groups, DTensor, plain, packed; and after top-k and top-p. Targets come unshifte
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
@@ -11,7 +12,7 @@ from dtrain.losses.head.filtered import Exchange, SampledLogprob
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
-from dtrain.losses.logits.logprob import check_chunk, logprob_at
+from dtrain.losses.logits.logprob import ChunkedDistributedLogprob, check_chunk
 from dtrain.parallel.collectives import all_gather, gather_along
 from dtrain.parallel.context.batch import held_positions, sequence_of
 from dtrain.parallel.placement import chunk_bounds
@@ -34,7 +35,7 @@ def logprobs_of_targets(
         top_k, top_p = sampling_params.top_k, sampling_params.top_p
         sampled = ChunkedDistributedLogprobWithSampling
         return sampled.apply(logits, target, group, top_k, top_p, chunk_size, inference_only)
-    return logprob_at(logits, target.unsqueeze(-1), start, end, group, chunk_size, inference_only).squeeze(-1)
+    return ChunkedDistributedLogprob.apply(logits, target, start, end, chunk_size, group, inference_only)
 
 
 def next_tokens(ids: Tensor) -> Tensor:
@@ -108,18 +109,25 @@ def dtensor_from_parallel_logits_to_logprobs(
 
 def _context_group(target: Tensor | DTensor) -> Group:
     """The cp group of a target that is cut over it; None where it is whole here."""
-    if not isinstance(target, DTensor):
-        return None
-    mesh = target.device_mesh
-    names = mesh.mesh_dim_names or ()
-    for name, placement in zip(names, target.placements, strict=True):
-        if isinstance(placement, Replicate):
+    return _cut_groups(target, "target", cp=1).get("cp") if isinstance(target, DTensor) else None
+
+
+def _cut_groups(tensor: DTensor, name: str, **dims: int) -> dict[str, dist.ProcessGroup]:
+    """Return the group of each mesh dimension over which `tensor` is cut. dims: the dimension of the tensor that each
+    may cut. Raises ValueError naming the placements for all else but Replicate."""
+    mesh, groups = tensor.device_mesh, {}
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    for mesh_dim, (mesh_name, placement) in enumerate(zip(names, tensor.placements, strict=True)):
+        if mesh.size(mesh_dim) == 1 or isinstance(placement, Replicate):
             continue
-        if name != "cp" or placement != Shard(1):
-            raise ValueError(f"target is placed {target.placements} on {names}: Shard(1) over 'cp', else Replicate")
-        if mesh["cp"].size() > 1:
-            return mesh.get_group("cp")
-    return None
+        dim = placement.dim % tensor.dim() if type(placement) is Shard else None
+        if mesh_name is None or dim is None or dims.get(mesh_name) != dim:
+            allowed = " and ".join(f"Shard({dim}) over {cut!r}" for cut, dim in dims.items())
+            raise ValueError(
+                f"{name} placed {tensor.placements} on a mesh of {names}: it may be {allowed}, all else Replicate"
+            )
+        groups[mesh_name] = mesh.get_group(mesh_name)
+    return groups
 
 
 def local_logits(logits: DTensor) -> tuple[Tensor, Bounds, Group, Group]:
@@ -129,27 +137,12 @@ def local_logits(logits: DTensor) -> tuple[Tensor, Bounds, Group, Group]:
     Raises ValueError naming the placements for all but Replicate, Shard of the vocabulary over "tp", and Shard of the
     sequence over "cp".
     """
-    mesh = logits.device_mesh
-    names = mesh.mesh_dim_names or ()
-    start, tp_group, cp_group = 0, None, None
-    for mesh_dim, placement in enumerate(logits.placements):
-        name = names[mesh_dim] if names else None
-        if mesh.size(mesh_dim) == 1 or isinstance(placement, Replicate):
-            continue
-        dim = placement.dim % logits.dim() if type(placement) is Shard else None
-        if name == "tp" and dim == logits.dim() - 1:
-            tp_group = mesh.get_group("tp")
-            start, _ = chunk_bounds(logits.shape[-1], tp_group.size(), tp_group.rank())
-        elif name == "cp" and dim == 1:
-            cp_group = mesh.get_group("cp")
-        else:
-            raise ValueError(
-                f"logits are placed {logits.placements} on a mesh of {names}: the vocabulary may be Shard(-1) over "
-                "'tp' and the sequence Shard(1) over 'cp', all else Replicate"
-            )
+    groups, start = _cut_groups(logits, "the logits", cp=1, tp=logits.dim() - 1), 0
+    if "tp" in groups:
+        start, _ = chunk_bounds(logits.shape[-1], groups["tp"].size(), groups["tp"].rank())
     # A replicated tensor is the same on every rank, and so is the loss: each keeps its own gradient.
     local = logits.to_local()
-    return local, (start, start + local.shape[-1]), tp_group, cp_group
+    return local, (start, start + local.shape[-1]), groups.get("tp"), groups.get("cp")
 
 
 def get_logprobs_from_vocab_parallel_logits(

@@ -51,7 +51,6 @@ class ChunkedDistributedHiddenStatesToLogprobs:
             target.t(),
             shard=VocabShard(vocab_start_index, tp_group),
             tile=tile,
-            inference_only=inference_only,
         ).logprobs.t()
 
 

@@ -14,7 +14,12 @@ from dtrain.losses.logits.groups import (
     shard_bounds,
     shard_like,
 )
-from dtrain.losses.logits.logprob import ChunkedDistributedEntropy, logprob_at, rows_within, tiles_to_fill
+from dtrain.losses.logits.logprob import (
+    ChunkedDistributedEntropy,
+    ChunkedDistributedGatherLogprob,
+    rows_within,
+    tiles_to_fill,
+)
 from dtrain.losses.logits.next_token import local_logits
 
 
@@ -151,7 +156,8 @@ def get_distillation_topk_logprobs_from_logits(
         logits, bounds = student_logits, shard_bounds(student_logits, vocab_parallel_rank, tp_group)
     length = ids.shape[1]
     if zero_outside_topk:
-        student = logprob_at(logits, shard_like(ids, logits.shape[1], cp_group), *bounds, tp_group)
+        mine = shard_like(ids, logits.shape[1], cp_group)
+        student = ChunkedDistributedGatherLogprob.apply(logits, mine, *bounds, None, tp_group)
         student = allgather_cp_sharded_tensor(student, cp_group)[:, :length]
     else:
         student = gather_logits_at_global_indices(

@@ -4,12 +4,12 @@ one table of them, for the functions and for a recipe's check. No torch.
 The functions are in `formulas`; `terms` computes with them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from dtrain.base.ranges import NOT_NEGATIVE, POSITIVE, Range, is_number, one_of
+from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, hint, is_number, one_of, sizes_for
 
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -114,6 +114,37 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 """What an option may be; one that is not named here is any finite number."""
 
 
-def is_clip(value: Any) -> bool:
-    """(ε_low, ε_high): how far below and above 1 the ratio may go."""
-    return len(value) == 2 and all(is_number(bound) and bound >= 0 for bound in value)
+def problems(
+    loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any], section: str = "", kwargs: str = ""
+) -> list[str]:
+    """Return what is wrong with the clip, β and options of `loss`, one line each. section, kwargs: of a recipe, what
+    stands before their keys."""
+    errors = []
+    if not (len(clip) == 2 and all(is_number(bound) and bound >= 0 for bound in clip)):
+        sizes = next((sizes for bound in clip if (sizes := sizes_for(bound))), "")
+        errors.append(
+            f"{section}clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go{sizes}"
+        )
+    if not (is_number(beta) and beta >= 0):
+        errors.append(f"{section}beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
+    read = {**SHARED, **LOSSES[loss].options}
+    for key, value in options.items():
+        is_good, words = RANGES.get(key, NUMBER)
+        if key not in read:
+            errors.append(f"{kwargs}{key} is not read by {loss}{hint(key, read, kwargs)}")
+        elif not is_good(value):
+            errors.append(f"{kwargs}{key}={value} must be {words}{sizes_for(value)}")
+    return errors or _problems_together(loss, read | dict(options), kwargs)
+
+
+def _problems_together(loss: str, options: Mapping[str, Any], kwargs: str) -> list[str]:
+    """Return what is wrong with options [all] that are good one by one."""
+    errors = []
+    if options.get("delta") is not None and options.get("dual_clip") is not None:
+        errors.append(f"{kwargs or 'options'}: delta and dual_clip bound the same ratio; give one of them")
+    if LOSSES[loss].by_sequence and options["top_entropy_quantile"] < 1:
+        errors.append(f"{kwargs}top_entropy_quantile: {loss} is a loss of whole sequences, which keep all tokens")
+    smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
+    if smallest is not None and largest is not None and smallest >= largest:
+        errors.append(f"{kwargs}sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
+    return errors

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.ranges import NUMBER, hint, is_number, sizes_for
+from dtrain.base.ranges import hint
 from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
     RowSequences,
@@ -28,7 +28,7 @@ from dtrain.losses.policy.formulas import (
     mean_by_sequence,
     off_policy_mask,
 )
-from dtrain.losses.policy.options import LOSSES, RANGES, SHARED, PolicyLoss, is_clip
+from dtrain.losses.policy.options import LOSSES, SHARED, PolicyLoss, problems
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,11 @@ class PolicySpec:
     def __post_init__(self) -> None:
         if self.name not in LOSSES:
             raise ValueError(f"{self.name!r} is no policy loss{hint(self.name, LOSSES)}")
-        read = {**SHARED, **self.loss.options}
-        for key, value in self.options.items():
-            if key not in read:
-                raise ValueError(f"{key} is no option of {self.name}{hint(key, read)}")
-            check, words = RANGES.get(key, NUMBER)
-            if not check(value):
-                raise ValueError(f"{key}={value!r} must be {words.replace('null', 'None')}{sizes_for(value)}")
-        if not is_clip(self.clip):
-            sizes = next((sizes for bound in self.clip if (sizes := sizes_for(bound))), "")
-            raise ValueError(f"clip={self.clip!r} must be two numbers of at least 0: how far below and above 1{sizes}")
-        if not (is_number(self.beta) and self.beta >= 0):
-            raise ValueError(f"beta={self.beta!r} must be a finite number, at least 0{sizes_for(self.beta)}")
-        whole = read | dict(self.options)
+        if errors := problems(self.name, self.clip, self.beta, self.options):
+            raise ValueError(errors[0])
         object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))
+        whole = {**SHARED, **self.loss.options, **self.options}
         object.__setattr__(self, "options", MappingProxyType(whole))
-        if whole.get("delta") is not None and whole.get("dual_clip") is not None:
-            raise ValueError("delta and dual_clip bound the same ratio: give one of them")
-        if self.loss.by_sequence and whole["top_entropy_quantile"] < 1:
-            raise ValueError(f"top_entropy_quantile: {self.name} is a loss of whole sequences, which keep all tokens")
-        smallest, largest = whole["sampling_clip_min"], whole["sampling_clip_max"]
-        if smallest is not None and largest is not None and smallest >= largest:
-            raise ValueError(f"sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
 
     @property
     def loss(self) -> PolicyLoss:

@@ -2,17 +2,17 @@
 log-probability of a global batch has in the gradient. `formulas` has the functions, `options` the table.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE
-from dtrain.base.ranges import NUMBER, hint, nearest, sizes_for
+from dtrain.base.ranges import hint
 from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
-from dtrain.losses.preference.options import DIVERGENCE, LOSSES, OFF, RANGES
+from dtrain.losses.preference.options import DIVERGENCE, LOSSES, problems
 
 
 def preference_loss(
@@ -80,7 +80,9 @@ def combined_preference_loss(
         if name not in LOSSES:
             raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
     losses = [LOSSES[name] for name in names]
-    _check_options(names, {"beta": beta, **options})
+    numbers = {key: value for key, value in {"beta": beta, **options}.items() if not isinstance(value, Tensor)}
+    if errors := problems(names, numbers, has_reference=ref_chosen_logps is not None):
+        raise ValueError(errors[0])
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     pairs = _pairs(names, logps, (chosen_lengths, rejected_lengths), options)
     total = torch.zeros((), dtype=pairs.chosen.dtype, device=chosen_logps.device)
@@ -184,31 +186,6 @@ def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: 
     return weights.view(labels.shape)
 
 
-def _unread(option: str, name: str, known: Iterable[str]) -> str:
-    if option in RANGES:
-        return f"{option} is not read by {name}; it reads beta{''.join(f', {key}' for key in sorted(known))}"
-    near = nearest(option, RANGES)
-    return f"{option} is no option of {name}{f'; did you mean {near}?' if near else ''}"
-
-
-def _check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
-    in_use = {key: value for key, value in options.items() if key not in OFF or value != OFF[key]}
-    read = frozenset({"beta"}).union(*(LOSSES[name].options for name in names))
-    for key, value in options.items():
-        if key in in_use and key not in read:
-            raise ValueError(_unread(key, " + ".join(names), read - {"beta"}))
-        good, words = RANGES.get(key, NUMBER)
-        if not isinstance(value, Tensor) and not good(value):
-            raise ValueError(f"{key}={value!r}: {words}{sizes_for(value)}")
-    for name in names:
-        if "f_divergence" in in_use and not LOSSES[name].f_divergence:
-            raise ValueError(_unread("f_divergence", name, LOSSES[name].options))
-    if "exo_pair" in names and "label_smoothing" not in in_use:
-        raise ValueError("label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
-    if "f_alpha_divergence_coef" in options and options.get("f_divergence") != "alpha_divergence":
-        raise ValueError("f_alpha_divergence_coef is read only with f_divergence=alpha_divergence")
-
-
 def _pairs(
     names: Sequence[str],
     logps: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -220,8 +197,6 @@ def _pairs(
     if (ref_chosen is None) != (ref_rejected is None):
         missing = "ref_chosen_logps" if ref_chosen is None else "ref_rejected_logps"
         raise ValueError(f"{missing} is missing: the reference is given for both completions or for none")
-    if ref_chosen is None and divergence["f_divergence"] != "reverse_kl":
-        raise ValueError(f"f_divergence={divergence['f_divergence']}: there is no reference to diverge from")
     for name in names:
         if LOSSES[name].needs_lengths and any(length is None for length in lengths):
             raise ValueError(f"{name} is a loss per token: it needs chosen_lengths and rejected_lengths")

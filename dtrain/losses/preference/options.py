@@ -4,12 +4,12 @@ table of them, for the functions and for a recipe's check. No torch.
 The functions are in `formulas`; `losses` computes with them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, one_of
+from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, nearest, one_of, sizes_for
 
 SFT = "sft"  # a name in a list of losses, TRL's: the chosen completions' negative log-likelihood, as dpo.sft_weight
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
@@ -87,3 +87,39 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     }
 )
 """What an option may be; one that is not named here is any finite number."""
+
+
+def problems(
+    names: Collection[str], options: Mapping[str, Any], *, has_reference: bool, section: str = "", kwargs: str = ""
+) -> list[str]:
+    """Return what is wrong with the options of losses, β among them, one line each. section: of a recipe, what stands
+    before its keys; kwargs: before those that have no key of their own.
+
+    An option has to be read by one loss at least; another divergence than reverse_kl by all of them.
+    """
+
+    def named(key: str) -> str:
+        return f"{section}{key}" if key in OFF or key == "beta" else f"{kwargs}{key}"
+
+    read, errors = frozenset({"beta"}).union(*(LOSSES[name].options for name in names)), []
+    for key, value in options.items():
+        is_good, words = RANGES.get(key, NUMBER)
+        if (key in RANGES or key in read) and not is_good(value):
+            errors.append(f"{named(key)}={value} must be {words}{sizes_for(value)}")
+        elif names and key not in read and not (key in OFF and value == OFF[key]):
+            near = nearest(key, read)
+            known = f"did you mean {named(near)}?" if near else f"it reads {', '.join(sorted(read))}"
+            errors.append(f"{named(key)} is not read by {' + '.join(names)}; {known}")
+    divergence = options.get("f_divergence", OFF["f_divergence"])
+    if divergence in DIVERGENCES and divergence != OFF["f_divergence"]:
+        without = [name for name in names if not LOSSES[name].f_divergence]
+        if without and "f_divergence" in read:
+            errors.append(f"{section}f_divergence={divergence} has no meaning for {without[0]}")
+        if not has_reference:
+            where = f"; {section}reference is none" if section else ""
+            errors.append(f"{section}f_divergence={divergence} needs a reference to diverge from{where}")
+    if "f_alpha_divergence_coef" in options and divergence != "alpha_divergence":
+        errors.append(f"{kwargs}f_alpha_divergence_coef is read only with {section}f_divergence=alpha_divergence")
+    if "exo_pair" in names and not options.get("label_smoothing"):
+        errors.append(f"{section}label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
+    return errors

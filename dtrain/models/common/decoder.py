@@ -302,7 +302,7 @@ class Decoder(Stack):
             raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
         positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
         ends = None if images is None else images.ends
-        by_position = cache is None and (seq_ids is not None or kernel.abilities.context_parallel or ends is not None)
+        by_position = cache is None and (seq_ids is not None or kernel.is_context_parallel or ends is not None)
         keys = kernel.keys(positions, seq_ids, packing if ends is None else None) if by_position else None
         turns, turned = None if cache is None else cache.turns, positions
         if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
@@ -424,7 +424,7 @@ class CausalLM(ParallelModel):
                 layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
 
     def use_kernel(self, kernel: Kernel) -> None:
-        """Set one kernel for all layers, able to do what this model needs (`attention.kernels.choose_kernel`)."""
+        """Set one kernel for all layers."""
         self.model.kernel = kernel
         for module in self.model.modules():
             if isinstance(module, Attention):

@@ -138,7 +138,7 @@ class _KernelWatch:
                 f"{type(self.model).__name__} ran inside a context-parallel context, and none of dtrain's "
                 f"context-parallel kernels over these {self.cp_mesh.size()} ranks: each rank attended to its own part "
                 "of the rows alone, so what it computed is wrong. Use a model of dtrain's with such a kernel (Policy "
-                "builds one; or model.use_kernel(GatherKernel(KERNELS['sdpa'], cp_mesh))), or call this one on whole "
+                "builds one; or model.use_kernel(GatherKernel(SdpaKernel(), cp_mesh))), or call this one on whole "
                 "rows"
             )
 
@@ -155,7 +155,7 @@ class _KernelWatch:
 
 def _exchanges_keys(value: Any) -> bool:
     """Return whether `value` is a kernel over the keys of all cp ranks (`attention.context.ContextKernel`)."""
-    return bool(getattr(getattr(value, "abilities", None), "context_parallel", False))
+    return bool(getattr(value, "is_context_parallel", False))
 
 
 def make_cp_batch_and_ctx(
