@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.losses.policy.advantage import (
+from dtrain.losses import (
     advantages,
+    decoupled_advantages,
     soft_overlong_penalty,
+    without_truncated,
     zero_variance_groups,
 )
 
@@ -24,6 +26,7 @@ def vector(*values):
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
+PARTS = torch.stack([vector(*row) for row in TRL["rewards"]])
 GROUPED = [0.0, 1.0, 1.0, 0.5, 2.0, 2.5, -1.0, 0.0, 3.0, 3.0, 3.0, 2.0]
 
 
@@ -32,11 +35,14 @@ GROUPED = [0.0, 1.0, 1.0, 0.5, 2.0, 2.5, -1.0, 0.0, 3.0, 3.0, 3.0, 2.0]
 )
 def test_trls_own_numbers(case):
     size, expected = case["group_size"], vector(*case["advantages"])
-    rewards = vector(*case["rewards"])
-    got = advantages(rewards, size, scale=case["scale"])
-    if case["scale"] == "group":  # TRL sees no constant group where one reward alone is known
-        alone = (~rewards.isnan()).view(-1, size).sum(1).repeat_interleave(size) < 2
-        assert torch.equal(zero_variance_groups(rewards, size) & ~alone, torch.tensor(case["zero_std"]))
+    if case["aggregation"] == "normalize_then_sum":
+        got = decoupled_advantages(PARTS, TRL["reward_weights"], size)
+    else:
+        rewards = vector(*case["rewards"])
+        got = advantages(rewards, size, scale=case["scale"])
+        if case["scale"] == "group":  # TRL sees no constant group where one reward alone is known
+            alone = (~rewards.isnan()).view(-1, size).sum(1).repeat_interleave(size) < 2
+            assert torch.equal(zero_variance_groups(rewards, size) & ~alone, torch.tensor(case["zero_std"]))
     torch.testing.assert_close(got, expected, **EXACT)
 
 
@@ -148,6 +154,8 @@ def test_overlong_completions():
     assert soft_overlong_penalty(lengths, 100, 20).tolist() == [0, 0, -0.25, -0.5, -1, -1]
     with pytest.raises(ValueError, match="cache=0"):
         soft_overlong_penalty(lengths, 100, 0)
+    kept = without_truncated(torch.ones(2, 3), torch.tensor([True, False]))
+    assert kept.tolist() == [[False] * 3, [True] * 3]
 
 
 def test_what_is_refused():
@@ -162,3 +170,5 @@ def test_what_is_refused():
             advantages(rewards, **arguments)
     with pytest.raises(ValueError, match="infinite"):
         advantages(vector(1, math.inf), 2)
+    with pytest.raises(ValueError, match="1 weights"):
+        decoupled_advantages(PARTS, [1.0], 4)

@@ -224,11 +224,17 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values[..., :k], columns[..., :k]
     if logits.is_meta:  # shapes alone, as a plan has: no values to look at
         return logits.topk(k, -1)
-    # On the CPU a look is free: only rows with equal values are sorted.
+    # On the CPU a look is free: only rows with equal values are sorted, and of these what is no less than the k-th.
     values, columns = logits.topk(k + 1, -1)
     ties = (values[..., 1:] == values[..., :-1]).any(-1)
     values, columns = values[..., :k], columns[..., :k]
     if ties.any():
-        ordered = logits[ties].sort(dim=-1, descending=True, stable=True)
-        values[ties], columns[ties] = ordered.values[..., :k], ordered.indices[..., :k]
+        tied = logits[ties]  # [n, v]
+        rows, candidates = (~(tied < values[ties][:, -1:])).nonzero().unbind(1)  # by row, then by column
+        at_candidates = tied[rows, candidates]
+        by_value = at_candidates.sort(descending=True, stable=True).indices
+        order = by_value[rows[by_value].sort(stable=True).indices]  # by row, then by value, then by column
+        counts = rows.bincount()
+        first = order[(counts.cumsum(0) - counts)[:, None] + torch.arange(k)]  # [n, k]
+        values[ties], columns[ties] = at_candidates[first], candidates[first]
     return values, columns

@@ -63,6 +63,25 @@ def advantages(
     return _like(rewards, [of(value, by_group[group]) for value, group in zip(values, ids, strict=True)])
 
 
+def decoupled_advantages(rewards: Tensor, weights: Sequence[float], groups: Groups, *, eps: float = 1e-4) -> Tensor:
+    """[N]: each of K rewards [K, N] normalised in its group, their weighted sum normalised over the batch (GDPO:
+    arXiv:2601.05242; TRL 1.16's normalize_then_sum), so that no reward drowns in another's spread.
+
+    A reward that is NaN is left out of the sum; a completion without any has advantage 0. Raises ValueError as
+    `advantages` does, and for another number of weights than K.
+    """
+    if rewards.dim() != 2 or len(weights) != rewards.shape[0]:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and {len(weights)} weights: [K, N] and K are needed")
+    parts = [advantages(column.double(), groups, eps=eps).tolist() for column in rewards]
+    known = [[not math.isnan(value) for value in _values(column)] for column in rewards]
+    sums = []
+    for column in range(rewards.shape[1]):
+        terms = [w * part[column] for w, part, is_known in zip(weights, parts, known, strict=True) if is_known[column]]
+        sums.append(math.fsum(terms) if terms else math.nan)
+    total = torch.tensor(sums, dtype=torch.float64)
+    return _like(rewards, advantages(total, groups, baseline="batch", scale="batch", eps=eps).tolist())
+
+
 def zero_variance_groups(rewards: Tensor, groups: Groups) -> Tensor:
     """[N] bool: true at the completions of groups that teach nothing, all known rewards being the same (or none).
 
@@ -83,6 +102,12 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tenso
         raise ValueError(f"cache={cache} must be above 0 and at most max_length={max_length}")
     free = max_length - cache
     return -((lengths.to(torch.float64) - free) / cache).clamp(0, 1)
+
+
+def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
+    """mask [B, T] less the completions that did not end by themselves, truncated [B] bool (DAPO's overlong filtering:
+    Yu et al., arXiv:2503.14476, section 3.4)."""
+    return mask.bool() & ~truncated.bool()[:, None]
 
 
 class _Known:
