@@ -13,9 +13,9 @@ from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
 from dtrain.data.formats.image_parts import take_images
 from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.data.images.families import read_processor
 from dtrain.data.images.files import read_image
 from dtrain.data.images.reader import ImageReader, LaidOutImage
-from dtrain.data.images.reading import read_processor
 
 if TYPE_CHECKING:
     from torch import Tensor

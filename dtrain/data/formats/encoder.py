@@ -42,8 +42,8 @@ from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader, LaidOutImage
-    from dtrain.data.images.records import ImageRecord
 
 TEXT, USER = "text", "user"
 KEY = "data.prompts_as"

@@ -112,6 +112,12 @@ class ProcessorFiles:
             return 0
         return self.model.integer(key, minimum=0)
 
+    def integer_of_tower(self, key: str, default: int, other: str | None = None) -> int:
+        """Return the number `key` of the processor, which the tower's field `other` (None: of that name) must equal."""
+        value = self.fields.integer(key, default)
+        self.must_equal(key, value, self.vision, other or key)
+        return value
+
     def must_equal(self, key: str, value: int, place: Fields, other: str) -> None:
         """Add a problem where the field `other` of `place`, a part of config.json, is written and is not `value`, which
         the processor has as `key`."""

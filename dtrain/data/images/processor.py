@@ -95,11 +95,6 @@ class ImageProcessor:
         lengths = [layout.tokens for layout in layouts]
         return {"image_features": feature_index(is_image), "image_ends": image_ends(is_image, lengths)}
 
-    @property
-    def placeholder(self) -> str:
-        """The text that a chat template writes for one image."""
-        return self.tokens.placeholder
-
     def expansion(self, layout: Layout) -> str:
         """Return the text that replaces the placeholder of an image of this layout."""
         return self.tokens.before + self.tokens.token * layout.tokens + self.tokens.after

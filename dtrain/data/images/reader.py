@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
 from dtrain.data.images.decoding import MOST_PIXELS
-from dtrain.data.images.files import ImageBytes, read_image
+from dtrain.data.images.families import read_processor
+from dtrain.data.images.files import ImageBytes, ImageRecord, read_image
 from dtrain.data.images.processor import ImageProcessor, Layout
-from dtrain.data.images.reading import read_processor
-from dtrain.data.images.records import ImageRecord
 from dtrain.data.images.whole import check_whole
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -43,7 +42,9 @@ class LaidOutImage:
     @property
     def record(self) -> ImageRecord:
         """The image as a cache keeps it."""
-        return ImageRecord.of(self.image, self.layout)
+        image = self.image
+        path, data = (None, image.data) if image.path is None else (str(image.path), None)
+        return ImageRecord(image.name, image.digest, self.layout, path, data)
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class ImageReader:
         Placeholders in the words of users are none: templates write them escaped. Raises UserError where there are more
         or fewer placeholders than images.
         """
-        placeholder = self.processor.placeholder
+        placeholder = self.processor.tokens.placeholder
         pieces = text.split(placeholder)
         if len(pieces) - 1 != len(layouts):
             raise UserError(

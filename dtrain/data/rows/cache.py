@@ -47,7 +47,7 @@ from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.sources.files import read_chunks
 
 if TYPE_CHECKING:
-    from dtrain.data.images.records import ImageRecord
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.rows.image_cache import ImageTable, ImageWriter
     from dtrain.data.rows.pool import Job
 

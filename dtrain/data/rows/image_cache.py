@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dtrain.base.json_files import LARGE, read_json
 from dtrain.base.ranks import THREADS, Ranks, view
+from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.processor import Layout
-from dtrain.data.images.records import ImageRecord
 
 FILES = "image_files.json"
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.data.images import read_image, read_processor
+from dtrain.data.images.families import read_processor
+from dtrain.data.images.files import read_image
 from tests.data.images.by_transformers import (
     BOUNDED,
     FILE,
