@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.checkpoint.huggingface.stored import Stored
+from dtrain.checkpoint.huggingface.safetensor_files import Stored, opened
 
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
@@ -74,13 +74,14 @@ class MxFp4(_Packed):
         sizes = (part.stop - part.start for part in (experts, inner, outer))
         whole = torch.empty(*sizes, dtype=torch.bfloat16)
         pairs = _pairs()
-        scales = self.key.removesuffix(_BLOCKS) + _SCALES
-        for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
-            place = (slice(number, number + 1), outer, groups)
-            codes = self.values.read(self.key, (*place, slice(0, _GROUP // 2)))[0]  # [out, in/32, 16]
-            exponents = self.scales.read(scales, place)[0].int() - 127  # [out, in/32]
-            values = torch.ldexp(F.embedding(codes.int(), pairs).flatten(2), exponents[..., None])  # [out, in/32, 32]
-            matrix.copy_(values.flatten(1)[:, within].t())
+        with opened(self.values.file) as of_values, opened(self.scales.file) as of_scales:
+            blocks = of_values.get_slice(self.key)
+            scales = of_scales.get_slice(self.key.removesuffix(_BLOCKS) + _SCALES)
+            for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
+                codes = blocks[number, outer, groups, :]  # [out, in/32, 16]
+                exponents = scales[number, outer, groups].int() - 127  # [out, in/32]
+                values = torch.ldexp(F.embedding(codes.int(), pairs).flatten(2), exponents[..., None])
+                matrix.copy_(values.flatten(1)[:, within].t())  # of [out, in/32, 32]
         return whole
 
 
