@@ -29,6 +29,7 @@ class Stored:
     """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     kind: str
 
@@ -36,10 +37,10 @@ class Stored:
     def dtype(self) -> torch.dtype | None:
         return DTYPES.get(self.kind)
 
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) it, [any shape], as it is stored, of any dtype. name: the file's. No collective."""
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """(A slice of) it, [any shape], as it is stored, of any dtype. No collective."""
         with opened(self.file) as file:  # a tensor without dimensions has no slice
-            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
 
 
 @contextmanager
@@ -80,7 +81,7 @@ class WeightFiles:
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """(A slice of) tensor `name`, [any shape], as `stored` has it. No collective."""
-        return self.stored[name].read(name, slices)
+        return self.stored[name].read(slices)
 
     def differ(self, name: str, other: str) -> bool:
         """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
@@ -100,7 +101,7 @@ class WeightFiles:
                 )
             for name in names or sorted(held):
                 entry = file.get_slice(name)
-                self.stored[name] = Stored(path, tuple(entry.get_shape()), entry.get_dtype())
+                self.stored[name] = Stored(path, name, tuple(entry.get_shape()), entry.get_dtype())
 
 
 def weight_files(directory: Path) -> list[Path]:

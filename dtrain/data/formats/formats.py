@@ -182,6 +182,10 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
         raise UserError(PREFERENCES)
+    if name not in FORMATS:
+        raise UserError(
+            f"rows of format {name} have no reply to train on; give each row messages, or instruction and output"
+        )
     require_keys(row, name)
     _refuse_bad_reply(row, name)
     sample: Conversation | PromptCompletion | Text | TokenizedRow = {
