@@ -5,7 +5,7 @@ it. Torch is imported where pixels are asked for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class ChatEncoder:
             return self
         bounded = self._bounded
         if bounded is None or bounded.reader.max_pixels != max_pixels:
-            bounded = ChatEncoder(self.encoder, self._problem, self.reader.bounded(max_pixels))
+            bounded = ChatEncoder(self.encoder, self._problem, replace(self.reader, max_pixels=max_pixels))
             self._bounded = bounded  # a server parses requests on many threads
         return bounded
 

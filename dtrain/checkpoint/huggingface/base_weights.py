@@ -23,7 +23,8 @@ from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.merged import exact_names, wider
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles, weight_files
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
+from dtrain.checkpoint.huggingface.stored import BY_NAME
 from dtrain.checkpoint.peft.config import ADAPTER
 from dtrain.models.common import nf4
 from dtrain.models.common.decoder import CausalLM

@@ -18,7 +18,8 @@ from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
 from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, stored_weight, wider
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.checkpoint.huggingface.stored import BY_NAME
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
 from dtrain.checkpoint.peft.config import ADAPTER, BASE, base_of
 from dtrain.checkpoint.peft.export import StoredAdapter

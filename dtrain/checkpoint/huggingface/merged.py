@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.checkpoint.huggingface.stored import CARRIED
 from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import Adapted, Adapter, adapted_layers, remove_adapters
 from dtrain.models.common.config import ModelConfig

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.checkpoint.huggingface.safetensor_files import Stored, opened
+from dtrain.checkpoint.huggingface.stored import Stored, opened
 
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign

@@ -3,58 +3,17 @@
 https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
+from dtrain.checkpoint.huggingface.stored import Stored, opened
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What an export carries of parts that dtrain does not train, beside these.
-CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-CARRIED |= {"BOOL": torch.bool}
-BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 _OF_FEW_BITS = ("_blocks", "_scale_inv")  # names of tensors beside others
 _ROWS = 4096  # of two tensors that are compared
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return DTYPES.get(self.kind)
-
-    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) it, [any shape], as it is stored, of any dtype. No collective."""
-        with opened(self.file) as file:  # a tensor without dimensions has no slice
-            return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator:
-    """Context in which the file `path` is open. UserError, naming it, where it is missing or damaged."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: there is no such file, but {INDEX} names it; download it again") from error
-    except SafetensorError as error:
-        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
 
 
 class WeightFiles:
@@ -73,14 +32,9 @@ class WeightFiles:
 
             packed.unpack(self.stored)
 
-    def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
-        """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. The file is
-        mapped for this one tensor only, so the process holds its pages no longer than the call takes."""
-        with torch.no_grad():
-            target.copy_(self.read(name, slices))
-
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) tensor `name`, [any shape], as `stored` has it. No collective."""
+        """(A slice of) tensor `name`, [any shape], as `stored` has it. The file is mapped for this one tensor only, so
+        that the process holds its pages no longer than that. No collective."""
         return self.stored[name].read(slices)
 
     def differ(self, name: str, other: str) -> bool:

@@ -33,7 +33,8 @@ from dtrain.checkpoint.huggingface.model_files import (
     write_companions,
 )
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.checkpoint.huggingface.stored import CARRIED, DTYPES
 from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.adapters import adapted_layers
 from dtrain.models.common.config import ModelConfig

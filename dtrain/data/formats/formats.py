@@ -6,7 +6,7 @@ rejected completion says is in pairs.py, what a prompt says in prompts.py. Torch
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads
 from dtrain.base.ranges import nearest, plural
-from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
+from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, read_list, text_of, with_images
 
 ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
@@ -218,18 +218,6 @@ def read_string(value: Any, key: str) -> str:
     return value
 
 
-def read_list(value: Any, key: str) -> list[Any]:
-    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
-    if isinstance(value, str):
-        try:
-            value = loads(value)
-        except ValueError as problem:
-            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UserError(f"{key} must be a list, not {kind_of(value)}")
-    return list(value)
-
-
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the row's tools, or None. `functions` is OpenAI's former way to give them."""
     if row.get("tools") in (None, "", []):
@@ -245,17 +233,17 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _chat(row: Mapping[str, Any], key: str) -> Conversation:
-    messages, train = _with_system(row, *read_messages(row[key], key))
+    written, marks = read_messages(row[key], key)
+    messages = with_system(written, row.get("system"))
+    train = [None] * (len(messages) - len(written)) + marks
     return Conversation(with_images(row, messages), train, read_tools(row))
 
 
-def _with_system(
-    row: Mapping[str, Any], messages: list[dict[str, Any]], train: list[bool | None]
-) -> tuple[list[dict[str, Any]], list[bool | None]]:
-    """Return the messages and their marks, the row's column `system` in front where no system message is."""
-    if not row.get("system") or messages[0]["role"] in ("system", "developer"):
-        return messages, train
-    return [{"role": "system", "content": read_string(row["system"], "system")}, *messages], [None, *train]
+def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """Return `messages` with the text `system`, where a row has one, in front, unless a system message is there."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": read_string(system, "system")}, *messages]
 
 
 def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
@@ -375,8 +363,8 @@ def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
     """Return Alpaca's row as a conversation; `system` and `history`, a list of [question, reply], are read too."""
-    messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
-    messages += [*read_question(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
+    reply = {"role": "assistant", "content": read_string(row["output"], "output")}
+    messages = with_system([*read_question(row), reply], row.get("system"))
     return Conversation(with_images(row, messages), [None] * len(messages), read_tools(row))
 
 
@@ -403,10 +391,11 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletio
         return PromptCompletion(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
-    before, before_train = _with_system(row, *read_messages(prompt, "prompt"))
-    after, after_train = read_messages(completion, "completion")
-    messages = with_images(row, before + after)
-    return Conversation(messages, before_train + after_train, read_tools(row), prompt=len(before))
+    asked, asked_marks = read_messages(prompt, "prompt")
+    before = with_system(asked, row.get("system"))
+    after, after_marks = read_messages(completion, "completion")
+    train = [None] * (len(before) - len(asked)) + asked_marks + after_marks
+    return Conversation(with_images(row, before + after), train, read_tools(row), prompt=len(before))
 
 
 def _tokens(row: Mapping[str, Any]) -> TokenizedRow:

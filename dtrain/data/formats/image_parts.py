@@ -39,10 +39,7 @@ def images_in(row: Mapping[str, Any]) -> list[Any] | None:
     lists as JSON. Raises UserError."""
     value = row.get(COLUMN)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = loads(value)
-        except ValueError as problem:
-            raise UserError(f"{COLUMN} is a string that is not JSON ({problem}); it must be a list") from problem
+        value = read_list(value, COLUMN)
     if value is None or value == "":
         return None
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -139,6 +136,19 @@ def _filled(messages: list[dict[str, Any]], images: Iterator[Any]) -> list[dict[
             message = {**message, "content": parts}
         filled.append(message)
     return filled
+
+
+def read_list(value: Any, key: str) -> list[Any]:
+    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists. Raises UserError
+    that names `key`."""
+    if isinstance(value, str):
+        try:
+            value = loads(value)
+        except ValueError as problem:
+            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(f"{key} must be a list, not {kind_of(value)}")
+    return list(value)
 
 
 def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[str, Any]]:

@@ -41,6 +41,7 @@ from dtrain.data.formats.formats import (
     read_tools,
     refuse_images,
     require_keys,
+    with_system,
 )
 from dtrain.data.formats.image_parts import image_parts, take_images, text_of, with_images
 from dtrain.data.text.replies import Messages
@@ -186,9 +187,7 @@ def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> C
         start = len(before) if repeated else 0
     for messages, marks, key in ((chosen, chosen_marks, "chosen"), (rejected, rejected_marks, "rejected")):
         _check_completion(messages, marks, start, key)
-    system = row.get("system")
-    if system and before[0]["role"] != "system":
-        before = [{"role": "system", "content": read_string(system, "system")}, *before]
+    before = with_system(before, row.get("system"))
     if any(image_parts(message) for message in [*chosen[start:], *rejected[start:]]):
         raise UserError("chosen or rejected has an image of its own; images of a pair stand in its prompt")
     return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))

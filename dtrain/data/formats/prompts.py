@@ -31,6 +31,7 @@ from dtrain.data.formats.formats import (
     read_tools,
     refuse_images,
     require_keys,
+    with_system,
 )
 from dtrain.data.formats.image_parts import COLUMN, take_images, with_images
 from dtrain.data.text.template import ChatTemplate
@@ -96,9 +97,7 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
         refuse_images(row, "plain prompts")
         return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
-    instructions = row.get("system") or system
-    if instructions and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": read_string(instructions, "system")}, *messages]
+    messages = with_system(messages, row.get("system") or system)
     columns.pop(COLUMN, None)
     return Prompt(with_images(row, messages), columns, read_tools(row))
 

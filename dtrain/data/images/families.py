@@ -59,13 +59,13 @@ class Qwen2VLProcessor(ImageProcessor):
         return Layout(tall, wide, grid, tall * wide // side**2)
 
     def _cut(self, values: "Tensor") -> "Tensor":
-        from dtrain.data.images.pixels import merged_patches
+        from dtrain.data.images.tensors import merged_patches
 
         return merged_patches(values, self.patch_size, self.merge_size, self.temporal_patch_size)
 
     def streams(self, is_image: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
         """Return `image_features` [S] and `rotary_ids` [S, 3], int64."""
-        from dtrain.data.images.positions import feature_index, rotary_positions
+        from dtrain.data.images.tensors import feature_index, rotary_positions
 
         merge = self.merge_size
         sizes = [(frames, rows // merge, columns // merge) for _, _, (frames, rows, columns), _ in layouts]
@@ -136,7 +136,7 @@ class Gemma3Processor(ImageProcessor):
         return Layout(self.size, self.size, (1, side, side), self.count)
 
     def _cut(self, values: "Tensor") -> "Tensor":
-        from dtrain.data.images.pixels import merged_patches
+        from dtrain.data.images.tensors import merged_patches
 
         return merged_patches(values, self.patch_size, merge=1, frames=1)
 
@@ -202,7 +202,7 @@ class Gemma4Processor(ImageProcessor):
         return Layout(tall * side, wide * side, grid, tall * wide)
 
     def _cut(self, values: "Tensor") -> "Tensor":
-        from dtrain.data.images.pixels import patches
+        from dtrain.data.images.tensors import patches
 
         return patches(values, self.patch_size)
 

@@ -12,7 +12,7 @@ Torch is imported where tensors are asked for.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -64,6 +64,7 @@ class ExpandedText:
         return position + self.shifts[bisect_right(self.ends, position)]
 
 
+@dataclass(eq=False)
 class ImageReader:
     """Reader of images for the model whose files are in `model`.
 
@@ -72,23 +73,15 @@ class ImageReader:
     cache_dir       where images behind URLs are copied to; None: URLs are refused
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        model: Path,
-        *,
-        max_pixels: int | None = None,
-        most_pixels: int = MOST_PIXELS,
-        cache_dir: Path | None = None,
-    ):
-        self.tokenizer, self.model, self.cache_dir = tokenizer, model, cache_dir
-        self.max_pixels, self.most_pixels = max_pixels, most_pixels
-        self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
+    tokenizer: Tokenizer
+    model: Path
+    _: KW_ONLY
+    max_pixels: int | None = None
+    most_pixels: int = MOST_PIXELS
+    cache_dir: Path | None = None
 
-    def bounded(self, max_pixels: int) -> "ImageReader":
-        """Return the reader of the same model with this bound on pixels."""
-        bounds = {"max_pixels": max_pixels, "most_pixels": self.most_pixels}
-        return ImageReader(self.tokenizer, self.model, **bounds, cache_dir=self.cache_dir)
+    def __post_init__(self) -> None:
+        self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
 
     @cached_property
     def processor(self) -> ImageProcessor:
@@ -208,7 +201,7 @@ class ImageReader:
         """
         import torch
 
-        from dtrain.data.images.positions import feature_index
+        from dtrain.data.images.tensors import feature_index
 
         decoded: dict[str, Tensor] = {}
         made = []

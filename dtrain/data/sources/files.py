@@ -12,10 +12,8 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -26,30 +24,16 @@ from dtrain.base.hub import is_id
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
 from dtrain.data.formats.formats import ENDINGS, ending_of
+from dtrain.data.sources.chunk import CHUNK_BYTES, CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
 
 if TYPE_CHECKING:
     from dtrain.data.sources.urls import Remote
 
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
-CHUNK_ROWS = 256
-CHUNK_BYTES = 1 << 20
-ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
 NO_SPACE = re.compile(r"\S|\Z")
 Stream = io.BufferedReader | gzip.GzipFile
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
-
-    `size` is the number of bytes of the file that the chunk stands for: a progress bar adds them up to the file's size.
-    """
-
-    file: str
-    rows: list[tuple[int, Any]]
-    size: int
 
 
 def is_url(path: str) -> bool:
@@ -341,13 +325,6 @@ def _text_size(value: Any) -> int:
     if isinstance(value, list):
         return sum(map(_text_size, value))
     return 0 if isinstance(value, bytes) else len(str(value))
-
-
-def refuse_doubled(place: str, names: Sequence[str]) -> None:
-    """Raise UserError where a name stands twice among the columns of a table."""
-    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
-    if doubled:
-        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")
 
 
 def _json_lines(file: Path, stream: Stream) -> Iterator[tuple[int, bytes, int]]:

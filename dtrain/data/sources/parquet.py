@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.sources.files import CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
+from dtrain.data.sources.chunk import CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 
 _CALLS = ("tool_calls", "function_call")
 
