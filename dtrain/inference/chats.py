@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
-from dtrain.data.formats.image_parts import take_images
+from dtrain.data.formats.image_parts import image_parts
 from dtrain.data.formats.prompts import Prompt, PromptEncoder
 from dtrain.data.images.families import read_processor
 from dtrain.data.images.files import read_image
@@ -52,7 +52,7 @@ class ChatEncoder:
     def encode(self, prompt: Prompt) -> ChatPrompt:
         """Return the prompt of a chat, in which parts are `{"type": "image", "image"}`. Raises UserError, ImageError
         for an image that cannot be used."""
-        _, values = take_images(prompt.content)  # type: ignore[arg-type]
+        values = [part["image"] for part in image_parts(prompt.content)]  # type: ignore[arg-type]
         images = self.lay_out_all(values)
         return ChatPrompt(self.encoder.encode(prompt, images), images)
 

@@ -43,7 +43,7 @@ from dtrain.data.formats.formats import (
     require_keys,
     with_system,
 )
-from dtrain.data.formats.image_parts import image_parts, take_images, text_of, with_images
+from dtrain.data.formats.image_parts import image_parts, text_of, with_images, without_images
 from dtrain.data.text.replies import Messages
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> C
     for messages, marks, key in ((chosen, chosen_marks, "chosen"), (rejected, rejected_marks, "rejected")):
         _check_completion(messages, marks, start, key)
     before = with_system(before, row.get("system"))
-    if any(image_parts(message) for message in [*chosen[start:], *rejected[start:]]):
+    if image_parts([*chosen[start:], *rejected[start:]]):
         raise UserError("chosen or rejected has an image of its own; images of a pair stand in its prompt")
     return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))
 
@@ -236,7 +236,7 @@ class PairEncoder(RowEncoder):
         pair = self._pair(row, name)
         if not isinstance(pair, ChatPair):
             return [pair.prompt, pair.chosen, pair.rejected, None]
-        prompt, _ = take_images(pair.prompt)
+        prompt = without_images(pair.prompt)
         return [prompt, pair.chosen, pair.rejected, pair.tools, *self.image_content(pair.prompt)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:

@@ -33,7 +33,7 @@ from dtrain.data.formats.formats import (
     require_keys,
     with_system,
 )
-from dtrain.data.formats.image_parts import COLUMN, take_images, with_images
+from dtrain.data.formats.image_parts import COLUMN, with_images, without_images
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_format import learn_tool_format
@@ -59,7 +59,7 @@ class Prompt:
     @property
     def bare(self) -> Any:
         """The content with bare parts in the place of images, as rewards and records have it."""
-        return take_images(self.content)[0] if self.is_chat else self.content  # type: ignore[arg-type]
+        return without_images(self.content) if self.is_chat else self.content  # type: ignore[arg-type]
 
     @property
     def is_chat(self) -> bool:

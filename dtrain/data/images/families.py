@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
-from dtrain.data.images.decoding import MOST_ASPECT
 from dtrain.data.images.fields import ProcessorFiles, too_low
 from dtrain.data.images.processor import ImageProcessor, ImageTokens, Layout
 from dtrain.models.common.config_fields import Fields, shown
@@ -42,10 +41,7 @@ class Qwen2VLProcessor(ImageProcessor):
         """Return the layout; `smart_resize` of https://github.com/QwenLM/Qwen2.5-VL gives height and width.
 
         A side has at least one token, so an image that is very long may have more than `max_pixels`.
-        Raises UserError for a side more than 200 times the other.
         """
-        if max(height, width) > MOST_ASPECT * min(height, width):
-            raise UserError(f"an image of {width} × {height}: one side is more than {MOST_ASPECT} times the other")
         side = self.patch_size * self.merge_size
         tall, wide = round(height / side) * side, round(width / side) * side
         if tall * wide > self.max_pixels:

@@ -100,9 +100,7 @@ class ProcessorFiles:
     def image_texts(self, begin: str, image: str, end: str) -> tuple[str, str, str]:
         """Return the texts of the tokens before an image, of it, and after it; the arguments are the kind's
         defaults."""
-        defaults = {"boi_token": begin, "image_token": image, "eoi_token": end}
-        before, within, after = (self.token(key, default) for key, default in defaults.items())
-        return before, within, after
+        return self.token("boi_token", begin), self.token("image_token", image), self.token("eoi_token", end)
 
     def image_token_id(self) -> int:
         """Return the id of image tokens by config.json."""

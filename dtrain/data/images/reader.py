@@ -1,10 +1,9 @@
 """`ImageReader`: images of chats, from the parts of messages to image tokens in the text, streams and pixels.
 
-    messages, values = take_images(messages)        of formats.image_parts: bare parts, and the images in order
-    images = reader.read(values, directory)         bytes and layout of each, by its header
-    text = reader.expand(rendered, images)          the template's placeholders become image tokens
-    streams = reader.streams(ids, layouts)            what a model reads beside the ids
-    pixels = reader.pixels(image)                   decoded, as the tower takes them
+    images = reader.read(values, directory)    bytes and layout of each, by its header
+    text = reader.expand(rendered, layouts)    the template's placeholders become image tokens
+    streams = reader.streams(ids, layouts)     what a model reads beside the ids
+    pixels = reader.pixels(image)              decoded, as the tower takes them
 
 A reader is for one model. Its processor is read at the first image, so that chats without one need no processor.
 Torch is imported where tensors are asked for.
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import has_vision
 from dtrain.data.images.decoding import MOST_PIXELS
 from dtrain.data.images.families import read_processor
 from dtrain.data.images.files import ImageBytes, ImageRecord, read_image
@@ -85,9 +83,7 @@ class ImageReader:
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """The model's image processor. Raises UserError where the model takes no images, or has none that fits."""
-        if not has_vision(self.model):
-            raise UserError(f"the model in {self.model} takes no images (its config.json has no vision_config)")
+        """The model's image processor. Raises UserError where it has none that fits."""
         processor = read_processor(self.model, self.max_pixels)
         processor.check_tokens(self.tokenizer.vocabulary)
         return processor
