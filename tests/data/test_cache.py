@@ -44,7 +44,7 @@ def test_holds_what_the_encoder_says(tmp_path, coder):
     file = write_jsonl(tmp_path / "a.jsonl", texts(50))
     samples = open_(coder, file, tmp_path / "cache")
     for index, row in enumerate(texts(50)):
-        ids, trained = coder.encode(Text(row["text"]))
+        ids, trained = coder.encode(Text("", row["text"]))
         assert contents(samples)[index] == (ids[:64], [bool(flag) for flag in trained[:64]])
         assert samples.origin(index) == (str(file), index + 1)
     assert samples.lengths(torch.arange(50)).tolist() == [len(samples[index][0][0]) for index in range(50)]

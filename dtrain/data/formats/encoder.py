@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import plural
-from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, normalise
+from dtrain.data.formats.formats import Conversation, Text, TokenizedRow, normalise
 from dtrain.data.formats.image_parts import image_parts, without_images
 from dtrain.data.sources.files import Chunk, read_rows
 from dtrain.data.text.replies import Messages, Replies, Span
@@ -352,9 +352,9 @@ class Encoder(RowEncoder):
         sample = normalise(self.in_messages(row, name), name)
         if isinstance(sample, Conversation):
             return [without_images(sample.messages), sample.tools, *self.image_content(sample.messages)]
-        if isinstance(sample, PromptCompletion):
-            return [sample.prompt, sample.completion]
-        return sample.text if isinstance(sample, Text) else sample.ids
+        if isinstance(sample, Text):
+            return sample.completion if name == "text" else [sample.prompt, sample.completion]
+        return sample.ids
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         sample = normalise(self.in_messages(row, name), name)
@@ -371,7 +371,7 @@ class Encoder(RowEncoder):
         return [Document(ids, trained, full, images=kept)] if _has_target(trained) else reason
 
     def encode(
-        self, sample: Conversation | PromptCompletion | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
+        self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
     ) -> tuple[list[int], bytearray]:
         """Return token ids and, a byte each, whether they are trained; not yet truncated. images: those of the
         conversation's parts, in order. Raises UserError."""
@@ -380,8 +380,6 @@ class Encoder(RowEncoder):
         if isinstance(sample, TokenizedRow):
             self.check_ids(sample.ids, "input_ids")
             return sample.ids, bytearray(sample.trained)
-        if isinstance(sample, Text):
-            return self._string(sample.text, 0)
         start = 0 if self.loss_on == "all" else len(sample.prompt)
         return self._string(sample.prompt + sample.completion, start)
 

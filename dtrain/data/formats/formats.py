@@ -1,7 +1,7 @@
 """Kinds of data files by their suffix; formats of rows: detection, checks, and one shape per kind of training.
 
-The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
-(prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
+The three shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Text` (a text, or
+prompt and completion as strings), and `TokenizedRow` (used as they are). What a pair of a chosen and a
 rejected completion says is in pairs.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
@@ -95,14 +95,11 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class PromptCompletion:
+class Text:
+    """Plain text: a prompt, which is empty where a row has a text alone, and what follows it."""
+
     prompt: str
     completion: str
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def refuse_images(row: Mapping[str, Any], what: str) -> None:
         )
 
 
-def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
+def normalise(row: Mapping[str, Any], name: str) -> Conversation | Text | TokenizedRow:
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
         raise UserError(PREFERENCES)
@@ -188,12 +185,12 @@ def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptComplet
         )
     require_keys(row, name)
     _refuse_bad_reply(row, name)
-    sample: Conversation | PromptCompletion | Text | TokenizedRow = {
+    sample: Conversation | Text | TokenizedRow = {
         "messages": lambda: _chat(row, "messages"),
         "sharegpt": lambda: _chat(row, "conversations"),
         "alpaca": lambda: _alpaca(row),
         "prompt_completion": lambda: _prompt_completion(row),
-        "text": lambda: Text(read_string(row["text"], "text")),
+        "text": lambda: Text("", read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
     if not isinstance(sample, Conversation):
@@ -385,10 +382,10 @@ def read_instruction(row: Mapping[str, Any]) -> str:
     return f"{instruction}\n\n{read_string(context, 'input')}" if context else instruction
 
 
-def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletion:
+def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Text:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return PromptCompletion(prompt, completion)
+        return Text(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
     asked, asked_marks = read_messages(prompt, "prompt")
