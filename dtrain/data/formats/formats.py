@@ -12,9 +12,9 @@ from pathlib import PurePath
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, loads
+from dtrain.base.json_files import kind_of, loads, read_list
 from dtrain.base.ranges import nearest, plural
-from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, read_list, text_of, with_images
+from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
 
 ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field

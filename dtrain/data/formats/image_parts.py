@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, loads
+from dtrain.base.json_files import kind_of, read_list
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
@@ -117,19 +117,6 @@ def _before_the_first_question(messages: list[dict[str, Any]], images: list[Any]
     parts = [{"type": "image", "image": image} for image in images]
     parts.append({"type": "text", "text": message["content"]})
     return [*messages[:first], {**message, "content": parts}, *messages[first + 1 :]]
-
-
-def read_list(value: Any, key: str) -> list[Any]:
-    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists. Raises UserError
-    that names `key`."""
-    if isinstance(value, str):
-        try:
-            value = loads(value)
-        except ValueError as problem:
-            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UserError(f"{key} must be a list, not {kind_of(value)}")
-    return list(value)
 
 
 def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[str, Any]]:
