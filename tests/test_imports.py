@@ -35,10 +35,10 @@ TORCH_FREE = """
     dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
-    dtrain.data.images.files dtrain.data.images.reading
+    dtrain.data.images.files dtrain.data.images.families
 """.split()
 # Packages that import names late.
-LATE = "dtrain.data dtrain.data.images dtrain.losses dtrain.methods dtrain.parallel.context dtrain.policy".split()
+LATE = "dtrain.data dtrain.losses dtrain.methods dtrain.parallel.context dtrain.policy".split()
 SFT = """
 import json, sys
 from dtrain import run

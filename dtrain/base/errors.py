@@ -53,3 +53,8 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

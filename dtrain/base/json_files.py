@@ -5,6 +5,7 @@ The only reader of such text: every file of a model, a checkpoint or a data set 
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,16 @@ _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)
 
 def is_natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_list(value: Any, key: str) -> list[Any]:
+    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists. Raises UserError
+    that names `key`."""
+    if isinstance(value, str):
+        try:
+            value = loads(value)
+        except ValueError as problem:
+            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(f"{key} must be a list, not {kind_of(value)}")
+    return list(value)

@@ -14,7 +14,7 @@ from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import plural
 from dtrain.data.formats.labels import is_wanted
-from dtrain.data.images.records import ImageRecord
+from dtrain.data.images.files import ImageRecord
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer

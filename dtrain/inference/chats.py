@@ -5,17 +5,17 @@ it. Torch is imported where pixels are asked for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
-from dtrain.data.formats.image_parts import take_images
+from dtrain.data.formats.image_parts import image_parts
 from dtrain.data.formats.prompts import Prompt, PromptEncoder
+from dtrain.data.images.families import read_processor
 from dtrain.data.images.files import read_image
 from dtrain.data.images.reader import ImageReader, LaidOutImage
-from dtrain.data.images.reading import read_processor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class ChatEncoder:
     def encode(self, prompt: Prompt) -> ChatPrompt:
         """Return the prompt of a chat, in which parts are `{"type": "image", "image"}`. Raises UserError, ImageError
         for an image that cannot be used."""
-        _, values = take_images(prompt.content)  # type: ignore[arg-type]
+        values = [part["image"] for part in image_parts(prompt.content)]  # type: ignore[arg-type]
         images = self.lay_out_all(values)
         return ChatPrompt(self.encoder.encode(prompt, images), images)
 
@@ -84,7 +84,7 @@ class ChatEncoder:
             return self
         bounded = self._bounded
         if bounded is None or bounded.reader.max_pixels != max_pixels:
-            bounded = ChatEncoder(self.encoder, self._problem, self.reader.bounded(max_pixels))
+            bounded = ChatEncoder(self.encoder, self._problem, replace(self.reader, max_pixels=max_pixels))
             self._bounded = bounded  # a server parses requests on many threads
         return bounded
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader
-    from dtrain.data.images.records import ImageRecord
 
 _KINDS = {b"\xff\xd8": "jpeg", b"GIF": "gif", b"RIFF": "webp", b"BM": "bmp", b"II": "tiff", b"MM": "tiff"}
 

@@ -14,8 +14,8 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.images import Images
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader
-    from dtrain.data.images.records import ImageRecord
 
 
 def check_images(images: Images, length: int, config: ModelConfig, name: str) -> None:

@@ -23,7 +23,7 @@ from dtrain.policy import Policy
 from dtrain.rl.collect import Rollout, Sample
 
 if TYPE_CHECKING:
-    from dtrain.data.images.records import ImageRecord
+    from dtrain.data.images.files import ImageRecord
 
 
 @dataclass

@@ -5,7 +5,6 @@ load                            YAML and overrides to a `Recipe`
 sections                        the types of its values: problems, near misses, fixes
 automatic                       keys whose `auto` a plan decides
 shipped                         the recipes that ship with dtrain, by name
-models                          models whose former recipes are answered, and what is special to them (models.toml)
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
 error_hints                     ends of messages about mistakes in YAML or in a value (error_hints.toml)
@@ -15,29 +14,10 @@ other_tools                     a file of another tool as a recipe, with that to
 `dtrain.run.stages`, which know the methods, check keys against one another.
 """
 
+# ruff: noqa: F401
 from dtrain.recipe.load import load, read, translate
 from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.sections import keys
 from dtrain.recipe.shipped import find, recipes_dir, shipped
 from dtrain.recipe.world import Sizes, sizes
-
-__all__ = [
-    "Recipe",
-    "Sizes",
-    "diff",
-    "find",
-    "keys",
-    "load",
-    "origins",
-    "read",
-    "recipes_dir",
-    "redact",
-    "redacted_errors",
-    "redacted_values",
-    "shipped",
-    "sizes",
-    "to_yaml",
-    "translate",
-    "with_origins_of",
-]

@@ -84,8 +84,3 @@ def needed(kinds: list) -> str:
         else:
             names.append("null" if kind is NoneType else _NEEDED[get_origin(kind) or kind])
     return " or ".join(names)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import RecipeError, UserError, first_line
 from dtrain.base.json_files import check_shape, read_text
 from dtrain.recipe import error_hints, key_aliases, secrets
 from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, redact, table_of, texts, with_origins
@@ -157,7 +157,7 @@ def _read(path: Path, sections: Mapping[str, type]) -> dict:
     except RecursionError:  # called from deep in another program
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is not YAML: {error_hints.first_line(error)}{error_hints.of_yaml(error)}") from error
+        raise UserError(f"{path} is not YAML: {first_line(error)}{error_hints.of_yaml(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
     return _as_typed(recipe_type(sections, config), _tree(config), typed)
@@ -222,7 +222,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
             quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
         problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
     except (OmegaConfBaseException, IndexError, TypeError) as error:
-        problems.append(f"{shown}: {error_hints.first_line(error)}")
+        problems.append(f"{shown}: {first_line(error)}")
     except RecursionError:  # called from deep in another program
         problems.append(f"{key}: the value is nested too deep")
     except ValueError:  # a name where OmegaConf takes the number of an entry
@@ -260,7 +260,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = error_hints.first_line(error)
+            reason = first_line(error)
             absent = re.search(r"Environment variable '(.+?)' not found", str(error))
             if absent:
                 reason = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
@@ -278,12 +278,10 @@ def _of_other_methods(
     values: Mapping, tree: Mapping, overrides: Sequence[str], sections: Mapping[str, type], is_made: bool
 ) -> list[str]:
     """Return the given keys of sections that another method alone reads. A saved recipe holds all keys of its method's
-    section, and an older version saved the sections of all methods: of these, and of a recipe that `is_made` already,
-    the keys that are not at their defaults."""
+    section: of these, and of a recipe that `is_made` already, the keys that are not at their defaults."""
     method, others = values.get("method"), [name for name in sections if name != values.get("method")]
     if method not in [*sections]:  # which is said elsewhere
         return []
-    are_whole = is_made or {*others} <= tree.keys()
     keys = []
     for name in others:
         if name not in tree:
@@ -291,7 +289,7 @@ def _of_other_methods(
         defaults, written = flat(asdict(sections[name]()), f"{name}."), tree[name] or {}
         own = flat(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
         named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
-        is_saved = are_whole or defaults.keys() <= named.keys()
+        is_saved = is_made or defaults.keys() <= named.keys()
         keys += [key for key in named if not is_saved or own.get(key) != defaults.get(key)]
     pairs = (override.partition("=") for override in overrides)
     keys += [key for key, equals, _ in pairs if equals and _head(key) in others]

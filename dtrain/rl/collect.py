@@ -33,8 +33,8 @@ from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import known
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader
-    from dtrain.data.images.records import ImageRecord
     from dtrain.rl.environments.episodes import Episodes
 
 

@@ -26,8 +26,8 @@ from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import pass_at, passes
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader
-    from dtrain.data.images.records import ImageRecord
 
 JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
 

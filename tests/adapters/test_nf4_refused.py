@@ -7,6 +7,9 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+from dtrain.checkpoint.huggingface.read import check_fit
+from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models import shapes
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.nf4 import block_problems, quantize_weights
@@ -20,8 +23,9 @@ from tests.adapters.test_nf4 import (
     quantized_model,
     stored_as_bitsandbytes,
 )
+from tests.adapters.test_nf4_experts import OWN, SHAPE
 from tests.running import run
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import save_weights, tiny_recipe, write_model
 
 
 def change(name, value):
@@ -76,6 +80,18 @@ def test_codes_whose_config_does_not_tell_of_them_are_refused(tmp_path):
     (directory / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"down_proj.weight is U8, codes of 4 bits; they are read where config.json"):
         models.from_pretrained(directory)
+
+
+def test_codes_of_experts_are_refused_before_they_are_read(tmp_path):
+    floats = save_weights(write_model(tmp_path / "moe", "qwen3-moe", tied=False, **SHAPE, **OWN["qwen3-moe"]))
+    directory, _ = stored_as_bitsandbytes(floats, tmp_path / "bnb", False)
+    values = json.loads((directory / "config.json").read_text())
+    del values["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(values))
+    model = models.build(models.read_config(directory), device="meta")
+    hold_in_4_bits(model, directory, torch.float32, nf4=True)
+    with pytest.raises(UserError, match=r"experts.0.gate_proj.weight is U8, codes of 4 bits"):
+        check_fit(model, WeightFiles(directory))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.checkpoint.huggingface import packed, stored
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.merged import whole_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
@@ -55,6 +56,15 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path):
     blocks, scales = random_bytes(3, 36, 3, 16), torch.arange(3 * 36 * 3).view(3, 36, 3).remainder(255).byte()
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
     assert_slices(tmp_path, "w", by_transformers(blocks, scales))
+
+
+def test_a_stack_in_mxfp4_opens_its_file_once_for_its_values_and_once_for_its_exponents(tmp_path, monkeypatch):
+    save_file(
+        {"w_blocks": random_bytes(5, 4, 1, 16), "w_scales": random_bytes(5, 4, 1)}, tmp_path / "model.safetensors"
+    )
+    files, paths = WeightFiles(tmp_path), []
+    monkeypatch.setattr(packed, "opened", lambda path: paths.append(path) or stored.opened(path))
+    assert files.read("w").shape == (5, 32, 4) and len(paths) == 2
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

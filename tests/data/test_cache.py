@@ -33,7 +33,7 @@ def texts(count):
 
 
 def open_(coder, file, cache_dir, **options):
-    return open_cache([Source((file,), "text")], coder, cache_dir=cache_dir, **options)
+    return open_cache([Source((file,), ("text",))], coder, cache_dir=cache_dir, **options)
 
 
 def contents(samples):
@@ -44,7 +44,7 @@ def test_holds_what_the_encoder_says(tmp_path, coder):
     file = write_jsonl(tmp_path / "a.jsonl", texts(50))
     samples = open_(coder, file, tmp_path / "cache")
     for index, row in enumerate(texts(50)):
-        ids, trained = coder.encode(Text(row["text"]))
+        ids, trained = coder.encode(Text("", row["text"]))
         assert contents(samples)[index] == (ids[:64], [bool(flag) for flag in trained[:64]])
         assert samples.origin(index) == (str(file), index + 1)
     assert samples.lengths(torch.arange(50)).tolist() == [len(samples[index][0][0]) for index in range(50)]
@@ -65,7 +65,7 @@ def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
     monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments))[1])
     first = open_(coder, file, root)
     assert contents(open_(coder, file, root)) == contents(first) and len(built) == 1
-    assert open_cache([Source((file,), "text", 0.5)], coder, cache_dir=root).fingerprint != first.fingerprint
+    assert open_cache([Source((file,), ("text",), 0.5)], coder, cache_dir=root).fingerprint != first.fingerprint
     assert len(built) == 1  # a weight is no reason to tokenise again
     other = Encoder(coder.tokenizer, None, max_length=64, loss_on="all")
     open_(other, file, root)
@@ -82,7 +82,7 @@ def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # another content at the same size and time
     other = open_(coder, file, root)
     assert file.stat().st_mtime_ns == stat.st_mtime_ns and other.meta["left_out"] == []
-    assert contents(other)[0] == contents(open_cache([Source((file,), "text")], coder, cache_dir=None))[0]
+    assert contents(other)[0] == contents(open_cache([Source((file,), ("text",))], coder, cache_dir=None))[0]
     assert len(built) == 6
     file.write_bytes(content)
     open_(coder, file, root)
@@ -95,7 +95,7 @@ def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
 @pytest.mark.processes
 def test_processes_give_what_one_gives(tmp_path, coder, monkeypatch):
     files = [write_jsonl(tmp_path / f"{count}.jsonl", texts(count)) for count in (700, 1, 900)]
-    sources = [Source(tuple(files[:2]), "text"), Source((files[2],), "text", 2.0)]
+    sources = [Source(tuple(files[:2]), ("text", "text")), Source((files[2],), ("text",), 2.0)]
     alone = open_cache(sources, coder, cache_dir=None)
     monkeypatch.setattr(cache, "SMALL", 0)
     monkeypatch.setattr(pool, "AHEAD", 1)
@@ -121,14 +121,14 @@ def test_nothing_to_train_on(tmp_path, coder):
     with pytest.raises(UserError, match="the dataset is empty"):
         open_(coder, write_jsonl(tmp_path / "a.jsonl", []), None)
     rows = [{"input_ids": [1, 2], "labels": [-100, -100]}] * 3
-    source = Source((write_jsonl(tmp_path / "b.jsonl", rows),), "tokenized")
+    source = Source((write_jsonl(tmp_path / "b.jsonl", rows),), ("tokenized",))
     with pytest.raises(UserError, match=r"not one of 3 rows has a trained token.*b\.jsonl:1"):
         open_cache([source], coder, cache_dir=None)
 
 
 def test_rows_left_out_are_listed(tmp_path, coder):
     rows = [{"input_ids": [1, 2], "labels": [-100, 2 if number % 2 else -100]} for number in range(60)]
-    source = Source((write_jsonl(tmp_path / "b.jsonl", rows),), "tokenized")
+    source = Source((write_jsonl(tmp_path / "b.jsonl", rows),), ("tokenized",))
     samples = open_cache([source], coder, cache_dir=tmp_path / "cache")
     assert len(samples) == 30 and samples.meta["untrained"] == 30 and len(samples.meta["left_out"]) == cache.NAMED
     lines = (samples.directory / "left_out.txt").read_text().splitlines()
@@ -149,7 +149,7 @@ def slow(self, *arguments):
     print("built", flush=True)
     time.sleep(float(wait))
 cache._Writer.add = slow
-samples = cache.open_cache([cache.Source((Path(file),), "text")], coder, cache_dir=root)
+samples = cache.open_cache([cache.Source((Path(file),), ("text",))], coder, cache_dir=root)
 print(len(samples), samples.fingerprint, flush=True)
 """
 

@@ -22,7 +22,7 @@ def coder(tmp_path):
 
 
 def open_(tmp_path, coder, rows=ROWS, **options):
-    source = Source((write_jsonl(tmp_path / f"{rows[0]['input_ids'][2]}.jsonl", rows),), "tokenized")
+    source = Source((write_jsonl(tmp_path / f"{rows[0]['input_ids'][2]}.jsonl", rows),), ("tokenized",))
     return open_cache([source], coder, cache_dir=tmp_path / "cache", **options)
 
 
@@ -130,7 +130,7 @@ def test_ranks_mend_it_together(tmp_path, coder, damage):
 def test_a_machine_with_a_sound_cache_goes_on(tmp_path, coder, first):
     """Rank 0, or ranks 0 and 1, have a sound cache of their own; the damage elsewhere is said on all."""
     roots = [tmp_path / f"machine{number}" for number in range(2)]
-    source = Source((write_jsonl(tmp_path / "a.jsonl", ROWS),), "tokenized")
+    source = Source((write_jsonl(tmp_path / "a.jsonl", ROWS),), ("tokenized",))
     sound = [open_cache([source], coder, cache_dir=root) for root in roots]
     inode = sound[0].directory.stat().st_ino
     zero_the_mask(sound[1].directory)

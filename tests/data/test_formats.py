@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, detect, normalise
+from dtrain.data.formats.formats import Conversation, Text, TokenizedRow, detect, normalise
 from dtrain.data.formats.prompts import normalise_prompt
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -107,10 +107,10 @@ def test_alpaca():
 
 
 def test_prompt_completion_text_and_tokens():
-    assert normalise({"prompt": "p", "completion": "c"}, "prompt_completion") == PromptCompletion("p", "c")
+    assert normalise({"prompt": "p", "completion": "c"}, "prompt_completion") == Text("p", "c")
     chat = normalise({"prompt": [USER, REPLY, USER], "completion": [REPLY]}, "prompt_completion")
     assert chat == Conversation([USER, REPLY, USER, REPLY], [None] * 4, prompt=3)
-    assert normalise({"text": "t"}, "text") == Text("t")
+    assert normalise({"text": "t"}, "text") == Text("", "t")
     assert normalise({"input_ids": [5, 6], "labels": [-100, 6]}, "tokenized") == TokenizedRow([5, 6], [False, True])
     assert normalise({"input_ids": "[5, 6]"}, "tokenized") == TokenizedRow([5, 6], [True, True])
     said_twice = {"input_ids": [5, 6], "attention_mask": [1, 1], "completion_mask": [0, 1], "labels": [-100, 6]}

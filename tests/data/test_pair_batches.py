@@ -31,7 +31,7 @@ def samples(tmp_path_factory):
     """60 pairs, both documents 2 to 16 tokens; the ids of sample i are i."""
     root = tmp_path_factory.mktemp("pairs")
     data = [tokenized(*([number] * size for size in sizes_of(number))) for number in range(60)]
-    source = Source((write_jsonl(root / "a.jsonl", data),), "tokenized")
+    source = Source((write_jsonl(root / "a.jsonl", data),), ("tokenized",))
     return open_cache([source], encoder(root / "model", max_length=16), cache_dir=root / "cache")
 
 
@@ -140,7 +140,7 @@ def test_the_cache_is_used_again_and_is_no_other_kinds(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments))[1])
     coder = encoder(tmp_path / "model", max_length=16)
     rows = [{**tokenized([1], [2] * (1 + number % 3), [3]), "input_ids": [1, 2]} for number in range(9)]
-    source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), "tokenized")
+    source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), ("tokenized",))
     first, again = (open_cache([source], coder, cache_dir=tmp_path / "cache") for _ in range(2))
     assert len(built) == 1 and first.fingerprint == again.fingerprint
     assert [ids.tolist() for ids, _ in again[2]] == [[1, 2, 2, 2], [1, 3]]
@@ -153,9 +153,9 @@ def test_the_cache_is_used_again_and_is_no_other_kinds(tmp_path, monkeypatch):
 
 def test_the_same_tokens_in_pairs_are_other_data(tmp_path):
     coder = encoder(tmp_path / "model", max_length=16)
-    pair = Source((write_jsonl(tmp_path / "a.jsonl", [tokenized([1], [2], [3])]),), "tokenized")
+    pair = Source((write_jsonl(tmp_path / "a.jsonl", [tokenized([1], [2], [3])]),), ("tokenized",))
     rows = [{"input_ids": [1, token], "labels": [-100, token]} for token in (2, 3)]
-    single = Source((write_jsonl(tmp_path / "b.jsonl", rows),), "tokenized")
+    single = Source((write_jsonl(tmp_path / "b.jsonl", rows),), ("tokenized",))
     pairs = open_cache([pair], coder, cache_dir=tmp_path / "cache")
     singles = open_cache([single], Encoder(coder.tokenizer, None, max_length=16), cache_dir=tmp_path / "cache")
     assert pairs.meta["fingerprint"] == singles.meta["fingerprint"] and pairs.fingerprint != singles.fingerprint
@@ -167,7 +167,7 @@ def test_processes_give_what_one_gives(tmp_path, monkeypatch):
     rows = [
         {"prompt": f"{number} " * (number % 9), "chosen": [say("x")], "rejected": [say("y z")]} for number in range(600)
     ]
-    source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), "preference")
+    source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), ("preference",))
     alone = open_cache([source], coder, cache_dir=None)
     monkeypatch.setattr(cache, "SMALL", 0)
     together = open_cache([source], coder, cache_dir=tmp_path / "cache", num_workers=2)

@@ -40,6 +40,8 @@ def test_detection():
     ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, AGAIN, BAD]}, ChatPair([ASK], [GOOD], [GOOD, AGAIN, BAD])),
     ({"system": "be brief", "prompt": "hi", "chosen": [GOOD], "rejected": [BAD]},
      ChatPair([SYSTEM, ASK], [GOOD], [BAD])),
+    ({"system": "be brief", "prompt": [{**SYSTEM, "role": "developer"}, ASK], "chosen": [GOOD], "rejected": [BAD]},
+     ChatPair([{**SYSTEM, "role": "developer"}, ASK], [GOOD], [BAD])),
     # orca_dpo_pairs, with a system message and without; its copies of argilla's.
     ({"system": "be brief", "question": "hi", "chosen": "ho", "rejected": "no"},
      ChatPair([SYSTEM, ASK], [GOOD], [BAD])),

@@ -97,3 +97,11 @@ def test_other_columns_are_other_data(tmp_path):
 def test_rows_that_hold_no_prompt_are_refused(tmp_path):
     with pytest.raises(UserError, match="no known format has the keys text"):
         opened(tmp_path, [{"text": "t"}])
+
+
+def test_prompts_without_a_reply_are_refused_where_replies_train_too(tmp_path):
+    model = save(tmp_path / "model", byte_level(), templates.QWEN25)
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "answer": "4"}])
+    options = {"kind": "prompts", "prompts": PromptOptions(64, loss_on="assistant"), "progress": False}
+    with pytest.raises(UserError, match=r"rows.jsonl:1: rows of format question have no reply to train on"):
+        open_rows(section(file), tokenizer=Tokenizer.from_directory(model), **options)

@@ -26,7 +26,7 @@ def samples(tmp_path_factory):
         for number, size in enumerate(lengths)
     ]
     coder = Encoder(Tokenizer.from_directory(save(root, byte_level())), None, max_length=16)
-    source = Source((write_jsonl(root / "a.jsonl", data),), "tokenized")
+    source = Source((write_jsonl(root / "a.jsonl", data),), ("tokenized",))
     return open_cache([source], coder, cache_dir=root / "cache")
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from dtrain import models
-from dtrain.data.images.positions import feature_index, image_ends, rotary_positions
+from dtrain.data.images.tensors import feature_index, image_ends, rotary_positions
 from dtrain.models.common.images import Images
 from tests.models.oracle import _gemma, _gemma4, _qwen3_5, grads, randomise, save
 from tests.models.towers import _qwen_vl

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.row_images import RowImages
-from dtrain.data.images.positions import feature_index
+from dtrain.data.images.tensors import feature_index
 from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.building import init_weights

@@ -22,7 +22,7 @@ from dtrain.commands.serve.connection import Limits
 from dtrain.data import Tokenizer as DtrainTokenizer
 from dtrain.data import choose_template
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
-from dtrain.data.images import ImageReader
+from dtrain.data.images.reader import ImageReader
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
 from dtrain.models.common.adapter_config import is_of_vision

@@ -47,7 +47,7 @@ def test_another_template_is_another_cache(tmp_path):
     for source in (TEMPLATE, TEMPLATE.replace("}}<", "}} <"), TEMPLATE):
         template = ChatTemplate(source, "here", {"eos_token": "<|endoftext|>"})
         encoder = Encoder(tokenizer, template, max_length=64)
-        samples = open_cache([Source((file,), "messages")], encoder, cache_dir=tmp_path / "cache")
+        samples = open_cache([Source((file,), ("messages",))], encoder, cache_dir=tmp_path / "cache")
         assert samples[0][0][0].tolist() == encoder.encode(normalise({"messages": CHAT}, "messages"))[0]
         found.append(samples.fingerprint)
     assert found[0] == found[2] != found[1]

@@ -57,13 +57,11 @@ class FileRows:
 
     def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
         """Read the part `held` of it into `local`, [its sizes], cast to its dtype. No collective."""
-        if self.step > 1 or self.transposed:
+        if not self.stacked:
             local.copy_(self._mine(files.read(self.name, self.slices(held))))
             return
-        if not self.stacked:
-            return files.copy_into(local, self.name, self.slices(held))
-        for index, name in enumerate(self.stacked[held[0]]):
-            files.copy_into(local[index], name, held[1:])
+        for matrix, name in zip(local, self.stacked[held[0]], strict=True):
+            matrix.copy_(files.read(name, held[1:]))
 
     def read(self, files: "WeightFiles") -> "Tensor":
         """All of it, [the model's shape], in the dtype of the files."""

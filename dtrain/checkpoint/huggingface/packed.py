@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.checkpoint.huggingface.stored import Stored
+from dtrain.checkpoint.huggingface.stored import Stored, opened
 
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
@@ -30,10 +30,10 @@ def unpack(stored: dict[str, Stored]) -> None:
         if base != name and scales is not None and base not in stored and _is_mxfp4(entry, scales):
             experts, rows, groups, _ = entry.shape
             del stored[name], stored[f"{base}{_SCALES}"]
-            stored[base] = MxFp4(entry.file, (experts, groups * _GROUP, rows), "BF16", name, entry, scales)
+            stored[base] = MxFp4(entry.file, base, (experts, groups * _GROUP, rows), "BF16", entry, scales)
         elif inverse is not None and _is_fp8(entry, inverse):
             del stored[f"{name}{_INVERSE}"]
-            stored[name] = BlockFp8(entry.file, entry.shape, "BF16", name, entry, inverse)
+            stored[name] = BlockFp8(entry.file, name, entry.shape, "BF16", entry, inverse)
 
 
 def _is_mxfp4(blocks: Stored, scales: Stored) -> bool:
@@ -51,9 +51,8 @@ def _is_fp8(weight: Stored, scales: Stored) -> bool:
 
 @dataclass(frozen=True)
 class _Packed(Stored):
-    """A weight [shape] in few bits. key: what the file calls its values; values, scales: as the file has them."""
+    """A weight [shape] in few bits. values, scales: as the file has them."""
 
-    key: str
     values: Stored
     scales: Stored
 
@@ -66,7 +65,7 @@ class _Packed(Stored):
 class MxFp4(_Packed):
     """A stack of experts [E, in, out] in mxfp4."""
 
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
         """Override `Stored.read`: bfloat16. Beside the result the memory of one expert's slice."""
         experts, inner, outer = self._slices(slices)
         groups = slice(inner.start // _GROUP, -(-inner.stop // _GROUP))
@@ -74,28 +73,29 @@ class MxFp4(_Packed):
         sizes = (part.stop - part.start for part in (experts, inner, outer))
         whole = torch.empty(*sizes, dtype=torch.bfloat16)
         pairs = _pairs()
-        scales = self.key.removesuffix(_BLOCKS) + _SCALES
-        for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
-            place = (slice(number, number + 1), outer, groups)
-            codes = self.values.read(self.key, (*place, slice(0, _GROUP // 2)))[0]  # [out, in/32, 16]
-            exponents = self.scales.read(scales, place)[0].int() - 127  # [out, in/32]
-            values = torch.ldexp(F.embedding(codes.int(), pairs).flatten(2), exponents[..., None])  # [out, in/32, 32]
-            matrix.copy_(values.flatten(1)[:, within].t())
+        with opened(self.values.file) as of_values, opened(self.scales.file) as of_scales:
+            blocks, scales = of_values.get_slice(self.values.name), of_scales.get_slice(self.scales.name)
+            for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
+                codes = blocks[number, outer, groups, :]  # [out, in/32, 16]
+                exponents = scales[number, outer, groups].int() - 127  # [out, in/32]
+                halves = F.embedding(codes.int(), pairs).flatten(2)  # [out, in/32, 32]
+                values = torch.ldexp(halves, exponents[..., None]).flatten(1)  # [out, in]
+                matrix.copy_(values[:, within].t())
         return whole
 
 
 class BlockFp8(_Packed):
     """Matrices [.., out, in] in fp8."""
 
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
         """Override `Stored.read`: bfloat16. A few times the memory of the slice."""
         *lead, rows, columns = self._slices(slices)
         blocks = [slice(part.start // _SIDE, -(-part.stop // _SIDE)) for part in (rows, columns)]
-        factors = self.scales.read(f"{self.key}{_INVERSE}", (*lead, *blocks)).float()
+        factors = self.scales.read((*lead, *blocks)).float()
         for dim, part in ((-2, rows), (-1, columns)):
             of_each = torch.arange(part.start, part.stop) // _SIDE - part.start // _SIDE
             factors = factors.index_select(dim, of_each)
-        return (self.values.read(self.key, (*lead, rows, columns)).float() * factors).bfloat16()
+        return (self.values.read((*lead, rows, columns)).float() * factors).bfloat16()
 
 
 def _pairs() -> Tensor:

@@ -6,7 +6,6 @@ https://huggingface.co/docs/safetensors fixes the format: eight bytes of header 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from dtrain.base.errors import UserError
@@ -33,15 +32,10 @@ class WeightFiles:
 
             packed.unpack(self.stored)
 
-    def copy_into(self, target: Tensor, name: str, slices: tuple[slice, ...] | None = None) -> None:
-        """Fill the plain tensor `target` [any shape] with (a slice of) tensor `name`, cast to its dtype. The file is
-        mapped for this one tensor only, so the process holds its pages no longer than the call takes."""
-        with torch.no_grad():
-            target.copy_(self.read(name, slices))
-
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) tensor `name`, [any shape], as `stored` has it. No collective."""
-        return self.stored[name].read(name, slices)
+        """(A slice of) tensor `name`, [any shape], as `stored` has it. The file is mapped for this one tensor only, so
+        that the process holds its pages no longer than that. No collective."""
+        return self.stored[name].read(slices)
 
     def differ(self, name: str, other: str) -> bool:
         """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
@@ -61,7 +55,7 @@ class WeightFiles:
                 )
             for name in names or sorted(held):
                 entry = file.get_slice(name)
-                self.stored[name] = Stored(path, tuple(entry.get_shape()), entry.get_dtype())
+                self.stored[name] = Stored(path, name, tuple(entry.get_shape()), entry.get_dtype())
 
 
 def weight_files(directory: Path) -> list[Path]:

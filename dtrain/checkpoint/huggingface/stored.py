@@ -24,6 +24,7 @@ class Stored:
     """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     kind: str
 
@@ -31,10 +32,10 @@ class Stored:
     def dtype(self) -> torch.dtype | None:
         return DTYPES.get(self.kind)
 
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) it, [any shape], as it is stored, of any dtype. name: the file's. No collective."""
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """(A slice of) it, [any shape], as it is stored, of any dtype. No collective."""
         with opened(self.file) as file:  # a tensor without dimensions has no slice
-            return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
-from dtrain.data.images.positions import feature_index
 from dtrain.data.images.processor import ImageProcessor, Layout
+from dtrain.data.images.tensors import feature_index
 from dtrain.data.sources.sources import looks
 from dtrain.methods import Method
 from dtrain.run.spec import RunSpec

@@ -34,16 +34,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import plural
-from dtrain.data.formats.formats import Conversation, PromptCompletion, Text, TokenizedRow, normalise
-from dtrain.data.formats.image_parts import image_parts, take_images
+from dtrain.data.formats.formats import Conversation, Text, TokenizedRow, normalise
+from dtrain.data.formats.image_parts import image_parts, without_images
 from dtrain.data.sources.files import Chunk, read_rows
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader, LaidOutImage
-    from dtrain.data.images.records import ImageRecord
 
 TEXT, USER = "text", "user"
 KEY = "data.prompts_as"
@@ -244,7 +244,7 @@ class RowEncoder:
         parts have images. Raises UserError."""
         if not images:
             self.refuse_images(messages)
-        messages = self.replies.with_objects(take_images(messages)[0], tools)
+        messages = self.replies.with_objects(without_images(messages), tools)
         text = self.replies.template.render(messages, tools, add_generation_prompt, variables)
         if images and self.images:
             return self.images.expand(text, [image.layout for image in images]).text
@@ -268,7 +268,7 @@ class RowEncoder:
 
     def refuse_images(self, messages: Messages) -> None:
         """Raise UserError where messages have images."""
-        if any(image_parts(message) for message in messages):
+        if image_parts(messages):
             raise UserError(
                 "the row has images, and this method trains on text alone: set method=sft, dpo or grpo, or remove the "
                 "images"
@@ -285,7 +285,7 @@ class RowEncoder:
         one, and where this encoder or the model takes none."""
         if not self.takes_images:
             self.refuse_images(messages)
-        _, values = take_images(messages)
+        values = [part["image"] for part in image_parts(messages)]
         if values and self.images is None:
             raise UserError(
                 f"the row has images, and the model in {self.tokenizer.directory} takes none (its config.json has no "
@@ -351,10 +351,10 @@ class Encoder(RowEncoder):
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         sample = normalise(self.in_messages(row, name), name)
         if isinstance(sample, Conversation):
-            return [take_images(sample.messages)[0], sample.tools, *self.image_content(sample.messages)]
-        if isinstance(sample, PromptCompletion):
-            return [sample.prompt, sample.completion]
-        return sample.text if isinstance(sample, Text) else sample.ids
+            return [without_images(sample.messages), sample.tools, *self.image_content(sample.messages)]
+        if isinstance(sample, Text):
+            return sample.completion if name == "text" else [sample.prompt, sample.completion]
+        return sample.ids
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         sample = normalise(self.in_messages(row, name), name)
@@ -371,7 +371,7 @@ class Encoder(RowEncoder):
         return [Document(ids, trained, full, images=kept)] if _has_target(trained) else reason
 
     def encode(
-        self, sample: Conversation | PromptCompletion | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
+        self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
     ) -> tuple[list[int], bytearray]:
         """Return token ids and, a byte each, whether they are trained; not yet truncated. images: those of the
         conversation's parts, in order. Raises UserError."""
@@ -380,14 +380,12 @@ class Encoder(RowEncoder):
         if isinstance(sample, TokenizedRow):
             self.check_ids(sample.ids, "input_ids")
             return sample.ids, bytearray(sample.trained)
-        if isinstance(sample, Text):
-            return self._string(sample.text, 0)
         start = 0 if self.loss_on == "all" else len(sample.prompt)
         return self._string(sample.prompt + sample.completion, start)
 
     def _conversation(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> tuple[list[int], bytearray]:
         replies = self.replies
-        messages = replies.with_objects(take_images(sample.messages)[0], sample.tools)
+        messages = replies.with_objects(without_images(sample.messages), sample.tools)
         if self.loss_on == "all":
             shut = [index for index, flag in enumerate(sample.train) if flag is False]
             if not shut and not images:

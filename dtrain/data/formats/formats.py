@@ -1,18 +1,18 @@
 """Kinds of data files by their suffix; formats of rows: detection, checks, and one shape per kind of training.
 
-The four shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `PromptCompletion`
-(prompt and completion as strings), `Text`, and `TokenizedRow` (used as they are). What a pair of a chosen and a
+The three shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Text` (a text, or
+prompt and completion as strings), and `TokenizedRow` (used as they are). What a pair of a chosen and a
 rejected completion says is in pairs.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, loads
+from dtrain.base.json_files import kind_of, loads, read_list
 from dtrain.base.ranges import nearest, plural
 from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
 
@@ -95,14 +95,11 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class PromptCompletion:
+class Text:
+    """Plain text: a prompt, which is empty where a row has a text alone, and what follows it."""
+
     prompt: str
     completion: str
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
 
 
 @dataclass(frozen=True)
@@ -178,18 +175,22 @@ def refuse_images(row: Mapping[str, Any], what: str) -> None:
         )
 
 
-def normalise(row: Mapping[str, Any], name: str) -> Conversation | PromptCompletion | Text | TokenizedRow:
+def normalise(row: Mapping[str, Any], name: str) -> Conversation | Text | TokenizedRow:
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
         raise UserError(PREFERENCES)
+    if name not in FORMATS:
+        raise UserError(
+            f"rows of format {name} have no reply to train on; give each row messages, or instruction and output"
+        )
     require_keys(row, name)
     _refuse_bad_reply(row, name)
-    sample: Conversation | PromptCompletion | Text | TokenizedRow = {
+    sample: Conversation | Text | TokenizedRow = {
         "messages": lambda: _chat(row, "messages"),
         "sharegpt": lambda: _chat(row, "conversations"),
         "alpaca": lambda: _alpaca(row),
         "prompt_completion": lambda: _prompt_completion(row),
-        "text": lambda: Text(read_string(row["text"], "text")),
+        "text": lambda: Text("", read_string(row["text"], "text")),
         "tokenized": lambda: _tokens(row),
     }[name]()
     if not isinstance(sample, Conversation):
@@ -214,18 +215,6 @@ def read_string(value: Any, key: str) -> str:
     return value
 
 
-def read_list(value: Any, key: str) -> list[Any]:
-    """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists."""
-    if isinstance(value, str):
-        try:
-            value = loads(value)
-        except ValueError as problem:
-            raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UserError(f"{key} must be a list, not {kind_of(value)}")
-    return list(value)
-
-
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the row's tools, or None. `functions` is OpenAI's former way to give them."""
     if row.get("tools") in (None, "", []):
@@ -241,17 +230,17 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _chat(row: Mapping[str, Any], key: str) -> Conversation:
-    messages, train = _with_system(row, *read_messages(row[key], key))
+    written, marks = read_messages(row[key], key)
+    messages = with_system(written, row.get("system"))
+    train = [None] * (len(messages) - len(written)) + marks
     return Conversation(with_images(row, messages), train, read_tools(row))
 
 
-def _with_system(
-    row: Mapping[str, Any], messages: list[dict[str, Any]], train: list[bool | None]
-) -> tuple[list[dict[str, Any]], list[bool | None]]:
-    """Return the messages and their marks, the row's column `system` in front where no system message is."""
-    if not row.get("system") or messages[0]["role"] in ("system", "developer"):
-        return messages, train
-    return [{"role": "system", "content": read_string(row["system"], "system")}, *messages], [None, *train]
+def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """Return `messages` with the text `system`, where a row has one, in front, unless a system message is there."""
+    if not system or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": read_string(system, "system")}, *messages]
 
 
 def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
@@ -371,8 +360,8 @@ def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
     """Return Alpaca's row as a conversation; `system` and `history`, a list of [question, reply], are read too."""
-    messages = [{"role": "system", "content": read_string(row["system"], "system")}] if row.get("system") else []
-    messages += [*read_question(row), {"role": "assistant", "content": read_string(row["output"], "output")}]
+    reply = {"role": "assistant", "content": read_string(row["output"], "output")}
+    messages = with_system([*read_question(row), reply], row.get("system"))
     return Conversation(with_images(row, messages), [None] * len(messages), read_tools(row))
 
 
@@ -393,16 +382,17 @@ def read_instruction(row: Mapping[str, Any]) -> str:
     return f"{instruction}\n\n{read_string(context, 'input')}" if context else instruction
 
 
-def _prompt_completion(row: Mapping[str, Any]) -> Conversation | PromptCompletion:
+def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Text:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return PromptCompletion(prompt, completion)
+        return Text(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
-    before, before_train = _with_system(row, *read_messages(prompt, "prompt"))
-    after, after_train = read_messages(completion, "completion")
-    messages = with_images(row, before + after)
-    return Conversation(messages, before_train + after_train, read_tools(row), prompt=len(before))
+    asked, asked_marks = read_messages(prompt, "prompt")
+    before = with_system(asked, row.get("system"))
+    after, after_marks = read_messages(completion, "completion")
+    train = [None] * (len(before) - len(asked)) + asked_marks + after_marks
+    return Conversation(with_images(row, before + after), train, read_tools(row), prompt=len(before))
 
 
 def _tokens(row: Mapping[str, Any]) -> TokenizedRow:

@@ -10,11 +10,11 @@ IMAGE is what `dtrain.data.images.read_image` reads. In the one shape every imag
 where it is in the text. Torch is not imported.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, loads
+from dtrain.base.json_files import kind_of, read_list
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
@@ -39,10 +39,7 @@ def images_in(row: Mapping[str, Any]) -> list[Any] | None:
     lists as JSON. Raises UserError."""
     value = row.get(COLUMN)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = loads(value)
-        except ValueError as problem:
-            raise UserError(f"{COLUMN} is a string that is not JSON ({problem}); it must be a list") from problem
+        value = read_list(value, COLUMN)
     if value is None or value == "":
         return None
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -52,7 +49,7 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
     """Return messages whose image parts have their images, those of the row's column `images` among them. Raises
     UserError where the column has more images than the messages have places for, or fewer."""
     images = images_in(row)
-    parts = [part for message in messages for part in image_parts(message)]
+    parts = image_parts(messages)
     bare = [part for part in parts if part["image"] is None]
     if images is None:
         if bare:
@@ -64,39 +61,29 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
     if len(parts) > len(bare):
         raise UserError(f"the messages have images of their own, and the row has {COLUMN}; keep one of them")
     if not bare:
-        messages, count = _split_at_placeholders(messages)
-        if not count and images:
-            return _before_the_first_question(messages, images)
-    else:
-        count = len(bare)
+        messages = [_split_at_placeholders(message) for message in messages]
+    count = len(image_parts(messages))
+    if not count and images:
+        return _before_the_first_question(messages, images)
     if count != len(images):
         written = "image parts" if bare else PLACEHOLDER
         raise UserError(
             f"the messages have {count} places for images ({written}), and {COLUMN} has {len(images)}; "
             "give each place one image"
         )
-    return _filled(messages, iter(images))
+    left = iter(images)
+    return [_with_parts(message, lambda part: {**part, "image": next(left)}) for message in messages]
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Return `messages` with bare parts `{"type": "image"}`, as chat templates read them, and the images that the parts
-    held, in order."""
-    bare: list[Mapping[str, Any]] = []
-    images: list[Any] = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            images += [part["image"] for part in content if part.get("type") == "image"]
-            parts = [{"type": "image"} if part.get("type") == "image" else part for part in content]
-            message = {**message, "content": parts}
-        bare.append(message)
-    return bare, images
+def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return `messages` with bare parts `{"type": "image"}`, as chat templates read them."""
+    return [_with_parts(message, lambda part: {"type": "image"}) for message in messages]
 
 
-def image_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the image parts of a message."""
-    content = message.get("content")
-    return [part for part in content if part.get("type") == "image"] if isinstance(content, list) else []
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the image parts of messages, in order."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    return [part for content in contents for part in content if part.get("type") == "image"]
 
 
 def text_of(content: Any) -> str:
@@ -104,18 +91,21 @@ def text_of(content: Any) -> str:
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
 
 
-def _split_at_placeholders(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return messages, all of whose contents are texts, with a part for each placeholder, and how many there are."""
-    split, count = [], 0
-    for message in messages:
-        texts = message.get("content", "").split(PLACEHOLDER)
-        if len(texts) > 1:
-            pairs = [({"type": "image", "image": None}, {"type": "text", "text": text}) for text in texts]
-            parts = [part for pair in pairs for part in pair][1:]
-            message = {**message, "content": [part for part in parts if part.get("text") != ""]}
-        count += len(texts) - 1
-        split.append(message)
-    return split, count
+def _with_parts(message: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return a message with what `change` makes of its image parts, in order."""
+    if not isinstance(content := message.get("content"), list):
+        return {**message}
+    return {**message, "content": [change(part) if part.get("type") == "image" else part for part in content]}
+
+
+def _split_at_placeholders(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message, whose content is a text, with a part for each placeholder."""
+    texts = message.get("content", "").split(PLACEHOLDER)
+    if len(texts) == 1:
+        return message
+    pairs = [({"type": "image", "image": None}, {"type": "text", "text": text}) for text in texts]
+    parts = [part for pair in pairs for part in pair][1:]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _before_the_first_question(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
@@ -127,18 +117,6 @@ def _before_the_first_question(messages: list[dict[str, Any]], images: list[Any]
     parts = [{"type": "image", "image": image} for image in images]
     parts.append({"type": "text", "text": message["content"]})
     return [*messages[:first], {**message, "content": parts}, *messages[first + 1 :]]
-
-
-def _filled(messages: list[dict[str, Any]], images: Iterator[Any]) -> list[dict[str, Any]]:
-    filled = []
-    for message in messages:
-        if image_parts(message):
-            parts = [
-                {**part, "image": next(images)} if part["type"] == "image" else part for part in message["content"]
-            ]
-            message = {**message, "content": parts}
-        filled.append(message)
-    return filled
 
 
 def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[str, Any]]:

@@ -105,10 +105,8 @@ class LabelledTextEncoder(RowEncoder):
         return [self._examples.content_of(self._unlabelled(row), name), self.label.read(row)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, sample = (
-            {self.label.column: self.label.read(row)},
-            normalise(self.in_messages(self._unlabelled(row), name), name),
-        )
+        kept = {self.label.column: self.label.read(row)}
+        sample = normalise(self.in_messages(self._unlabelled(row), name), name)
         if isinstance(sample, Conversation):
             ids = self.conversation(sample.messages, sample.tools)
         else:
@@ -123,10 +121,6 @@ class LabelledTextEncoder(RowEncoder):
         return {key: value for key, value in row.items() if key != self.label.column}
 
 
-class _TextPairEncoder(PairEncoder):
-    takes_images = False
-
-
 class LabelledEncoder(Encoder):
     """Encoder of rows of replies, whose column `label` is kept: true for a wanted reply."""
 
@@ -136,7 +130,8 @@ class LabelledEncoder(Encoder):
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
         super().__init__(tokenizer, template, loss_on="completion", **limits)
-        self._pairs = _TextPairEncoder(tokenizer, template, **limits)
+        self._pairs = PairEncoder(tokenizer, template, **limits)
+        self._pairs.takes_images = False
 
     def content_of(self, row: Mapping[str, Any], name: str) -> Any:
         if name == "preference":

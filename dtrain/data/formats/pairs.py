@@ -41,8 +41,9 @@ from dtrain.data.formats.formats import (
     read_tools,
     refuse_images,
     require_keys,
+    with_system,
 )
-from dtrain.data.formats.image_parts import image_parts, take_images, text_of, with_images
+from dtrain.data.formats.image_parts import image_parts, text_of, with_images, without_images
 from dtrain.data.text.replies import Messages
 
 if TYPE_CHECKING:
@@ -186,10 +187,8 @@ def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> C
         start = len(before) if repeated else 0
     for messages, marks, key in ((chosen, chosen_marks, "chosen"), (rejected, rejected_marks, "rejected")):
         _check_completion(messages, marks, start, key)
-    system = row.get("system")
-    if system and before[0]["role"] != "system":
-        before = [{"role": "system", "content": read_string(system, "system")}, *before]
-    if any(image_parts(message) for message in [*chosen[start:], *rejected[start:]]):
+    before = with_system(before, row.get("system"))
+    if image_parts([*chosen[start:], *rejected[start:]]):
         raise UserError("chosen or rejected has an image of its own; images of a pair stand in its prompt")
     return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))
 
@@ -237,7 +236,7 @@ class PairEncoder(RowEncoder):
         pair = self._pair(row, name)
         if not isinstance(pair, ChatPair):
             return [pair.prompt, pair.chosen, pair.rejected, None]
-        prompt, _ = take_images(pair.prompt)
+        prompt = without_images(pair.prompt)
         return [prompt, pair.chosen, pair.rejected, pair.tools, *self.image_content(pair.prompt)]
 
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:

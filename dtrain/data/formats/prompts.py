@@ -31,8 +31,9 @@ from dtrain.data.formats.formats import (
     read_tools,
     refuse_images,
     require_keys,
+    with_system,
 )
-from dtrain.data.formats.image_parts import COLUMN, take_images, with_images
+from dtrain.data.formats.image_parts import COLUMN, with_images, without_images
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_format import learn_tool_format
@@ -58,7 +59,7 @@ class Prompt:
     @property
     def bare(self) -> Any:
         """The content with bare parts in the place of images, as rewards and records have it."""
-        return take_images(self.content)[0] if self.is_chat else self.content  # type: ignore[arg-type]
+        return without_images(self.content) if self.is_chat else self.content  # type: ignore[arg-type]
 
     @property
     def is_chat(self) -> bool:
@@ -96,9 +97,7 @@ def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = Non
         refuse_images(row, "plain prompts")
         return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
     messages, columns = _chat(row, name)
-    instructions = row.get("system") or system
-    if instructions and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": read_string(instructions, "system")}, *messages]
+    messages = with_system(messages, row.get("system") or system)
     columns.pop(COLUMN, None)
     return Prompt(with_images(row, messages), columns, read_tools(row))
 

@@ -79,7 +79,25 @@ def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
     Raises UserError that begins with `name`: no image, damaged, more than `most_pixels`, a side 200 times the other,
     no Pillow.
     """
-    return _inspect(_open(data, name), data, name, most_pixels)
+    image = _open(data, name)
+    width, height = image.size
+    if image.format == "TIFF":  # whose size some versions of Pillow turn, and others do not
+        width, height = _tiff_tags(image)[256], _tiff_tags(image)[257]
+    if width * height > most_pixels:
+        raise UserError(
+            f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
+            f"{most_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MOST_PIXELS_KEY}"
+        )
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise UserError(
+            f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
+        )
+    with _user_errors(name, "the image is torn"):
+        swaps = _orientation(image, data) >= 5
+    deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
+    notes = [(ANIMATED, _is_animated(image)), (CMYK, image.mode == "CMYK"), (DEEP, deep)]
+    height, width = (width, height) if swaps else (height, width)
+    return Header(height, width, tuple(note for note, applies in notes if applies))
 
 
 def decode(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
@@ -113,27 +131,6 @@ def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
             "header; save it anew"
         )
     return rgb
-
-
-def _inspect(image: "ImageFile", data: bytes, name: str, most_pixels: int) -> Header:
-    width, height = image.size
-    if image.format == "TIFF":  # whose size some versions of Pillow turn, and others do not
-        width, height = _tiff_tags(image)[256], _tiff_tags(image)[257]
-    if width * height > most_pixels:
-        raise UserError(
-            f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
-            f"{most_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MOST_PIXELS_KEY}"
-        )
-    if max(width, height) > MOST_ASPECT * min(width, height):
-        raise UserError(
-            f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
-        )
-    with _user_errors(name, "the image is torn"):
-        swaps = _orientation(image, data) >= 5
-    deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
-    notes = [(ANIMATED, _is_animated(image)), (CMYK, image.mode == "CMYK"), (DEEP, deep)]
-    height, width = (width, height) if swaps else (height, width)
-    return Header(height, width, tuple(note for note, applies in notes if applies))
 
 
 def _open(data: bytes, name: str) -> "ImageFile":

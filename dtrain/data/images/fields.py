@@ -100,9 +100,7 @@ class ProcessorFiles:
     def image_texts(self, begin: str, image: str, end: str) -> tuple[str, str, str]:
         """Return the texts of the tokens before an image, of it, and after it; the arguments are the kind's
         defaults."""
-        defaults = {"boi_token": begin, "image_token": image, "eoi_token": end}
-        before, within, after = (self.token(key, default) for key, default in defaults.items())
-        return before, within, after
+        return self.token("boi_token", begin), self.token("image_token", image), self.token("eoi_token", end)
 
     def image_token_id(self) -> int:
         """Return the id of image tokens by config.json."""
@@ -111,6 +109,12 @@ class ProcessorFiles:
             self.model.problem("image_token_id is missing; it says which tokens stand for images")
             return 0
         return self.model.integer(key, minimum=0)
+
+    def integer_of_tower(self, key: str, default: int, other: str | None = None) -> int:
+        """Return the number `key` of the processor, which the tower's field `other` (None: of that name) must equal."""
+        value = self.fields.integer(key, default)
+        self.must_equal(key, value, self.vision, other or key)
+        return value
 
     def must_equal(self, key: str, value: int, place: Fields, other: str) -> None:
         """Add a problem where the field `other` of `place`, a part of config.json, is written and is not `value`, which

@@ -1,4 +1,5 @@
-"""Images as rows write them (path, `file://` or data URI, URL, bytes, `{"bytes", "path"}`): bytes, digest, values.
+"""Images as rows write them (path, `file://` or data URI, URL, bytes, `{"bytes", "path"}`): their bytes, and the record
+that a cache of rows keeps of each.
 
 An image is known by the SHA-256 of its bytes, never by its path. Neither torch nor Pillow is imported here.
 """
@@ -18,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
 from dtrain.data.images.decoding import MOST_PIXELS, Header, decode, header
+from dtrain.data.images.processor import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +53,49 @@ class ImageBytes:
     def decode(self, most_pixels: int = MOST_PIXELS) -> "Tensor":
         """Return the upright image as RGB, uint8 [3, H, W]; see `decoding.decode`."""
         return decode(self.data, self.name, most_pixels)
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """Image of a sample.
+
+    name    as messages call it
+    digest  SHA-256 of its bytes, in hex
+    path    its file, absolute; None: the bytes are in `data`
+    origin  file and line of its row, where they are known
+    """
+
+    name: str
+    digest: str
+    layout: Layout
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+    origin: str | None = None
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Name, path and digest, as samples.jsonl and the answers of evaluations have them."""
+        return {"name": self.name, "path": self.path, "digest": self.digest}
+
+    @property
+    def key(self) -> int:
+        """Number of 63 bits that equal images share."""
+        return int(self.digest[:16], 16) >> 1
+
+    def image(self) -> ImageBytes:
+        """Return the image, its file read again; named by its row and its whole path. Raises UserError where that is
+        another one, or gone."""
+        name = ": ".join(part for part in (self.origin, self.path or self.name) if part)
+        if self.data is not None:
+            return ImageBytes(name, self.data)
+        path = Path(str(self.path))
+        try:
+            image = ImageBytes(name, path.read_bytes(), path)
+        except OSError as error:
+            raise UserError(f"{name}: the image cannot be read: {error.strerror}; put it back") from error
+        if image.digest != self.digest:
+            raise UserError(f"{name}: the image is not the one that the run began with; start again")
+        return image
 
 
 def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None) -> ImageBytes:

@@ -74,7 +74,7 @@ class ImageProcessor:
     def pixels(self, image: "Tensor") -> "Tensor":
         """Return what the tower reads of `image`, uint8 [3, H, W]: float32 [patches, values], in transformers' order.
         Gemma 3's patches are cut from its processor's square image row after row, the channels first in each."""
-        from dtrain.data.images.pixels import normalised, rescaled, resized
+        from dtrain.data.images.tensors import normalised, rescaled, resized
 
         height, width = self.layout(*image.shape[1:])[:2]
         small = resized(image, height, width, self.resample)
@@ -90,15 +90,10 @@ class ImageProcessor:
         `base.batch.IMAGE_STREAMS`: here `image_features` and `image_ends`, int64 [S].
 
         is_image: [S] bool; layouts: of its images, in order."""
-        from dtrain.data.images.positions import feature_index, image_ends
+        from dtrain.data.images.tensors import feature_index, image_ends
 
         lengths = [layout.tokens for layout in layouts]
         return {"image_features": feature_index(is_image), "image_ends": image_ends(is_image, lengths)}
-
-    @property
-    def placeholder(self) -> str:
-        """The text that a chat template writes for one image."""
-        return self.tokens.placeholder
 
     def expansion(self, layout: Layout) -> str:
         """Return the text that replaces the placeholder of an image of this layout."""

@@ -1,10 +1,9 @@
 """`ImageReader`: images of chats, from the parts of messages to image tokens in the text, streams and pixels.
 
-    messages, values = take_images(messages)        of formats.image_parts: bare parts, and the images in order
-    images = reader.read(values, directory)         bytes and layout of each, by its header
-    text = reader.expand(rendered, images)          the template's placeholders become image tokens
-    streams = reader.streams(ids, layouts)            what a model reads beside the ids
-    pixels = reader.pixels(image)                   decoded, as the tower takes them
+    images = reader.read(values, directory)    bytes and layout of each, by its header
+    text = reader.expand(rendered, layouts)    the template's placeholders become image tokens
+    streams = reader.streams(ids, layouts)     what a model reads beside the ids
+    pixels = reader.pixels(image)              decoded, as the tower takes them
 
 A reader is for one model. Its processor is read at the first image, so that chats without one need no processor.
 Torch is imported where tensors are asked for.
@@ -12,19 +11,17 @@ Torch is imported where tensors are asked for.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import has_vision
 from dtrain.data.images.decoding import MOST_PIXELS
-from dtrain.data.images.files import ImageBytes, read_image
+from dtrain.data.images.families import read_processor
+from dtrain.data.images.files import ImageBytes, ImageRecord, read_image
 from dtrain.data.images.processor import ImageProcessor, Layout
-from dtrain.data.images.reading import read_processor
-from dtrain.data.images.records import ImageRecord
 from dtrain.data.images.whole import check_whole
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -43,7 +40,9 @@ class LaidOutImage:
     @property
     def record(self) -> ImageRecord:
         """The image as a cache keeps it."""
-        return ImageRecord.of(self.image, self.layout)
+        image = self.image
+        path, data = (None, image.data) if image.path is None else (str(image.path), None)
+        return ImageRecord(image.name, image.digest, self.layout, path, data)
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class ExpandedText:
         return position + self.shifts[bisect_right(self.ends, position)]
 
 
+@dataclass(eq=False)
 class ImageReader:
     """Reader of images for the model whose files are in `model`.
 
@@ -71,29 +71,19 @@ class ImageReader:
     cache_dir       where images behind URLs are copied to; None: URLs are refused
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        model: Path,
-        *,
-        max_pixels: int | None = None,
-        most_pixels: int = MOST_PIXELS,
-        cache_dir: Path | None = None,
-    ):
-        self.tokenizer, self.model, self.cache_dir = tokenizer, model, cache_dir
-        self.max_pixels, self.most_pixels = max_pixels, most_pixels
-        self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
+    tokenizer: Tokenizer
+    model: Path
+    _: KW_ONLY
+    max_pixels: int | None = None
+    most_pixels: int = MOST_PIXELS
+    cache_dir: Path | None = None
 
-    def bounded(self, max_pixels: int) -> "ImageReader":
-        """Return the reader of the same model with this bound on pixels."""
-        bounds = {"max_pixels": max_pixels, "most_pixels": self.most_pixels}
-        return ImageReader(self.tokenizer, self.model, **bounds, cache_dir=self.cache_dir)
+    def __post_init__(self) -> None:
+        self._last: tuple[Sequence[Any], Path | None, list[LaidOutImage]] | None = None  # what `read` took and returned
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """The model's image processor. Raises UserError where the model takes no images, or has none that fits."""
-        if not has_vision(self.model):
-            raise UserError(f"the model in {self.model} takes no images (its config.json has no vision_config)")
+        """The model's image processor. Raises UserError where it has none that fits."""
         processor = read_processor(self.model, self.max_pixels)
         processor.check_tokens(self.tokenizer.vocabulary)
         return processor
@@ -137,7 +127,7 @@ class ImageReader:
         Placeholders in the words of users are none: templates write them escaped. Raises UserError where there are more
         or fewer placeholders than images.
         """
-        placeholder = self.processor.placeholder
+        placeholder = self.processor.tokens.placeholder
         pieces = text.split(placeholder)
         if len(pieces) - 1 != len(layouts):
             raise UserError(
@@ -207,7 +197,7 @@ class ImageReader:
         """
         import torch
 
-        from dtrain.data.images.positions import feature_index
+        from dtrain.data.images.tensors import feature_index
 
         decoded: dict[str, Tensor] = {}
         made = []

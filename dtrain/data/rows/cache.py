@@ -30,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,8 @@ from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
 from dtrain.data.sources.files import read_chunks
 
 if TYPE_CHECKING:
-    from dtrain.data.images.records import ImageRecord
-    from dtrain.data.rows.image_cache import ImageTable, ImageWriter
+    from dtrain.data.images.files import ImageRecord
+    from dtrain.data.rows.image_cache import ImageWriter
     from dtrain.data.rows.pool import Job
 
 META = "meta.json"
@@ -85,17 +85,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Source:
-    """Files, the format of all or of each, their weight in an epoch (`order.Order`), and their names of our columns."""
+    """Files, the format of each, their weight in an epoch (`rows.Order`), and their names of our columns."""
 
     files: tuple[Path, ...]
-    format: str | tuple[str, ...]
+    formats: tuple[str, ...]
     weight: float = 1.0
     columns: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The format of each file."""
-        return (self.format,) * len(self.files) if isinstance(self.format, str) else self.format
 
     @property
     def reading(self) -> list[Any]:
@@ -118,7 +113,7 @@ class Samples:
         self.directory, self.weights = directory, tuple(weights)
         self.meta: dict[str, Any] = json.loads((directory / META).read_text())
         self._tokens, self._trained, self._offsets, origins = self._mapped(ARRAYS)
-        self._columns, self._image_arrays = self._mapped(COLUMNS), self._mapped(IMAGES)
+        self._columns, self._images = self._mapped(COLUMNS), self._mapped(IMAGES)
         self._origins = origins.view(-1, 3)
         self.noun: str = self.meta["noun"]
         self.documents_per_sample: int = self.meta["documents_per_sample"]
@@ -142,12 +137,6 @@ class Samples:
     def identity(self) -> str:
         """A digest of the samples and of the source that each is of."""
         return digest(self.fingerprint, self.meta["per_source"])[:16]
-
-    @cached_property
-    def _images(self) -> "ImageTable":
-        from dtrain.data.rows.image_cache import ImageTable  # rows of text alone load nothing of images
-
-        return ImageTable(self._image_arrays)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -184,7 +173,10 @@ class Samples:
 
     def images(self, index: int) -> "list[list[ImageRecord]]":
         """Return the images of each document of a sample, in the order of their tokens."""
-        return self._images.of(index * self.documents_per_sample, self.documents_per_sample, self.origin(index))
+        from dtrain.data.rows.image_cache import images_of  # rows of text alone load nothing of images
+
+        first = index * self.documents_per_sample
+        return images_of(self._images, first, self.documents_per_sample, self.origin(index))
 
     def column_names(self) -> list[str]:
         """Return the names of the columns kept of up to 256 rows, which are spread over all."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dtrain.base.json_files import LARGE, read_json
 from dtrain.base.ranks import THREADS, Ranks, view
+from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.processor import Layout
-from dtrain.data.images.records import ImageRecord
 
 FILES = "image_files.json"
 
@@ -71,29 +71,22 @@ class ImageWriter:
         return self._places[digest]
 
 
-class ImageTable:
-    """Images of the documents of a cache. arrays: its images.bin, image_offsets.bin and
-    image_bytes.bin, memory-mapped."""
+def images_of(arrays: Sequence[Tensor], first: int, count: int, origin: tuple[str, int]) -> list[list[ImageRecord]]:
+    """Return the images of `count` documents of a cache from `first` on, in the order of their tokens. arrays: its
+    images.bin, image_offsets.bin and image_bytes.bin, memory-mapped, [n] each. origin: file and line of their row."""
+    records, offsets, contents = arrays
+    where = ":".join(map(str, origin))
+    bounds = offsets[first : first + count + 1].tolist()
+    written = [json.loads(records[start:end].numpy().tobytes()) for start, end in pairwise(bounds)]
+    return [[_record(contents, where, *entry) for entry in entries] for entries in written]
 
-    def __init__(self, arrays: Sequence[Tensor]):
-        self._records, self._offsets, self._bytes = arrays
 
-    def of(self, first: int, count: int, origin: tuple[str, int]) -> list[list[ImageRecord]]:
-        """Return the images of `count` documents from `first` on, in the order of their tokens. origin: file and line
-        of their row."""
-        file, line = origin
-        bounds = self._offsets[first : first + count + 1].tolist()
-        return [
-            [self._record(f"{file}:{line}", *entry) for entry in json.loads(self._records[start:end].numpy().tobytes())]
-            for start, end in pairwise(bounds)
-        ]
-
-    def _record(
-        self, origin: str, name: str, digest: str, layout: list, path: str | None, stored: list[int] | None
-    ) -> ImageRecord:
-        height, width, grid, tokens = layout
-        data = None if stored is None else self._bytes[slice(*stored)].numpy().tobytes()
-        return ImageRecord(name, digest, Layout(height, width, tuple(grid), tokens), path, data, origin)
+def _record(
+    contents: Tensor, origin: str, name: str, digest: str, layout: list, path: str | None, stored: list[int] | None
+) -> ImageRecord:
+    height, width, grid, tokens = layout
+    data = None if stored is None else contents[slice(*stored)].numpy().tobytes()
+    return ImageRecord(name, digest, Layout(height, width, tuple(grid), tokens), path, data, origin)
 
 
 def damage_of_images(place: Path, ranks: Ranks) -> str | None:

@@ -30,7 +30,7 @@ def made_by_workers(batches: Callable[[int, int], Iterator[Made]], num_workers: 
         snapshot_every_n_steps=1 << 30,
     )
     for flat, beside in loader:
-        yield _rows_of(*flat), beside
+        yield _rows_of(flat), beside
 
 
 class _Flat(IterableDataset):
@@ -75,19 +75,12 @@ def _flattened(rows: Sequence[Row]) -> _FlatRows:
     )
 
 
-def _rows_of(
-    widths: dict[str, int],
-    streams: Tensor,
-    lengths: list[int],
-    pixels: Tensor,
-    patches: list[int],
-    lists: list[dict[str, list]],
-) -> list[Row]:
+def _rows_of(flat: _FlatRows) -> list[Row]:
     """Return the rows that `_flattened` made these of, as views."""
-    columns = dict(zip(widths, streams.split(list(widths.values()), 1), strict=True))
-    parts = {name: (stream if widths[name] > 1 else stream[:, 0]).split(lengths) for name, stream in columns.items()}
-    rows = [{name: part[number] for name, part in parts.items()} for number in range(len(lengths))]
-    for row, own, of_row in zip(rows, pixels.split(patches), lists, strict=False):
+    columns = zip(flat.widths.items(), flat.streams.split(list(flat.widths.values()), 1), strict=True)
+    parts = {name: (stream if width > 1 else stream[:, 0]).split(flat.lengths) for (name, width), stream in columns}
+    rows = [{name: part[number] for name, part in parts.items()} for number in range(len(flat.lengths))]
+    for row, own, of_row in zip(rows, flat.pixels.split(flat.patches), flat.lists, strict=False):
         grids, keys = (torch.tensor(of_row[name], dtype=torch.int64) for name in ("grids", "image_keys"))
         row |= {"pixels": own, "grids": grids.view(-1, 3), "image_keys": keys}
     return rows

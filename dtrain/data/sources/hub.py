@@ -65,27 +65,27 @@ def cached(name: str, pick: "Pick", key: str = "data.train") -> list[Path] | Non
 def look(name: str, pick: "Pick", key: str = "data.train") -> tuple[Path, list[str]]:
     """Return the directory of a dataset in the cache, with its README and the hub's listing alone, and the files of the
     split in it, which may be still to come. Raises UserError that says what to do where the hub does not give them."""
-    from huggingface_hub import snapshot_download
-
-    options: dict[str, Any] = {"repo_type": "dataset", "revision": pick.revision}
-    with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
-        directory = Path(snapshot_download(name, allow_patterns=[README], **options))
+    directory = _fetched(name, pick, key, [README], pick.revision)
     return directory, _chosen(name, directory, pick, key)
 
 
 def download(name: str, pick: "Pick", key: str = "data.train") -> list[Path]:
     """Return the files of a split in the cache, the missing ones downloaded. Several processes may ask at once: the
     library locks each file. Raises UserError as `look` does."""
-    from huggingface_hub import snapshot_download
-
     directory, chosen = look(name, pick, key)
-    options: dict[str, Any] = {"repo_type": "dataset", "revision": directory.name}  # one commit, whatever is pushed
-    with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
-        snapshot_download(name, allow_patterns=[glob.escape(path) for path in chosen], **options)
+    _fetched(name, pick, key, [glob.escape(path) for path in chosen], directory.name)  # one commit, whatever is pushed
     lacking = [path for path in chosen if not (directory / path).is_file()]
     if lacking:
         raise UserError(f"{name}: the hub did not give {', '.join(lacking[:3])}")
     return [directory / path for path in chosen]
+
+
+def _fetched(name: str, pick: "Pick", key: str, patterns: list[str], revision: str | None) -> Path:
+    """Return the directory of a dataset in the cache, its files of these patterns downloaded. Raises UserError."""
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
+        return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 
 def _listing(name: str, directory: Path) -> list[str]:

@@ -23,7 +23,7 @@ from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
-from dtrain.data.text import endings
+from dtrain.data.text.replies import note_on_ending
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -178,9 +178,21 @@ def _opened(
     template = template or choose_template(
         tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs
     )
-    images = None if formats.isdisjoint(TEMPLATED) else image_reader(section, tokenizer, cache_dir)
-    encoder = _encoder(section, tokenizer, template, formats, tell, kind, prompts, label, images)
+    refuse_without_template(section.prompts_as, template, tokenizer.directory)
+    module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
+    options = {"label": label, "options": prompts, "loss_on": section.loss_on}
+    encoder: RowEncoder = getattr(import_module(module), name)(
+        tokenizer,
+        template,
+        max_length=section.max_length,
+        too_long=section.too_long,
+        prompts_as=section.prompts_as or TEXT,
+        images=None if formats.isdisjoint(TEMPLATED) else image_reader(section, tokenizer, cache_dir),
+        **{option: options[option] for option in own},
+    )
     encoder.part = Part(section.val, seed, not train) if is_part else None
+    for line in _notes_on_formats(section, template, formats, kind, label):
+        tell(line)
     return sources, encoder
 
 
@@ -224,40 +236,28 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
     return sources
 
 
-def _encoder(
-    section: Any,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    formats: set[str],
-    say: Say,
-    kind: str,
-    prompts: "PromptOptions | None",
-    label: "Label | None",
-    images: "ImageReader | None",
-) -> RowEncoder:
-    """Return the encoder of the section; prints the chat template's origin, and what loss_on means for plain rows."""
-    refuse_without_template(section.prompts_as, template, tokenizer.directory)
-    limits = {"max_length": section.max_length, "too_long": section.too_long, "prompts_as": section.prompts_as or TEXT}
-    limits["images"] = images
-    module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
-    options = {"label": label, "options": prompts, "loss_on": section.loss_on}
-    options = {option: options[option] for option in own} | limits
-    encoder: RowEncoder = getattr(import_module(module), name)(tokenizer, template, **options)
+def _notes_on_formats(
+    section: Any, template: ChatTemplate | None, formats: set[str], kind: str, label: "Label | None"
+) -> list[str]:
+    """Return where the chat template is from, and what loss_on means for rows that no template writes."""
+    notes = []
     if template and formats & TEMPLATED:
-        say(f"chat template: {template.origin}")
+        notes.append(f"chat template: {template.origin}")
         if template.writes_today:
-            say(
+            notes.append(
                 "the chat template writes today's date into each conversation; "
                 "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
             )
     plain = kind == "examples" and label is None
     if plain and "text" in formats and section.loss_on != "all":
-        say(f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained")
+        notes.append(
+            f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained"
+        )
     if "tokenized" in formats:
         keys = ", ".join(KINDS[kind]["tokenized"])
         what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
-        say(f"tokenized rows are used as they are: {what}")
-    return encoder
+        notes.append(f"tokenized rows are used as they are: {what}")
+    return notes
 
 
 def notes_on_endings(encoder: RowEncoder, formats: Collection[str], rows: int, plain: int) -> list[str]:
@@ -266,7 +266,7 @@ def notes_on_endings(encoder: RowEncoder, formats: Collection[str], rows: int, p
     is_written = not TEMPLATED.isdisjoint(formats) and (plain < rows or encoder.prompts_as != TEXT)
     if encoder.template is None or not encoder.generates or not is_written:
         return []
-    note = endings.note(encoder.replies, encoder.tokenizer, encoder.loss_on == "all")
+    note = note_on_ending(encoder.replies, encoder.tokenizer, encoder.loss_on == "all")
     return [] if note is None else [note]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, first_line
 from dtrain.base.files import lock
 from dtrain.base.json_files import digest
 
@@ -125,17 +125,15 @@ def _url_errors(url: str, key: str) -> Iterator[None]:
         yield
     except ImportError as error:
         fix = "pip install 'dtrain[remote-files]'"
-        raise UserError(f"{key}: {scheme}:// needs a package that is not installed: {fix} ({_line(error)})") from error
+        raise UserError(
+            f"{key}: {scheme}:// needs a package that is not installed: {fix} ({first_line(error)})"
+        ) from error
     except FileNotFoundError as error:
-        why = f" ({_line(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
+        why = f" ({first_line(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
         raise UserError(f"{key}: no file is at {url}{why}") from error
     except PermissionError as error:
-        raise UserError(f"{key}: {url}: no permission, or no credentials, to read it ({_line(error)})") from error
+        raise UserError(f"{key}: {url}: no permission, or no credentials, to read it ({first_line(error)})") from error
     except ValueError as error:
-        raise UserError(f"{key}: {url}: fsspec cannot read such a URL ({_line(error)})") from error
+        raise UserError(f"{key}: {url}: fsspec cannot read such a URL ({first_line(error)})") from error
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{key}: {url} could not be read: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{key}: {url} could not be read: {first_line(error)}") from error

@@ -120,7 +120,8 @@ def test_a_text_file_with_an_image_s_name(folder):
 def test_size_and_identity_need_no_torch_and_reading_no_pillow():
     code = f"""
 import sys
-from dtrain.data.images import ImageBytes, read_image, read_processor
+from dtrain.data.images.families import read_processor
+from dtrain.data.images.files import ImageBytes, read_image
 image = read_image({PNG!r}, None)
 image.digest
 assert not {{"torch", "PIL", "numpy"}} & sys.modules.keys()

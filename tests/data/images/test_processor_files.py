@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.data.images import read_processor
+from dtrain.data.images.families import read_processor
 from tests.data.images.makers import PUBLISHED, model_directory
 
 
@@ -88,7 +88,7 @@ def test_the_length_of_gemma_3_s_images_is_processor_config_s(tmp_path):
     layout = processor.layout(5, 7)
     assert layout == (896, 896, (1, 64, 64), 64) and layout.patches == 64 * 64
     assert processor.expansion(layout) == f"\n\n<start_of_image>{'<image_soft_token>' * 64}<end_of_image>\n\n"
-    assert processor.placeholder == "<start_of_image>"
+    assert processor.tokens.placeholder == "<start_of_image>"
 
 
 def test_directories_without_their_files(tmp_path):
