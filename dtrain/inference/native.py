@@ -23,9 +23,8 @@ from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
-from dtrain.inference.kv_cache import KeyValues, choose_budget
+from dtrain.inference.kv_cache import KeyValues, PromptKey, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.inference.sequence import PromptKey
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
@@ -145,9 +144,6 @@ class NativeEngine(RolloutEngine):
         elif self._steps is not None and self._steps.lost is not None:
             self._say(f"note: {self._steps.lost}")
             self._steps.lost = None
-
-    def expect(self, requests: Sequence[Request], version: int) -> None:
-        """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""

@@ -9,13 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from dtrain.base.errors import UserError, in_words
-
-if TYPE_CHECKING:
-    pass
 
 CONNECT_SECONDS = 10.0
 LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
