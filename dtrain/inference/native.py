@@ -40,10 +40,10 @@ class NativeEngine(RolloutEngine):
     """Engine of a model that lies on `mesh`, with its weights as they are at each call: they may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
-    rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
-    it. dtype: that layers compute in; the parameters', by default. steps: as `Engine` has it; not under tp. Where
-    weights are not gathered once, or another rank found an obstacle, a rollout goes without, and `say` says so once.
-    offloader: moves the optimizer's state to host memory meanwhile.
+    rollout; "auto" where they take at most half of the memory that is free. dtype: that layers compute in; the
+    parameters', by default. steps: as `Engine` has it; not under tp. Where weights are not gathered once, or another
+    rank found an obstacle, a rollout goes without, and `say` says so once. offloader: moves the optimizer's state to
+    host memory meanwhile.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class NativeEngine(RolloutEngine):
         *,
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
-        max_tokens: int | None = None,
         dtype: torch.dtype | None = None,
         steps: "Steps | None" = None,
         offloader: PolicyOffloader | None = None,
@@ -66,7 +65,6 @@ class NativeEngine(RolloutEngine):
         self.model, self.mesh, self.device = model, mesh, device
         self._decode = decode
         self._unshard = unshard
-        self._max_tokens = max_tokens
         dtype = dtype or next(model.parameters()).dtype
         self._flash, note = choose(model.config, dtype, device, mesh.tp.size())
         if note:
@@ -157,8 +155,7 @@ class NativeEngine(RolloutEngine):
             self.model,
             decode=self._decode,
             max_rows=chosen.rows,
-            max_tokens=self._max_tokens
-            or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
+            max_tokens=self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             steps=self._steps,

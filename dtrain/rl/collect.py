@@ -278,7 +278,7 @@ class CompletionSampler:
         for prompt in prompts:
             most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
             sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            images = prompt.sent_images() if self.engine.sends_images else prompt.decoded_images()
+            images = prompt.sent_images() if self.engine.is_remote else prompt.decoded_images()
             requests += [
                 Request(prompt.ids, sampling, self.seed, prompt.index, number, **images) for number in range(count)
             ]
@@ -328,7 +328,7 @@ class Collector:
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True
-        if self.rows.images is None or self.sampler.engine.sends_images:  # the native engine draws none ahead
+        if self.sampler.engine.is_remote:
             next_prompts = prompts_from(self.rows, last.after, wanted)
             self.sampler.engine.expect(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it

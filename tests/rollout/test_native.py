@@ -15,6 +15,7 @@ from dtrain.attention.kernels import KERNELS
 from dtrain.attention.ring import RingKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
+from dtrain.inference.kv_cache import Budget
 from dtrain.inference.native import NativeEngine, _MeshPeers, share_out
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
@@ -172,10 +173,11 @@ def test_masters_in_float32_decode_in_bfloat16():
 def refused(rank):
     model, mesh = on_mesh(rank, "qwen3", {"dp_shard": 2})
     before = state_of(model)
-    engine = NativeEngine(model, mesh, torch.device("cpu"), max_tokens=100)
+    engine = NativeEngine(model, mesh, torch.device("cpu"))
     with pytest.raises(UserError, match="request 1 has a token id outside"):
         engine.generate([Request([1], KINDS[0]), Request([1000], KINDS[0])])
-    with pytest.raises(UserError, match="request 0 may come to 160 positions"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="request 0 may come to 160 positions"):
+        patch.setattr("dtrain.inference.native.choose_budget", lambda *_, **__: Budget(8, 100, 64))
         engine.generate([Request([1], SamplingParams(99))])
     with pytest.raises(UserError, match="stop texts need a tokenizer"):
         engine.generate([Request([1], KINDS[3])])
