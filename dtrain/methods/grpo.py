@@ -38,7 +38,6 @@ from dtrain.rl.collect import (
     open_engine,
     open_rewards,
     prompts_of,
-    refuse_graphs,
 )
 from dtrain.rl.environments.episodes import open_episodes
 from dtrain.rl.remote.http_client import read_key
@@ -237,11 +236,13 @@ class GrpoMethod(MethodWithReference):
             read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
-        refuse_graphs(self.section, device)
+        if self.section.engine == "native" and self.section.cuda_graphs is True and device.type != "cuda":
+            raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.section
+        self.refuse_device(policy.device)
         if self.needs_reference():
             self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
@@ -356,9 +357,9 @@ class GrpoMethod(MethodWithReference):
                 "weights (checkpoint.init_from, run.name)"
             )
         changed = []
-        if "sequences" in state:
-            replays, did = section.router_replay, "routed" in state
-            if section.beta and "reference_logprobs" not in state["per_token"]:
+        if shapes := state.get("shapes"):
+            replays, did = section.router_replay, "routed" in shapes
+            if section.beta and "reference_logprobs" not in shapes:
                 changed.append(f"grpo.beta: 0.0 -> {section.beta}")
             if replays != did:
                 changed.append(f"grpo.router_replay: {did} -> {replays}".lower())

@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from dtrain.rl.environments.episodes import Episodes
 
 
-def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
-    """Raise UserError for CUDA graphs on another device."""
-    if section.engine == "native" and section.cuda_graphs is True and device.type != "cuda":
-        raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
-
-
 def open_engine(
     section: RolloutSection,
     policy: Policy,
@@ -57,7 +51,6 @@ def open_engine(
     adapter that trains, for servers that are sent it. obstacles: to CUDA graphs. Collective. Raises UserError."""
     if section.engine == "http":
         return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
-    refuse_graphs(section, policy.device)
     steps = None
     if policy.device.type == "cuda":
         why = "; ".join(obstacles)
