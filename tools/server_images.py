@@ -61,7 +61,7 @@ class Pictured:
         return [
             Request(prompt.ids, sampling, 5, prompt.index, sample, **fields)
             for prompt in self.prompts
-            for fields in (prompt.sent_images() if is_remote else prompt.decoded_images(),)
+            for fields in (prompt.images_for(is_remote),)
             for sample in range(samples)
         ]
 

@@ -70,6 +70,10 @@ class Dpo:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
 
+    @property
+    def losses(self) -> list[str]:
+        return [self.loss] if isinstance(self.loss, str) else list(self.loss)
+
 
 class PairSums(NamedTuple):
     """Sums over the labelled tokens of pairs, [pairs] each.
@@ -120,7 +124,7 @@ class Objective:
     """The recipe's losses and weights. `whole_batch`: a pair's loss depends on the other pairs of the batch."""
 
     def __init__(self, section: Dpo):
-        names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+        names = section.losses
         weights = section.loss_weights or [1.0] * len(names)
         by_name = list(zip(names, weights, strict=True))
         self.beta = section.beta
@@ -204,7 +208,7 @@ class DpoMethod(MethodWithReference):
             f_divergence=section.f_divergence,
             options=section.kwargs,
         )
-        names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+        names = section.losses
         if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
             errors.append(
                 f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: "
@@ -234,8 +238,7 @@ class DpoMethod(MethodWithReference):
 
     def needs_reference(self) -> bool:
         """Return False also where every loss of the list goes without."""
-        names = [self.section.loss] if isinstance(self.section.loss, str) else self.section.loss
-        reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)
+        reads = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
         return reads and self.section.reference not in (None, "none")
 
     def holds_reference(self) -> bool:

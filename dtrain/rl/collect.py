@@ -157,15 +157,13 @@ class PromptRow:
         """The sample of the data whose images this prompt has; -1 without."""
         return self.place.samples[0] if self.images else -1
 
-    def decoded_images(self) -> dict[str, Any]:
-        """Return a request's fields of images, for an engine that reads pixels. Raises UserError."""
-        images = None if self.reader is None else prompt_images(self.reader, self.ids, self.images)
-        return {} if images is None else {"images": images}
-
-    def sent_images(self) -> dict[str, Any]:
-        """Return a request's fields of images, for an engine that sends their files."""
+    def images_for(self, is_remote: bool) -> dict[str, Any]:
+        """Return a request's fields of images: decoded, or with their files for an engine that is remote. Raises
+        UserError."""
         if self.reader is None or not self.images:
             return {}
+        if not is_remote:
+            return {"images": prompt_images(self.reader, self.ids, self.images)}
         messages, tools = self.row["prompt"], read_tools(self.row["columns"])
         return {"image_prompt": ImagePrompt.of(self.reader, self.ids, self.images, messages, tools)}
 
@@ -271,10 +269,8 @@ class CompletionSampler:
         for prompt in prompts:
             most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
             sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            images = prompt.sent_images() if self.engine.is_remote else prompt.decoded_images()
-            requests += [
-                Request(prompt.ids, sampling, self.seed, prompt.index, number, **images) for number in range(count)
-            ]
+            images, draws = prompt.images_for(self.engine.is_remote), range(count)
+            requests += [Request(prompt.ids, sampling, self.seed, prompt.index, draw, **images) for draw in draws]
         return requests
 
 
