@@ -4,8 +4,7 @@ registry                     the table of the methods, and recipes of them; impo
 method                       the base of the methods
 sft, dpo, kto, grpo, distill, reward    each method with its section
 precompute                   dpo: the reference's sums, once
-student                      distill, where the student draws
-rollouts                     rollouts as the source of batches
+rollouts, student            rollouts as the source of batches; distill: those that the student draws
 """
 
 from typing import TYPE_CHECKING

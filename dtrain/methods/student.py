@@ -1,26 +1,25 @@
-"""On-policy distillation: the student learns the teacher's distribution at tokens that it draws itself, in rollouts
-without rewards."""
+"""The student's own samples for on-policy distillation, drawn as rollouts without rewards."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import Batch
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows, Tokenizer
-from dtrain.data.formats.prompts import PromptOptions
 from dtrain.inference.native import NativeEngine
-from dtrain.methods.distill import DistillMethod
-from dtrain.methods.rollouts import Buffer, Rollouts
+from dtrain.methods.rollouts import Buffer
 from dtrain.policy import Policy
 from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, Sample, lengths_of, prompts_from, prompts_of
+
+if TYPE_CHECKING:
+    from dtrain.methods.distill import OnPolicyDistillMethod
 
 
 @dataclass
@@ -84,86 +83,13 @@ def _all_counted(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros(len(samples)), every, every
 
 
-class OnPolicyDistillMethod(DistillMethod):
-    """Distillation where `distill.samples` is student: the student answers the data's prompts itself, and learns the
-    teacher's distribution at the tokens that it drew (Agarwal et al., arXiv:2306.13649). The loss is `DistillMethod`'s.
-
-    Steps take a rollout's samples in the data's order, so that student_share of each step's are the student's. A
-    validation set is answered by the student too, by its likeliest tokens.
-    """
-
-    kind = "prompts"
-
-    def problems(self) -> list[str]:
-        section, errors = self.section, self._unread_problems()
-        rollout, batch = section.prompts_per_step, self.recipe.train.global_batch
-        if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
-            errors.append(
-                f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts: "
-                f"set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
-            )
-        errors += self.room_problems()
-        if section.student_share == 1 and self.recipe.data.loss_on != "assistant":
-            errors.append(
-                f"data.loss_on={self.recipe.data.loss_on} plays no part where the student draws every sample: what it "
-                "draws is trained; leave it out, or lower distill.student_share"
-            )
-        return errors
-
-    def refuses(self, format: str) -> str | None:
-        if format in ("preference", "text"):
-            return (
-                "distill.samples=student draws its own answers to prompts; give it messages, question or "
-                "prompt_completion, or set distill.samples=data"
-            )
-        if format == "question" and self.section.student_share < 1:
-            return "a question has no answer for the data's part of the samples: set distill.student_share=1"
-        return None
-
-    def prompts(self) -> PromptOptions:
-        section = self.section
-        loss_on = self.recipe.data.loss_on if section.student_share < 1 else None
-        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on)
-
-    def automatic_batch(self, rows: int) -> int:
-        return self.section.prompts_per_step or super().automatic_batch(rows)
-
-    @cached_property
-    def source(self) -> Rollouts:
-        settings = {"train.global_batch": self.recipe.train.global_batch}
-        return Rollouts(self, settings, self.section.prompts_per_step)
-
-    @property
-    def choices(self) -> list[str]:
-        drawn, share = self.source.size, self.section.student_share
-        steps = self.source.steps(drawn)
-        theirs = "all" if share == 1 else f"{share:g} of them"
-        plural = "s" if steps > 1 else ""
-        line = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
-        return [line, *super().choices]
-
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Opens the teacher and the native engine."""
-        super().begin(policy, splits, run)
-        self._run, recipe, section = run, self.recipe, self.section
-        tokenizer = Tokenizer.from_directory(recipe.model.directory)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        dtype, say = policy.precision.compute, run.metrics.say
-        engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=decode, dtype=dtype, say=say)
-        length, seed = recipe.data.max_length, recipe.run.seed
-        sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop)
-        share = Fraction(str(section.student_share))
-        self.collector = StudentCollector(share, self.source.size, sampler, splits["train"])
-
-    def before_step(self, cursor: Cursor) -> None:
-        """Draws a rollout where the updates of the last one are done."""
-        if rollout := self.source.draw(self.collector.collect, cursor):
-            self._run.metrics.samples(self.source.position.step + 1, rollout.rows)
-
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The divergences, and the rollout's lengths; `rollout_time` in the first step of a rollout alone."""
-        return self.source.fields | self.divergences(sums)
-
-    def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
-        for buffer in self.collector.answers(rows, self.recipe.train.batch, self.source.position.step):
-            yield buffer.batch(self.source.shares(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
+def open_student(method: "OnPolicyDistillMethod", policy: Policy, rows: Rows, run: RunContext) -> StudentCollector:
+    """Return the collector of the method's rollouts, to prompts of `rows`, by the native engine. Collective."""
+    recipe, section = method.recipe, method.section
+    tokenizer = Tokenizer.from_directory(recipe.model.directory)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    dtype, say = policy.precision.compute, run.metrics.say
+    engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=decode, dtype=dtype, say=say)
+    length, seed = recipe.data.max_length, recipe.run.seed
+    sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop)
+    return StudentCollector(Fraction(str(section.student_share)), method.source.size, sampler, rows)
