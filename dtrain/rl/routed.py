@@ -6,13 +6,13 @@ forward pass has read; some servers send a row for it too. Some count layers wit
 write -1 where they do not know, and vLLM 0.21 sends prompt and completion apart, as lists.
 """
 
+import ast
 import base64
-import io
+import math
+import struct
 from dataclasses import dataclass
-from tokenize import TokenError
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +21,18 @@ from dtrain.models.common.config import ModelConfig
 
 MAGIC = b"\x93NUMPY"
 LONGEST_HEAD = 4096
+_KINDS = {
+    **{"|u1": torch.uint8, "|i1": torch.int8, "<i2": torch.int16, "<u2": torch.uint16},
+    **{"<i4": torch.int32, "<u4": torch.uint32, "<i8": torch.int64},
+}
 
 
 def to_npy_text(routed: Tensor) -> str:
     """Return an int16 tensor [..] on the host as .npy in base64."""
-    file = io.BytesIO()
-    np.save(file, routed.numpy())
-    return base64.b64encode(file.getvalue()).decode()
+    head = str({"descr": "<i2", "fortran_order": False, "shape": tuple(routed.shape)})
+    head += " " * (-(len(MAGIC) + 4 + len(head) + 1) % 64) + "\n"
+    data = routed.numpy().tobytes()  # row by row
+    return base64.b64encode(MAGIC + b"\x01\x00" + struct.pack("<H", len(head)) + head.encode() + data).decode()
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class RoutedReader:
                 return experts
             data = base64.b64decode(part, validate=True)
             return _of_npy(data) if data.startswith(MAGIC) else self._of_int32(data, tokens)
-        except (ValueError, TypeError, OverflowError, RuntimeError, SyntaxError, TokenError) as error:
+        except (ValueError, TypeError, LookupError, SyntaxError, OverflowError, RuntimeError, struct.error) as error:
             raise UserError(f"its routed experts cannot be read: neither .npy nor int32 in base64 ({error})") from error
 
     def _of_int32(self, data: bytes, tokens: int) -> Tensor:
@@ -102,11 +107,19 @@ class RoutedReader:
 
 
 def _of_npy(data: bytes) -> Tensor:
-    """Return [n, ..] int64 of a .npy file's bytes. Raises ValueError."""
-    file = io.BytesIO(data)
-    read_head = np.lib.format.read_array_header_1_0 if data[6:7] == b"\x01" else np.lib.format.read_array_header_2_0
-    np.lib.format.read_magic(file)
-    shape, is_fortran, kind = read_head(file, max_header_size=LONGEST_HEAD)
-    if is_fortran or not shape or kind.kind not in "iu":
-        raise ValueError(f"the array {kind.str} {shape}")
-    return torch.from_numpy(np.frombuffer(file.read(), kind).reshape(shape).astype(np.int64))
+    """Return [n, ..] int64 of a .npy file's bytes."""
+    size = "<H" if data[6] == 1 else "<I"
+    (length,) = struct.unpack_from(size, data, 8)
+    start = 8 + struct.calcsize(size)
+    if length > LONGEST_HEAD:
+        raise ValueError(f"a head of {length} bytes")
+    head = ast.literal_eval(data[start : start + length].decode("latin1").strip())
+    shape = tuple(head["shape"])
+    if head["fortran_order"] or not shape or not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+        raise ValueError(f"the array {head}")
+    rest = bytearray(data[start + length :])
+    kind = _KINDS[head["descr"]]
+    flat = torch.frombuffer(rest, dtype=kind).long() if rest else torch.zeros(0).long()
+    if len(flat) != math.prod(shape):
+        raise ValueError(f"{len(flat)} numbers for {list(shape)}")
+    return flat.view(shape)
