@@ -85,3 +85,4 @@ class RolloutEngine(Protocol):
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
         """Take the requests that come next, where the engine `is_remote`."""
+        return None

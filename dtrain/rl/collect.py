@@ -59,17 +59,8 @@ def open_engine(
         graphs = import_module("dtrain.inference.graphs")
         keeps = graphs.kept_bytes(policy.device)
         steps = graphs.Steps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
-    return NativeEngine(
-        policy.model,
-        policy.mesh,
-        policy.device,
-        decode=partial(tokenizer.decode, skip_special_tokens=True),
-        unshard=section.unshard,
-        dtype=policy.precision.compute,
-        steps=steps,
-        offloader=policy.offloader if section.offload else None,
-        say=run.metrics.say,
-    )
+    decode, say = partial(tokenizer.decode, skip_special_tokens=True), run.metrics.say
+    return NativeEngine(policy, decode=decode, unshard=section.unshard, steps=steps, offloads=section.offload, say=say)
 
 
 def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
