@@ -29,7 +29,7 @@ from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import answer_problems, engine_problems, graph_obstacles, image_problems, size_problems
+from dtrain.rl.checks import answer_problems, engine_problems, image_problems, size_problems
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
@@ -248,9 +248,7 @@ class GrpoMethod(MethodWithReference):
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section)
-        base, lora = self.recipe.model.directory, self.recipe.lora
-        obstacles = graph_obstacles(section, policy.device.type, self.recipe.parallel)
-        engine = open_engine(section, policy, tokenizer, run, base, lora, obstacles)
+        engine = open_engine(section, policy, tokenizer, run)
         rewards = open_rewards(section, run)
         rates = None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path)
         episodes = open_episodes(section, self.recipe.data, tokenizer, run)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, ze
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import RewardModel
 from dtrain.recipe.rollouts import RolloutSection, Sampling
-from dtrain.recipe.schema import Lora
+from dtrain.rl.checks import graph_obstacles
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import known
 
@@ -38,19 +37,11 @@ if TYPE_CHECKING:
     from dtrain.rl.environments.episodes import Episodes
 
 
-def open_engine(
-    section: RolloutSection,
-    policy: Policy,
-    tokenizer: Tokenizer,
-    run: RunContext,
-    base: Path,
-    lora: Lora | None,
-    obstacles: Sequence[str],
-) -> RolloutEngine:
-    """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
-    adapter that trains, for servers that are sent it. obstacles: to CUDA graphs. Collective. Raises UserError."""
+def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
+    """Return the engine of `grpo.engine`. Collective. Raises UserError."""
     if section.engine == "http":
-        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
+        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run)
+    obstacles = graph_obstacles(section, policy.device.type, policy.recipe.parallel)
     steps = None
     if policy.device.type == "cuda":
         why = "; ".join(obstacles)

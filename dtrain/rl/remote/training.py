@@ -16,7 +16,6 @@ from dtrain.models.common.adapter_config import AdapterConfig, is_of_vision
 from dtrain.models.common.adapters import adapted_layers
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.recipe.schema import Lora
 from dtrain.rl.remote.http import HttpEngine, wait_for
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher
 from dtrain.rl.remote.weight_transfer import TransferPublisher
@@ -35,8 +34,8 @@ class OverHttp(RolloutEngine):
 
     is_remote = True
 
-    def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
-        section = grpo.server
+    def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext):
+        section, base, lora = grpo.server, policy.recipe.model.directory, policy.recipe.lora
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None
         self._published: int | None = None
