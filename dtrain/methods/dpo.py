@@ -26,7 +26,7 @@ from dtrain.losses.preference.losses import (
 )
 from dtrain.losses.preference.options import DIVERGENCES, KWARGS, LOSSES, OFF, RANGES, SFT, over_the_batch
 from dtrain.methods.method import MethodWithReference
-from dtrain.methods.precompute import at_first_labels, reference_table, table_name
+from dtrain.methods.precompute import at_first_labels, reference_table
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
@@ -251,18 +251,7 @@ class DpoMethod(MethodWithReference):
         if not self.section.precompute:
             self.keep_reference(policy)
             return
-        name = table_name(run.identities, policy.precision.compute, self.section.ld_alpha)
-        self._tables = {
-            split: reference_table(
-                policy,
-                rows,
-                rows.samples.directory / name,
-                ld_alpha=self.section.ld_alpha,
-                micro_rows=self.micro_rows,
-                reference=partial(self.keep_reference, policy),
-            )
-            for split, rows in splits.items()
-        }
+        self._tables = {split: reference_table(self, policy, rows, run.identities) for split, rows in splits.items()}
         policy.reference = None
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:

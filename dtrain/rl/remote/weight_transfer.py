@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.policy.weight_buckets import BUCKET_BYTES, Info
-from dtrain.rl.remote.http import HttpEngine, ServerClient
+from dtrain.policy.weight_buckets import Info
+from dtrain.rl.remote.http import ServerClient
 from dtrain.rl.remote.publish import StreamPublisher, attempt, described, first_error, in_thread
 
 START = """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
@@ -80,18 +80,7 @@ class TransferPublisher(StreamPublisher):
     """
 
     way = "transfer"
-
-    def __init__(
-        self,
-        engine: HttpEngine | None,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        root: type[NcclRoot] = NcclRoot,
-    ):
-        self._root = root
-        super().__init__(engine, device=device, dtype=dtype, bucket_bytes=bucket_bytes)
+    root: type[NcclRoot] = NcclRoot
 
     def close(self) -> None:
         for server in self._members:
@@ -102,7 +91,7 @@ class TransferPublisher(StreamPublisher):
 
     def _check(self) -> None:
         super()._check()
-        refusal = self._root.refusal(self.device)
+        refusal = self.root.refusal(self.device)
         if refusal is not None:
             raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; {FIX}")
         for server in self.engine.servers:
@@ -141,7 +130,7 @@ class TransferPublisher(StreamPublisher):
             "packed_buffer_size_bytes": self.bucket_bytes,
         }
         # Calls over HTTP give up first: torch ends the whole process where a message of NCCL takes longer.
-        root = self._root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
+        root = self.root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
         self._abandoned.append(root)  # until it is met: letting go of one would wait for `join`
         joined = in_thread(root.join)
         try:
