@@ -28,7 +28,7 @@ from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
 PACKAGE = f"{Path(dtrain.__file__).parent}/"
 # What is written down, and how files are read and written: not on a batch's way.
-RECORDS = ("run/metrics/", "run/directory.py", "rl/sample_table.py", "checkpoint/", "recipe/", "base/files.py")
+RECORDS = ("run/metrics/", "run/directory.py", "checkpoint/", "recipe/", "base/files.py")
 STEP = 2
 
 

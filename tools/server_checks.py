@@ -154,7 +154,7 @@ class Trainer:
         return every.max().item(), every.mean().item()
 
     def greedy(self, requests: Sequence[Request]) -> list[Completion]:
-        return NativeEngine(self.policy.model, self.policy.mesh, self.policy.device).generate(requests)
+        return NativeEngine(self.policy).generate(requests)
 
     @torch.no_grad()
     def change(self, seed: int, keep: str | None = None) -> None:
@@ -229,7 +229,7 @@ def check_stop_text(report: Report, name: str, trainer: Trainer, engine: HttpEng
     text = decode(ids[2:4])
     sampling = SamplingParams(24, 0.0, stop=(text,))
     requests = [replace(request, sampling=sampling)]
-    native = NativeEngine(trainer.policy.model, trainer.policy.mesh, trainer.policy.device, decode=decode)
+    native = NativeEngine(trainer.policy, decode=decode)
     (drawn,), (expected,) = engine.generate(requests), native.generate(requests)
     ok = drawn.ids == expected.ids and drawn.finish == expected.finish == "stop"
     figure = f"{len(drawn.ids)} and {len(expected.ids)} tokens"

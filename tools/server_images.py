@@ -57,16 +57,16 @@ class Pictured:
         self.prompts = prompts_from(rows, Cursor(), 12)
         self.model: CausalLM = models.from_pretrained(directory, torch.float32, vision=True).eval()
 
-    def requests(self, sampling: SamplingParams, samples: int, sends_images: bool = True) -> list[Request]:
+    def requests(self, sampling: SamplingParams, samples: int, is_remote: bool = True) -> list[Request]:
         return [
             Request(prompt.ids, sampling, 5, prompt.index, sample, **fields)
             for prompt in self.prompts
-            for fields in (prompt.sent_images() if sends_images else prompt.decoded_images(),)
+            for fields in (prompt.images_for(is_remote),)
             for sample in range(samples)
         ]
 
     def greedy(self, sampling: SamplingParams) -> list[Completion]:
-        return Engine(self.model).generate(self.requests(sampling, 1, sends_images=False))
+        return Engine(self.model).generate(self.requests(sampling, 1, is_remote=False))
 
     @torch.no_grad()
     def gap(self, requests: Sequence[Request], completions: Sequence[Completion], swaps: bool = False) -> float:

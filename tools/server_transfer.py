@@ -43,6 +43,10 @@ class GlooRoot:
         pass
 
 
+class GlooPublisher(TransferPublisher):
+    root = GlooRoot
+
+
 def plugin(root: Path) -> Path:
     """Return a directory for a server's PYTHONPATH with `gloo_transfer` as a plugin of vLLM."""
     directory = root / "plugin"
@@ -58,7 +62,7 @@ def check_transfer(report: Report, root: Path, model: Path, server) -> None:
     """Versions by the transfer `gloo` and by directory while completions are under way, and one to a server that a
     trainer left in the middle of an update."""
     trainer, engine, device = Trainer(root, model), engine_of(server), torch.device("cpu")
-    publisher = TransferPublisher(engine, device=device, dtype=torch.float32, bucket_bytes=1 << 14, root=GlooRoot)
+    publisher = GlooPublisher(engine, device=device, dtype=torch.float32, bucket_bytes=1 << 14)
     files = DirectoryPublisher(root / "shared", model, engine)
     sampling = SamplingParams(12)
     cached = [token % 60 + 2 for token in range(160)]  # longer than a block of the server's keys
@@ -83,7 +87,7 @@ def check_transfer(report: Report, root: Path, model: Path, server) -> None:
         report.holds(f"{way} {version}", "the server tells the version", held == str(version), held)
         report.holds(f"{way} {version}", "completions under way go on", lengths == {230}, str(lengths))
     publisher.close()
-    again = TransferPublisher(engine, device=device, dtype=torch.float32, root=GlooRoot)
+    again = GlooPublisher(engine, device=device, dtype=torch.float32)
     engine.servers[0].client.ask("/start_weight_update", {}, 60.0)  # as a run that was killed leaves it
     trainer.change(4)
     again.publish(trainer.policy.weights, 4)
@@ -110,7 +114,7 @@ def check_own(report: Report, server, bare) -> None:
     device = torch.device("cpu")
 
     def publisher_of(some) -> TransferPublisher:
-        return TransferPublisher(engine_of(some), device=device, root=GlooRoot)
+        return GlooPublisher(engine_of(some), device=device)
 
     publisher = publisher_of(server)
     report.holds("transfer", "vLLM's own `nccl` takes the fields of the transfer", publisher.engine is not None)
@@ -122,5 +126,5 @@ def check_own(report: Report, server, bare) -> None:
         refused = str(error)
     report.tells("transfer", "an id of 3 bytes", refused, "must decode to 128 bytes")
     report.refused("transfer", "a server without it", lambda: publisher_of(bare), "--weight-transfer-config")
-    nccl = lambda: TransferPublisher(engine_of(server), device=device)  # noqa: E731
+    nccl = lambda: GlooPublisher(engine_of(server), device=device)  # noqa: E731
     report.refused("transfer", "a trainer without a GPU", nccl, "NCCL is for CUDA")

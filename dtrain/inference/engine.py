@@ -17,10 +17,9 @@ from torch import Tensor
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
 from dtrain.inference.images import check_images, joined, no_images, rotary_shift
-from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, choose_budget, slot_size
+from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, PromptKey, choose_budget, slot_size
 from dtrain.inference.request import Completion, Request
-from dtrain.inference.sampling import Sampler, check_request
-from dtrain.inference.sequence import PromptKey, RunningSequence
+from dtrain.inference.sampling import RunningSequence, Sampler, check_request
 from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images

@@ -9,12 +9,13 @@ that `attention.linear` goes on from, of one size whatever the length; a row beg
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtrain.base.gpus import free_memory
+from dtrain.inference.request import Request
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 
@@ -251,6 +252,17 @@ class KeyValues:
             }
             pools[capacity] = KVSlotPool(capacity, self._prompt_keeps if is_of_prompts else self.windows, by_position)
         return pools[capacity]
+
+
+class PromptKey(NamedTuple):
+    """Identity of a prompt: its token ids, and the digest of its images, None without."""
+
+    ids: tuple[int, ...]
+    images: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> "PromptKey":
+        return cls(tuple(request.prompt), None if request.images is None else request.images.digest)
 
 
 @dataclass

@@ -23,56 +23,46 @@ from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
-from dtrain.inference.kv_cache import KeyValues, choose_budget
+from dtrain.inference.kv_cache import KeyValues, PromptKey, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.inference.sequence import PromptKey
-from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import reshard_model
 from dtrain.parallel.tensor import whole_sequences
-from dtrain.policy.offloader import PolicyOffloader
+from dtrain.policy import Policy
 
 if TYPE_CHECKING:
     from dtrain.inference.graphs import Steps
 
 
 class NativeEngine(RolloutEngine):
-    """Engine of a model that lies on `mesh`, with its weights as they are at each call: they may change in between.
+    """Engine of a policy's model on its mesh, with its weights as they are at each call: they may change in between.
 
     decode: token ids → text; needed for stop texts only. unshard: whether FSDP's weights are gathered once for a whole
-    rollout; "auto" where they take at most half of the memory that is free. max_tokens: of each rank, as `Engine` has
-    it. dtype: that layers compute in; the parameters', by default. steps: as `Engine` has it; not under tp. Where
-    weights are not gathered once, or another rank found an obstacle, a rollout goes without, and `say` says so once.
-    offloader: moves the optimizer's state to host memory meanwhile.
+    rollout; "auto" where they take at most half of the memory that is free. steps: as `Engine` has it; not under tp.
+    Where weights are not gathered once, or another rank found an obstacle, a rollout goes without, and `say` says so
+    once. offloads: whether the optimizer's state moves to host memory meanwhile.
     """
 
     def __init__(
         self,
-        model: CausalLM,
-        mesh: Mesh,
-        device: torch.device,
+        policy: Policy,
         *,
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
-        max_tokens: int | None = None,
-        dtype: torch.dtype | None = None,
         steps: "Steps | None" = None,
-        offloader: PolicyOffloader | None = None,
+        offloads: bool = False,
         say: Callable[[str], None] = print,
     ):
-        if steps is not None and mesh.tp.size() > 1:
+        self.model, self.mesh, self.device = policy.model, policy.mesh, policy.device
+        if steps is not None and self.mesh.tp.size() > 1:
             raise ValueError("graphs hold no collective: none under tensor parallel")
-        self._steps, self._offloader, self._say = steps, offloader, say
-        self.model, self.mesh, self.device = model, mesh, device
-        self._decode = decode
-        self._unshard = unshard
-        self._max_tokens = max_tokens
-        dtype = dtype or next(model.parameters()).dtype
-        self._flash, note = choose(model.config, dtype, device, mesh.tp.size())
+        self._steps, self._offloader, self._say = steps, policy.offloader if offloads else None, say
+        self._decode, self._unshard = decode, unshard
+        self._flash, note = choose(self.model.config, policy.precision.compute, self.device, self.mesh.tp.size())
         if note:
             say(f"note: {note}")
-        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in self.model.modules())
 
     @torch.no_grad()
     def generate(
@@ -146,9 +136,6 @@ class NativeEngine(RolloutEngine):
             self._say(f"note: {self._steps.lost}")
             self._steps.lost = None
 
-    def expect(self, requests: Sequence[Request], version: int) -> None:
-        """Do nothing: this engine cannot draw ahead, since the weights are training meanwhile."""
-
     def check(self, requests: Sequence[Request]) -> None:
         """Raise UserError, on every rank, for requests that are bad, or do not fit into memory. Collective."""
         self._engine(requests)
@@ -161,8 +148,7 @@ class NativeEngine(RolloutEngine):
             self.model,
             decode=self._decode,
             max_rows=chosen.rows,
-            max_tokens=self._max_tokens
-            or self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
+            max_tokens=self._least(chosen.tokens),  # the ranks of a tp group must let in the same rows
             device=self.device,
             peers=peers,
             steps=self._steps,

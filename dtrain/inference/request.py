@@ -71,9 +71,10 @@ class Completion:
 
 class RolloutEngine(Protocol):
     """Engine that draws completions with the present weights, of which `version` is the number of optimizer steps.
-    sends_images: whether it takes a request's images as `image_prompt`, not decoded."""
+    is_remote: whether servers draw them, who take a request's images as `image_prompt`, not decoded, and may draw ahead
+    of time."""
 
-    sends_images: bool = False
+    is_remote: bool = False
 
     def generate(
         self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
@@ -83,4 +84,5 @@ class RolloutEngine(Protocol):
         ...
 
     def expect(self, requests: Sequence[Request], version: int) -> None:
-        """Take the requests that come next, for an engine that can draw ahead of time; others do nothing."""
+        """Take the requests that come next, where the engine `is_remote`."""
+        return None

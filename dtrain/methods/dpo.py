@@ -26,7 +26,7 @@ from dtrain.losses.preference.losses import (
 )
 from dtrain.losses.preference.options import LOSSES, SFT, over_the_batch, problems
 from dtrain.methods.method import MethodWithReference
-from dtrain.methods.precompute import at_first_labels, reference_table, table_name
+from dtrain.methods.precompute import at_first_labels, reference_table
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
@@ -69,6 +69,10 @@ class Dpo:
     """Step of its move: reference = sync_mix · policy + (1 − sync_mix) · reference."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More options of the losses, such as `{simpo_gamma: 0.5}` for simpo."""
+
+    @property
+    def losses(self) -> list[str]:
+        return [self.loss] if isinstance(self.loss, str) else list(self.loss)
 
 
 class PairSums(NamedTuple):
@@ -120,7 +124,7 @@ class Objective:
     """The recipe's losses and weights. `whole_batch`: a pair's loss depends on the other pairs of the batch."""
 
     def __init__(self, section: Dpo):
-        names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+        names = section.losses
         weights = section.loss_weights or [1.0] * len(names)
         by_name = list(zip(names, weights, strict=True))
         self.beta = section.beta
@@ -204,7 +208,7 @@ class DpoMethod(MethodWithReference):
             f_divergence=section.f_divergence,
             options=section.kwargs,
         )
-        names = [section.loss] if isinstance(section.loss, str) else list(section.loss)
+        names = section.losses
         if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
             errors.append(
                 f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: "
@@ -234,8 +238,7 @@ class DpoMethod(MethodWithReference):
 
     def needs_reference(self) -> bool:
         """Return False also where every loss of the list goes without."""
-        names = [self.section.loss] if isinstance(self.section.loss, str) else self.section.loss
-        reads = any(LOSSES[name].needs_reference for name in names if name in LOSSES)
+        reads = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
         return reads and self.section.reference not in (None, "none")
 
     def holds_reference(self) -> bool:
@@ -248,18 +251,7 @@ class DpoMethod(MethodWithReference):
         if not self.section.precompute:
             self.keep_reference(policy)
             return
-        name = table_name(run.identities, policy.precision.compute, self.section.ld_alpha)
-        self._tables = {
-            split: reference_table(
-                policy,
-                rows,
-                rows.samples.directory / name,
-                ld_alpha=self.section.ld_alpha,
-                micro_rows=self.micro_rows,
-                reference=partial(self.keep_reference, policy),
-            )
-            for split, rows in splits.items()
-        }
+        self._tables = {split: reference_table(self, policy, rows, run.identities) for split, rows in splits.items()}
         policy.reference = None
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:

@@ -1,6 +1,5 @@
 """Group-relative policy optimisation: the model's own completions are rewarded, and it moves towards the better."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import at_least, is_number
-from dtrain.base.run_context import RunContext
+from dtrain.base.run_context import RunContext, RunLog
 from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses import TrainingSamplingParams
@@ -30,27 +29,19 @@ from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import key_aliases
 from dtrain.recipe.ranges import UP_TO_1
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import (
-    adapter_problems,
-    answer_problems,
-    broadcast_problems,
-    graph_obstacles,
-    graph_problems,
-    image_problems,
-)
+from dtrain.rl.checks import answer_problems, engine_problems, image_problems, size_problems
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
+    Rollout,
     lengths_of,
     open_engine,
     open_rewards,
     prompts_of,
-    refuse_graphs,
 )
 from dtrain.rl.environments.episodes import open_episodes
 from dtrain.rl.remote.http_client import read_key
 from dtrain.rl.rewards.columns import lacking_columns
-from dtrain.rl.sample_table import SampleTable
 from dtrain.rl.tools import tool_schemas
 
 FIELDS = (
@@ -61,6 +52,11 @@ MOST_DRIFT = 0.01  # nats a token: probabilities that differ by about 14 % of th
 DRIFTED = (
     "warning: mismatch_kl at step {} is {:.2g}, more than {}: the sampler's probabilities are far from the "
     "trainer's. dtrain/rl/README.md (the native engine) says what to look at. This is said once"
+)
+SECONDS_BETWEEN_TABLES = 20.0
+ALIKE = (
+    "warning: in every group of the rollout before step {} all rewards are equal, so nothing is learned from it: "
+    "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
 )
 
 
@@ -118,9 +114,12 @@ class GrpoMethod(MethodWithReference):
     def problems(self) -> list[str]:
         section = self.section
         errors = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
-        errors += self._size_problems()
+        batch = None if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
+        errors += size_problems(section, section.updates_per_rollout, batch)
+        errors += self.room_problems()
         errors += answer_problems(section)
-        errors += self._engine_problems()
+        launch, parallel, lora, model = self.recipe.launch, self.recipe.parallel, self.recipe.lora, self.recipe.model
+        errors += engine_problems(section, launch.device, parallel, lora, model)
         if section.sync_every is not None and not section.beta:
             errors.append("grpo.sync_every moves the reference, and grpo.beta=0 keeps none: set grpo.beta above 0")
         if section.beta:
@@ -133,72 +132,6 @@ class GrpoMethod(MethodWithReference):
         if section.dynamic_batch and self.recipe.data.packing:
             errors.append("grpo.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out")
         return errors + self.loss_on_problems("what the model draws")
-
-    def _size_problems(self) -> list[str]:
-        section, errors = self.section, []
-        rollout = section.prompts_per_step * section.group_size
-        batch = rollout if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
-        if min(section.prompts_per_step, section.group_size, batch) >= 1 and rollout % batch:
-            fits = sorted({math.gcd(rollout, batch), rollout})
-            errors.append(
-                f"train.global_batch={batch} does not divide a rollout of grpo.prompts_per_step "
-                f"{section.prompts_per_step} × grpo.group_size {section.group_size} = {rollout} completions; set "
-                f"train.global_batch={' or '.join(map(str, fits))}"
-            )
-        if section.group_size == 1 and (section.advantage in ("group", "leave_one_out") or section.scale == "group"):
-            errors.append(
-                f"grpo.group_size=1 with grpo.advantage={section.advantage} and grpo.scale={section.scale} compares a "
-                "completion with itself: set grpo.group_size to 2 or more, or grpo.advantage=batch and grpo.scale=batch"
-            )
-        elif section.scale == "leave_one_out" and section.group_size < 3:
-            errors.append(
-                "grpo.scale=leave_one_out is the spread of a completion's others, and "
-                f"grpo.group_size={section.group_size} leaves fewer than two of them: set grpo.group_size to 3 or "
-                "more, or grpo.scale=none"
-            )
-        errors += self.room_problems()
-        cache = section.overlong_cache
-        if cache is not None and cache > section.sampling.max_new_tokens:
-            errors.append(
-                f"grpo.overlong_cache={cache} is a part of "
-                f"grpo.sampling.max_new_tokens={section.sampling.max_new_tokens}, so it cannot be more"
-            )
-        return errors
-
-    def _engine_problems(self) -> list[str]:
-        section, errors = self.section, []
-        if section.engine == "http" and not section.server.urls:
-            errors.append("grpo.engine=http needs grpo.server.urls: where the servers listen, [http://localhost:8000]")
-        for url in section.server.urls if section.engine == "http" else ():
-            if not url.startswith(("http://", "https://")):
-                errors.append(f"grpo.server.urls: {url} must begin with http:// or https://")
-        if section.engine == "native" and section.server.urls:
-            errors.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
-        errors += graph_problems(section, self.recipe.launch.device, self.recipe.parallel)
-        if section.engine == "native" and section.router_replay:
-            errors.append(
-                "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, "
-                "so that there is nothing to replay; leave it out"
-            )
-        if section.engine == "native" and section.max_off_policy_steps:
-            errors.append(
-                f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, "
-                "which needs grpo.engine=http: with grpo.engine=native set it to 0"
-            )
-        if section.engine == "http" and section.server.weights == "adapter":
-            errors += adapter_problems(section.server.kind, self.recipe.lora, self.recipe.model)
-        if section.engine == "http" and section.server.weights == "broadcast":
-            errors += broadcast_problems(section.server.kind, self.recipe.launch.device)
-        size = section.prompts_per_step * section.group_size
-        batch = size if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
-        steps = -(-size // batch) * section.updates_per_rollout if batch >= 1 else 0
-        if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
-            errors.append(
-                f"grpo.max_off_policy_steps={section.max_off_policy_steps} is less than the {steps} optimizer steps of "
-                f"a rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or "
-                "more, or to 0"
-            )
-        return errors
 
     def refuses(self, format: str) -> str | None:
         if format in ("preference", "text"):
@@ -303,19 +236,19 @@ class GrpoMethod(MethodWithReference):
             read_key(section.server.api_key_file)
 
     def refuse_device(self, device: torch.device) -> None:
-        refuse_graphs(self.section, device)
+        if self.section.engine == "native" and self.section.cuda_graphs is True and device.type != "cuda":
+            raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.section
+        self.refuse_device(policy.device)
         if self.needs_reference():
             self.keep_reference(policy)
         tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
         self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section)
-        base, lora = self.recipe.model.directory, self.recipe.lora
-        obstacles = graph_obstacles(section, policy.device.type, self.recipe.parallel)
-        engine = open_engine(section, policy, tokenizer, run, base, lora, obstacles)
+        engine = open_engine(section, policy, tokenizer, run)
         rewards = open_rewards(section, run)
         rates = None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path)
         episodes = open_episodes(section, self.recipe.data, tokenizer, run)
@@ -422,9 +355,9 @@ class GrpoMethod(MethodWithReference):
                 "weights (checkpoint.init_from, run.name)"
             )
         changed = []
-        if "sequences" in state:
-            replays, did = section.router_replay, "routed" in state
-            if section.beta and "reference_logprobs" not in state["per_token"]:
+        if shapes := state.get("shapes"):
+            replays, did = section.router_replay, "routed" in shapes
+            if section.beta and "reference_logprobs" not in shapes:
                 changed.append(f"grpo.beta: 0.0 -> {section.beta}")
             if replays != did:
                 changed.append(f"grpo.router_replay: {did} -> {replays}".lower())
@@ -457,6 +390,49 @@ class GrpoMethod(MethodWithReference):
                 f"more than grpo.max_mismatch={most}: training on them would be wrong. {fix}; or raise "
                 "grpo.max_mismatch"
             )
+
+
+class SampleTable:
+    """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
+    seconds have passed since the last table. And warnings of rollouts that teach nothing."""
+
+    def __init__(self, metrics: RunLog, section: RolloutSection):
+        self.metrics, self.section = metrics, section
+        self._last = float("-inf")
+        self._alike = 0  # rollouts that taught nothing
+        self._is_idle = False
+
+    def show(self, step: int, rollout: Rollout) -> None:
+        """Show the rollout where it is time. `step`: the first that trains on it. Ranks without rows say nothing."""
+        if rollout.rows and rollout.measured["frac_zero_std"] == 1:
+            self._alike += 1
+            if self._alike in (1, 10, 100, 1000):
+                self.metrics.say(ALIKE.format(step))
+        most = self.section.show
+        if rollout.rows and most and time.monotonic() - self._last >= SECONDS_BETWEEN_TABLES:
+            self._last = time.monotonic()
+            for line in _table(step, rollout.measured, rollout.rows[:most]):
+                self.metrics.say(line)
+        is_idle = not rollout.counted.any()
+        if is_idle and not self._is_idle:  # the first of several in a row
+            alike = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
+            self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}")
+        self._is_idle = is_idle
+
+
+def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"rollout before step {step}: reward {measured['reward_mean']:.3f} ± {measured['reward_std']:.3f}, "
+        f"{measured['completion_len']:.1f} tokens, {100 * measured['truncated_frac']:.0f}% cut off, "
+        f"{100 * measured['frac_zero_std']:.0f}% of the groups alike",
+        "  reward  advantage  tokens  completion",
+    ]
+    for row in rows:
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
+        text = " ".join(row["completion"].split())
+        text = text if len(text) <= 72 else text[:69] + "..."
+        lines.append(f"  {reward:>6}  {row['advantage']:>9.3f}  {row['tokens']:>6}  {text}")
+    return lines
 
 
 def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:

@@ -7,8 +7,9 @@ it depends on beside the data: what the reference's weights are, the dtype, the 
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,40 +21,32 @@ from dtrain.base.row_images import collate_with_images
 from dtrain.data import Rows
 from dtrain.data.rows.rows import pack
 from dtrain.losses.preference.losses import length_desensitised_weights
-from dtrain.policy import Batching, Policy
+from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
+
+if TYPE_CHECKING:
+    from dtrain.methods.dpo import DpoMethod
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make
 
 
-def table_name(identities: Mapping[str, str], dtype: torch.dtype, ld_alpha: float | None) -> str:
-    """The name of a table's file: a digest of the reference's weights and what it is asked for."""
-    parts = [identities["dpo.reference"], identities["model.config"], str(dtype), ld_alpha]
-    return f"reference-{digest(parts)[:16]}.bin"
-
-
-def reference_table(
-    policy: Policy,
-    rows: Rows,
-    file: Path,
-    *,
-    ld_alpha: float | None,
-    micro_rows: int | Batching,
-    reference: Callable[[], None],
-) -> Tensor:
-    """The table [pairs, 2] of `rows`' pairs, from `file` or made now and written there; `reference()` gives the policy
-    its reference where that is needed. Collective."""
+def reference_table(method: "DpoMethod", policy: Policy, rows: Rows, identities: Mapping[str, str]) -> Tensor:
+    """The table [pairs, 2] of `rows`' pairs, from the file beside their cache, or made now and written there, by the
+    method's reference, which the policy gets where it has none. Collective."""
+    depends_on = [identities["dpo.reference"], identities["model.config"], str(policy.precision.compute)]
+    name = f"reference-{digest([*depends_on, method.section.ld_alpha])[:16]}.bin"
+    file = rows.samples.directory / name
     shape = (len(rows.samples), 2)
     kept = _kept(file, 16 * shape[0])
     everywhere = all(Ranks().every(lambda: kept is not None))
     if kept is not None and everywhere:
         return torch.frombuffer(kept, dtype=torch.float64).view(shape)
     if policy.reference is None:
-        reference()
+        method.keep_reference(policy)
     table = torch.zeros(shape, dtype=torch.float64)
     with policy.use_reference_model():
         for start in range(0, shape[0], WINDOW):
-            _score(policy, rows, range(start, min(start + WINDOW, shape[0])), table, ld_alpha, micro_rows)
+            _score(method, policy, rows, range(start, min(start + WINDOW, shape[0])), table)
     all_reduced(table, policy.mesh.dp)  # each pair was scored by one rank
     if policy.rank == 0:
         partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
@@ -87,9 +80,7 @@ def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:
     return stream.view(batch["labels"].shape)
 
 
-def _score(
-    policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None, micro_rows: int | Batching
-) -> None:
+def _score(method: "DpoMethod", policy: Policy, rows: Rows, samples: range, table: Tensor) -> None:
     """Fill this dp rank's share of the samples' places in `table`."""
     if rows.packing:
         lengths = rows.samples.lengths(torch.arange(samples.start, samples.stop)).tolist()
@@ -99,8 +90,8 @@ def _score(
     mine = bins[policy.mesh.dp_rank :: policy.mesh.dp_size]
     built = [row for members in mine for row in rows.build(members)]
     batch: Batch = collate(built) if rows.images is None else collate_with_images(built)
-    logprobs = policy.label_logprobs(batch, micro_rows).double()
-    ids = document_ids(batch)
+    logprobs = policy.label_logprobs(batch, method.micro_rows).double()
+    ids, ld_alpha = document_ids(batch), method.section.ld_alpha
     if ld_alpha is not None:
         logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)
     sums = sum_by_document(logprobs, ids, documents(batch))

@@ -43,6 +43,13 @@ class Position:
     checked: bool = False
 
 
+_DTYPES = {
+    **{"lengths": torch.int64, "tokens": torch.int64, "trained": torch.bool},
+    **{"advantages": torch.float64, "counted": torch.bool, "routed": torch.int16, "data_rows": torch.int64},
+}
+"""Of a `Buffer`'s own tensors; its streams are float64."""
+
+
 @dataclass
 class Buffer:
     """N sequences, each a prompt and its completion, concatenated: T tokens in all.
@@ -85,35 +92,19 @@ class Buffer:
         )
 
     @classmethod
-    def empty(
-        cls,
-        sequences: int,
-        tokens: int,
-        per_token: Sequence[str],
-        routed: Sequence[int] | None = None,
-        has_images: bool = False,
-    ) -> "Buffer":
-        """Return a buffer of that size without values, to load into. per_token: names of its streams; routed: layers
-        and k, where it has routed experts; has_images: whether prompts have images."""
-        return cls(
-            torch.zeros(sequences, dtype=torch.int64),
-            torch.zeros(tokens, dtype=torch.int64),
-            torch.zeros(tokens, dtype=torch.bool),
-            torch.zeros(sequences, dtype=torch.float64),
-            torch.zeros(sequences, dtype=torch.bool),
-            {name: torch.zeros(tokens, dtype=torch.float64) for name in per_token},
-            None if routed is None else torch.full((tokens, *routed), -1, dtype=torch.int16),
-            torch.full((sequences,), -1) if has_images else None,
-        )
+    def empty(cls, shapes: Mapping[str, Sequence[int]]) -> "Buffer":
+        """Return a buffer whose tensors have these shapes, without values, to load into."""
+        tensors = {name: torch.zeros(*shape, dtype=_DTYPES.get(name, torch.float64)) for name, shape in shapes.items()}
+        own = {name: tensors.pop(name) for name in _DTYPES if name in tensors}
+        return cls(**own, per_token=tensors)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name, [N], [T] and [T, ..]."""
-        names = ("lengths", "tokens", "trained", "advantages", "counted", "routed", "data_rows")
-        known = {name: getattr(self, name) for name in names}
-        return {name: tensor for name, tensor in known.items() if tensor is not None} | self.per_token
+        own = {name: getattr(self, name) for name in _DTYPES}
+        return {name: tensor for name, tensor in own.items() if tensor is not None} | self.per_token
 
     def batch(self, indices: Sequence[int], data: Rows | None = None) -> Batch:
         """Return these sequences as rows [n, S] with the streams that the loss reads. data: the rows whose images the
@@ -204,7 +195,7 @@ class Rollouts(BatchSource):
     group_size: int = 1
     passes: int = 1
     shuffles: bool = False
-    buffer: Buffer = field(default_factory=lambda: Buffer.empty(0, 0, ()), init=False)
+    buffer: Buffer = field(default_factory=lambda: Buffer.empty({name: [0] for name in _DTYPES}), init=False)
     position: Position = field(default_factory=Position, init=False)
     measured: dict[str, float] = field(default_factory=dict, init=False)
     is_over: bool = field(default=False, init=False)  # the data's epochs
@@ -229,7 +220,7 @@ class Rollouts(BatchSource):
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
         whole, rest = divmod(left * self.group_size, self.size)
-        begun = self.steps(saved["sequences"]) - saved["done"] if saved.get("sequences") else 0
+        begun = self.steps(*saved["shapes"]["lengths"]) - saved["done"] if "shapes" in saved else 0
         return begun + whole * self.steps(self.size) + self.steps(rest)
 
     def steps(self, sequences: int) -> int:
@@ -281,11 +272,8 @@ class Rollouts(BatchSource):
         place = asdict(self.position) | {"cursor": list(self.position.cursor or (0, 0))}
         if not self._is_begun:
             return place
-        buffer = self.buffer
-        sizes = {"sequences": len(buffer), "tokens": len(buffer.tokens), "per_token": list(buffer.per_token)}
-        routed = {} if buffer.routed is None else {"routed": list(buffer.routed.shape[1:])}
-        images = {} if buffer.data_rows is None else {"has_images": True}
-        return place | sizes | routed | images | {"measured": self.measured, "settings": self.settings}
+        shapes = {name: list(tensor.shape) for name, tensor in self.buffer.tensors().items()}
+        return place | {"shapes": shapes, "measured": self.measured, "settings": self.settings}
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffer's [N], [T] and [T, ..]."""
@@ -294,7 +282,7 @@ class Rollouts(BatchSource):
     def load(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on. changed:
         more of that, a line each."""
-        if "sequences" in state:
+        if "shapes" in state:
             saved, own = state["settings"], self.settings
             changed = [*(f"{name}: {saved[name]} -> {own[name]}" for name in own if saved[name] != own[name]), *changed]
         if changed:
@@ -308,9 +296,8 @@ class Rollouts(BatchSource):
         self.position = Position(**{name: state[name] for name in asdict(self.position)})
         self.position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
         self.measured = dict(state.get("measured", {}))
-        if "sequences" in state:
-            sizes = (state["sequences"], state["tokens"], state["per_token"], state.get("routed"))
-            self.buffer = Buffer.empty(*sizes, state.get("has_images", False))
+        if "shapes" in state:
+            self.buffer = Buffer.empty(state["shapes"])
 
     @property
     def _is_begun(self) -> bool:

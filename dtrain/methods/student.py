@@ -88,8 +88,7 @@ def open_student(method: "OnPolicyDistillMethod", policy: Policy, rows: Rows, ru
     recipe, section = method.recipe, method.section
     tokenizer = Tokenizer.from_directory(recipe.model.directory)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    dtype, say = policy.precision.compute, run.metrics.say
-    engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=decode, dtype=dtype, say=say)
+    engine = NativeEngine(policy, decode=decode, say=run.metrics.say)
     length, seed = recipe.data.max_length, recipe.run.seed
     sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop)
     return StudentCollector(Fraction(str(section.student_share)), method.source.size, sampler, rows)

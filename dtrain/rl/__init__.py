@@ -1,7 +1,6 @@
 """Rollouts and their judges: for GRPO, on-policy distillation and judged evaluation. README.md explains them.
 
 collect                         a rollout: prompts to judged completions; its engine and rewards
-sample_table                    a rollout on the terminal
 rewards                         functions that judge completions
 environments                    completions in several turns
 remote                          servers that draw completions; another model as a judge

@@ -1,5 +1,6 @@
-"""Checks of the keys that rollouts read: rewards, environments, tools and servers. No torch, no file is read."""
+"""Checks of the keys that rollouts read: sizes, rewards, environments, tools and servers. No torch, no file is read."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,46 @@ from dtrain.recipe import key_aliases
 from dtrain.recipe.rollouts import Reward, RolloutSection
 from dtrain.recipe.schema import Lora, Model, Parallel
 from dtrain.rl.rewards import options as rewards
+
+
+def size_problems(section: RolloutSection, updates: int, batch: int | None) -> list[str]:
+    """Return what is wrong with the numbers of completions, one line each. updates: passes over a rollout; batch:
+    `train.global_batch`, None where it is a rollout."""
+    errors = []
+    rollout = section.prompts_per_step * section.group_size
+    batch = rollout if batch is None else batch
+    if min(section.prompts_per_step, section.group_size, batch) >= 1 and rollout % batch:
+        fits = sorted({math.gcd(rollout, batch), rollout})
+        errors.append(
+            f"train.global_batch={batch} does not divide a rollout of grpo.prompts_per_step "
+            f"{section.prompts_per_step} × grpo.group_size {section.group_size} = {rollout} completions; set "
+            f"train.global_batch={' or '.join(map(str, fits))}"
+        )
+    if section.group_size == 1 and (section.advantage in ("group", "leave_one_out") or section.scale == "group"):
+        errors.append(
+            f"grpo.group_size=1 with grpo.advantage={section.advantage} and grpo.scale={section.scale} compares a "
+            "completion with itself: set grpo.group_size to 2 or more, or grpo.advantage=batch and grpo.scale=batch"
+        )
+    elif section.scale == "leave_one_out" and section.group_size < 3:
+        errors.append(
+            "grpo.scale=leave_one_out is the spread of a completion's others, and "
+            f"grpo.group_size={section.group_size} leaves fewer than two of them: set grpo.group_size to 3 or "
+            "more, or grpo.scale=none"
+        )
+    steps = -(-rollout // batch) * updates if batch >= 1 else 0
+    if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
+        errors.append(
+            f"grpo.max_off_policy_steps={section.max_off_policy_steps} is less than the {steps} optimizer steps of "
+            f"a rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or "
+            "more, or to 0"
+        )
+    cache = section.overlong_cache
+    if cache is not None and cache > section.sampling.max_new_tokens:
+        errors.append(
+            f"grpo.overlong_cache={cache} is a part of "
+            f"grpo.sampling.max_new_tokens={section.sampling.max_new_tokens}, so it cannot be more"
+        )
+    return errors
 
 
 def answer_problems(section: RolloutSection) -> list[str]:
@@ -29,13 +70,42 @@ def graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) ->
     return [f"{key} {why}" for key, (is_so, why) in unfit.items() if is_so]
 
 
-def graph_problems(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
-    """Return what is wrong with `grpo.cuda_graphs=true`, one line each."""
-    return [
-        f"grpo.cuda_graphs=true captures whole steps of decoding, and {obstacle}: leave grpo.cuda_graphs out, or that"
-        for obstacle in graph_obstacles(section, device, parallel)
-        if section.cuda_graphs is True
-    ]
+def engine_problems(
+    section: RolloutSection, device: str, parallel: Parallel, lora: Lora | None, model: Model
+) -> list[str]:
+    """Return what is wrong with `grpo.engine` and the keys that it reads, one line each. device: `launch.device`."""
+    errors, server, is_http = [], section.server, section.engine == "http"
+    if is_http and not server.urls:
+        errors.append("grpo.engine=http needs grpo.server.urls: where the servers listen, [http://localhost:8000]")
+    for url in server.urls if is_http else ():
+        if not url.startswith(("http://", "https://")):
+            errors.append(f"grpo.server.urls: {url} must begin with http:// or https://")
+    if not is_http and server.urls:
+        errors.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
+    if section.cuda_graphs is True:
+        errors += [
+            f"grpo.cuda_graphs=true captures whole steps of decoding, and {obstacle}: leave grpo.cuda_graphs out, or "
+            "that"
+            for obstacle in graph_obstacles(section, device, parallel)
+        ]
+    if not is_http and section.router_replay:
+        errors.append(
+            "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, "
+            "so that there is nothing to replay; leave it out"
+        )
+    if not is_http and section.max_off_policy_steps:
+        errors.append(
+            f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, "
+            "which needs grpo.engine=http: with grpo.engine=native set it to 0"
+        )
+    if is_http and server.weights == "adapter":
+        errors += _of_adapter(server.kind, lora, model)
+    if is_http and server.weights == "broadcast" and server.kind == "vllm" and device == "cpu":
+        errors.append(
+            "grpo.server.weights=broadcast to vLLM is by NCCL, from a GPU, and the run has launch.device=cpu: set "
+            "grpo.server.weights=directory"
+        )
+    return errors
 
 
 def image_problems(section: RolloutSection) -> list[str]:
@@ -114,7 +184,7 @@ def _tools(section: RolloutSection) -> list[str]:
     return errors
 
 
-def adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
+def _of_adapter(kind: str, lora: Lora | None, model: Model) -> list[str]:
     """Return what keeps servers of a kind from taking the adapter alone, one line each."""
     if lora is None:
         return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
@@ -127,16 +197,6 @@ def adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
     if lora.dora and kind in ("vllm", "sglang"):
         errors.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
     return errors
-
-
-def broadcast_problems(kind: str, device: str) -> list[str]:
-    """Return what keeps `grpo.server.weights=broadcast` from servers of a kind. device: `launch.device`."""
-    if kind != "vllm" or device != "cpu":
-        return []
-    return [
-        "grpo.server.weights=broadcast to vLLM is by NCCL, from a GPU, and the run has launch.device=cpu: set "
-        "grpo.server.weights=directory"
-    ]
 
 
 def reward_problems(listed: Sequence[Reward]) -> list[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, ze
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import RewardModel
 from dtrain.recipe.rollouts import RolloutSection, Sampling
-from dtrain.recipe.schema import Lora
+from dtrain.rl.checks import graph_obstacles
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import known
 
@@ -38,26 +37,11 @@ if TYPE_CHECKING:
     from dtrain.rl.environments.episodes import Episodes
 
 
-def refuse_graphs(section: RolloutSection, device: torch.device) -> None:
-    """Raise UserError for CUDA graphs on another device."""
-    if section.engine == "native" and section.cuda_graphs is True and device.type != "cuda":
-        raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
-
-
-def open_engine(
-    section: RolloutSection,
-    policy: Policy,
-    tokenizer: Tokenizer,
-    run: RunContext,
-    base: Path,
-    lora: Lora | None,
-    obstacles: Sequence[str],
-) -> RolloutEngine:
-    """Return the engine of `grpo.engine`. base: the directory of the model that training began with, and lora: the
-    adapter that trains, for servers that are sent it. obstacles: to CUDA graphs. Collective. Raises UserError."""
+def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
+    """Return the engine of `grpo.engine`. Collective. Raises UserError."""
     if section.engine == "http":
-        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run, base, lora)
-    refuse_graphs(section, policy.device)
+        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run)
+    obstacles = graph_obstacles(section, policy.device.type, policy.recipe.parallel)
     steps = None
     if policy.device.type == "cuda":
         why = "; ".join(obstacles)
@@ -66,17 +50,8 @@ def open_engine(
         graphs = import_module("dtrain.inference.graphs")
         keeps = graphs.kept_bytes(policy.device)
         steps = graphs.Steps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
-    return NativeEngine(
-        policy.model,
-        policy.mesh,
-        policy.device,
-        decode=partial(tokenizer.decode, skip_special_tokens=True),
-        unshard=section.unshard,
-        dtype=policy.precision.compute,
-        steps=steps,
-        offloader=policy.offloader if section.offload else None,
-        say=run.metrics.say,
-    )
+    decode, say = partial(tokenizer.decode, skip_special_tokens=True), run.metrics.say
+    return NativeEngine(policy, decode=decode, unshard=section.unshard, steps=steps, offloads=section.offload, say=say)
 
 
 def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
@@ -164,15 +139,13 @@ class PromptRow:
         """The sample of the data whose images this prompt has; -1 without."""
         return self.place.samples[0] if self.images else -1
 
-    def decoded_images(self) -> dict[str, Any]:
-        """Return a request's fields of images, for an engine that reads pixels. Raises UserError."""
-        images = None if self.reader is None else prompt_images(self.reader, self.ids, self.images)
-        return {} if images is None else {"images": images}
-
-    def sent_images(self) -> dict[str, Any]:
-        """Return a request's fields of images, for an engine that sends their files."""
+    def images_for(self, is_remote: bool) -> dict[str, Any]:
+        """Return a request's fields of images: decoded, or with their files for an engine that is remote. Raises
+        UserError."""
         if self.reader is None or not self.images:
             return {}
+        if not is_remote:
+            return {"images": prompt_images(self.reader, self.ids, self.images)}
         messages, tools = self.row["prompt"], read_tools(self.row["columns"])
         return {"image_prompt": ImagePrompt.of(self.reader, self.ids, self.images, messages, tools)}
 
@@ -194,28 +167,20 @@ class Rollout:
     rows: list[dict[str, Any]]
 
 
-class PromptGroups:
-    """Groups of completions that are drawn and judged, in a list that grows."""
+@dataclass(frozen=True)
+class PromptGroup:
+    """The judged completions of a prompt. rewards [size], NaN where nothing is known; parts [size, rewards]: what they
+    are the sum of."""
 
-    def __init__(self, names: Sequence[str]):
-        self.prompts: list[PromptRow] = []
-        self.samples: list[Sample] = []
-        self.rewards = torch.zeros(0, dtype=torch.float64)  # [N], NaN where nothing is known
-        self.parts = torch.zeros(0, len(names), dtype=torch.float64)  # [N, rewards]
+    prompt: PromptRow
+    samples: list[Sample]
+    rewards: Tensor
+    parts: Tensor
 
-    def add(self, prompts: Sequence[PromptRow], samples: Sequence[Sample], rewards: Tensor, parts: Tensor) -> None:
-        """Append groups, with their rewards [n] and the parts [n, rewards]."""
-        self.prompts += prompts
-        self.samples += samples
-        self.rewards = torch.cat([self.rewards, rewards])
-        self.parts = torch.cat([self.parts, parts])
-
-    def select(self, groups: Sequence[int], size: int) -> None:
-        """Keep these groups, in this order."""
-        rows = [group * size + offset for group in groups for offset in range(size)]
-        self.prompts = [self.prompts[group] for group in groups]
-        self.samples = [self.samples[row] for row in rows]
-        self.rewards, self.parts = self.rewards[rows], self.parts[rows]
+    @property
+    def is_alike(self) -> bool:
+        """Return whether all known rewards are the same, so that nothing is learned from them."""
+        return bool(zero_variance_groups(self.rewards, len(self.rewards)).all())
 
 
 def prompts_from(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
@@ -278,10 +243,8 @@ class CompletionSampler:
         for prompt in prompts:
             most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
             sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            images = prompt.sent_images() if self.engine.sends_images else prompt.decoded_images()
-            requests += [
-                Request(prompt.ids, sampling, self.seed, prompt.index, number, **images) for number in range(count)
-            ]
+            images, draws = prompt.images_for(self.engine.is_remote), range(count)
+            requests += [Request(prompt.ids, sampling, self.seed, prompt.index, draw, **images) for draw in draws]
         return requests
 
 
@@ -309,35 +272,34 @@ class Collector:
         section, began = self.section, time.perf_counter()
         size, wanted = section.group_size, section.prompts_per_step
         refills = section.max_refills if section.dynamic_sampling == "refill" else 0
-        groups, last = PromptGroups(self.names), None
+        groups: list[PromptGroup] = []
         for _ in range(1 + refills):
-            next_cursor = cursor if last is None else last.after
-            prompts = prompts_from(self.rows, next_cursor, wanted - len(self._teaching(groups)))
+            next_cursor = groups[-1].prompt.place.after if groups else cursor
+            prompts = prompts_from(self.rows, next_cursor, wanted - sum(map(self._teaches, groups)))
             if not prompts:
                 break
-            last = prompts[-1].place
             samples = self.sampler.draw(prompts, version, size)
-            groups.add(prompts, samples, *self._judge(prompts, samples))
-        if last is None:
+            rewards, parts = self._judge(prompts, samples)
+            of_prompts = [samples[start : start + size] for start in range(0, len(samples), size)]
+            groups += map(PromptGroup, prompts, of_prompts, rewards.split(size), parts.split(size))
+        if not groups:
             return None
-        if not self._has_known_reward and groups.rewards.isnan().all():
+        last = groups[-1].prompt.place
+        if not self._has_known_reward and all(group.rewards.isnan().all() for group in groups):
             of = f" ({', '.join(self.names)})" if self.names else ""
             raise UserError(
-                f"none of the first rollout's {len(groups.samples)} completions has a known reward{of}: each is None "
+                f"none of the first rollout's {len(groups) * size} completions has a known reward{of}: each is None "
                 "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True
-        if self.rows.images is None or self.sampler.engine.sends_images:  # the native engine draws none ahead
+        if self.sampler.engine.is_remote:
             next_prompts = prompts_from(self.rows, last.after, wanted)
             self.sampler.engine.expect(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
-        drawn = len(groups.prompts)
-        measured["frac_zero_std"] = int(zero_variance_groups(groups.rewards, size)[::size].sum()) / drawn
-        if drawn > wanted:  # groups that teach first, then the others that were drawn, in the data's order
-            teaching = self._teaching(groups)
-            others = [group for group in range(drawn) if group not in teaching]
-            groups.select(sorted((teaching + others)[:wanted]), size)
+        if len(groups) > wanted:  # groups that teach first, then the others that were drawn, in the data's order
+            groups.sort(key=lambda group: not self._teaches(group))
+            groups = sorted(groups[:wanted], key=lambda group: group.prompt.index)
         measured["rollout_time"] = time.perf_counter() - began
         return self._rollout(groups, last, measured)
 
@@ -346,13 +308,9 @@ class Collector:
         samples = self.sampler.draw(prompts, version, greedy=True)
         return samples, self._judge(prompts, samples)[0]
 
-    def _teaching(self, groups: PromptGroups) -> list[int]:
-        """Return the groups whose rewards differ; all of them where that does not matter."""
-        if self.section.dynamic_sampling != "refill":
-            return list(range(len(groups.prompts)))
-        size = self.section.group_size
-        alike = zero_variance_groups(groups.rewards, size)[::size]
-        return (~alike).nonzero().flatten().tolist()
+    def _teaches(self, group: PromptGroup) -> bool:
+        """Return whether a group's rewards differ, or that does not matter."""
+        return self.section.dynamic_sampling != "refill" or not group.is_alike
 
     def _judge(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return rewards [N], NaN where nothing is known, and the parts [N, rewards] that they are the sum of. One
@@ -387,58 +345,60 @@ class Collector:
             )
         return rewards, by_name.t()
 
-    def _rollout(self, groups: PromptGroups, last: Placement, measured: dict[str, float]) -> Rollout:
+    def _rollout(self, groups: Sequence[PromptGroup], last: Placement, measured: dict[str, float]) -> Rollout:
         section, size = self.section, self.section.group_size
-        values = advantages(groups.rewards, size, baseline=section.advantage, scale=section.scale)
-        counted = ~groups.rewards.isnan()
+        samples, rewards = [sample for group in groups for sample in group.samples], _rewards_of(groups)
+        values = advantages(rewards, size, baseline=section.advantage, scale=section.scale)
+        counted = ~rewards.isnan()
         if section.dynamic_sampling != "none":
-            counted &= ~zero_variance_groups(groups.rewards, size)
+            counted &= ~zero_variance_groups(rewards, size)
         trains = counted.clone()
         if section.mask_truncated:
-            trains &= torch.tensor([sample.finish != "length" for sample in groups.samples])
+            trains &= torch.tensor([sample.finish != "length" for sample in samples])
         rows = self._lines(groups, values) if self.ranks.is_first else []
-        return Rollout(groups.samples, values, counted, trains, last, measured, rows)
+        return Rollout(samples, values, counted, trains, last, measured, rows)
 
-    def _measure(self, groups: PromptGroups) -> dict[str, float]:
-        rewards = groups.rewards.view(-1, self.section.group_size)
-        fields = {"reward_mean": _mean(groups.rewards), "reward_std": _mean(_spread(rewards))}
+    def _measure(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        samples, rewards = [sample for group in groups for sample in group.samples], _rewards_of(groups)
+        spread = _spread(rewards.view(len(groups), -1))
+        fields = {"reward_mean": _mean(rewards), "reward_std": _mean(spread)}
         if len(self.names) > 1:
-            parts = zip(self.names, groups.parts.t(), strict=True)
+            parts = zip(self.names, torch.cat([group.parts for group in groups]).t(), strict=True)
             fields |= {f"reward/{name}": _mean(part) for name, part in parts}
         if self.sampler.episodes is not None:
-            fields["lost_frac"] = sum(sample.finish == "lost" for sample in groups.samples) / len(groups.samples)
-            for name in sorted({name for sample in groups.samples for name in sample.metrics}):
-                values = [sample.metrics[name] for sample in groups.samples if name in sample.metrics]
+            fields["lost_frac"] = sum(sample.finish == "lost" for sample in samples) / len(samples)
+            for name in sorted({name for sample in samples for name in sample.metrics}):
+                values = [sample.metrics[name] for sample in samples if name in sample.metrics]
                 fields[f"environment/{name}"] = sum(values) / len(values)
         if self.section.tools:
-            fields["tool_calls"] = sum(sample.calls for sample in groups.samples) / len(groups.samples)
-            fields["tool_failures"] = sum(sample.failures for sample in groups.samples) / len(groups.samples)
-        return fields | lengths_of(groups.samples)
+            fields["tool_calls"] = sum(sample.calls for sample in samples) / len(samples)
+            fields["tool_failures"] = sum(sample.failures for sample in samples) / len(samples)
+        return fields | lengths_of(samples) | {"frac_zero_std": sum(group.is_alike for group in groups) / len(groups)}
 
-    def _lines(self, groups: PromptGroups, values: Tensor) -> list[dict[str, Any]]:
-        """Return the rows of samples.jsonl, one for each completion."""
-        size = self.section.group_size
-        lines = []
-        for index, sample in enumerate(groups.samples):
-            prompt = groups.prompts[index // size]
-            parts = dict(zip(self.names, groups.parts[index].tolist(), strict=True))
-            lines.append(
-                {
-                    "group": prompt.index,
-                    "prompt": prompt.row["prompt"],
-                    "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
-                    "reward": known(groups.rewards[index].item()),
-                    "rewards": known(parts),
-                    "advantage": values[index].item(),
-                    "tokens": len(sample.ids),
-                    "finish": sample.finish,
-                    **({"images": [image.entry for image in prompt.images]} if prompt.images else {}),
-                    **({} if sample.version is None else {"version": sample.version}),
-                    **({} if sample.earned is None else {"earned": sample.earned}),
-                    **({"environment": dict(sample.metrics)} if sample.metrics else {}),
-                }
-            )
-        return lines
+    def _lines(self, groups: Sequence[PromptGroup], values: Tensor) -> list[dict[str, Any]]:
+        """Return the rows of samples.jsonl, one for each completion; values: their advantages."""
+        rows = [
+            (group.prompt, *row)
+            for group in groups
+            for row in zip(group.samples, group.rewards.tolist(), group.parts.tolist(), strict=True)
+        ]
+        return [
+            {
+                "group": prompt.index,
+                "prompt": prompt.row["prompt"],
+                "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                "reward": known(reward),
+                "rewards": known(dict(zip(self.names, parts, strict=True))),
+                "advantage": value,
+                "tokens": len(sample.ids),
+                "finish": sample.finish,
+                **({"images": [image.entry for image in prompt.images]} if prompt.images else {}),
+                **({} if sample.version is None else {"version": sample.version}),
+                **({} if sample.earned is None else {"earned": sample.earned}),
+                **({"environment": dict(sample.metrics)} if sample.metrics else {}),
+            }
+            for (prompt, sample, reward, parts), value in zip(rows, values.tolist(), strict=True)
+        ]
 
 
 def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
@@ -448,6 +408,10 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
         "completion_len": sum(sum(sample.sampled) for sample in samples) / count,
         "truncated_frac": sum(sample.finish == "length" for sample in samples) / count,
     }
+
+
+def _rewards_of(groups: Sequence[PromptGroup]) -> Tensor:
+    return torch.cat([group.rewards for group in groups])  # [N]
 
 
 def _plus_earned(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -50,8 +50,7 @@ class Evaluations:
     def __init__(self, spec: RunSpec, policy: Policy, run: RunContext):
         self._run, self._ranks = run, Ranks()
         self._decode = partial(spec.source.tokenizer.decode, skip_special_tokens=True)
-        dtype, say = policy.precision.compute, run.metrics.say
-        self._engine = NativeEngine(policy.model, policy.mesh, policy.device, decode=self._decode, dtype=dtype, say=say)
+        self._engine = NativeEngine(policy, decode=self._decode, say=run.metrics.say)
         self._sets = [self._open(spec, each) for each in sets(spec.recipe.eval)]
 
     def _open(self, spec: RunSpec, eval_set: EvalSet) -> _Open:

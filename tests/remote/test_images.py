@@ -31,8 +31,8 @@ from tests.serve.serving import make_model, serving
 class Drawer:
     """An engine that draws nothing, and takes images in one form or the other."""
 
-    def __init__(self, sends_images: bool):
-        self.sends_images = sends_images
+    def __init__(self, is_remote: bool):
+        self.is_remote = is_remote
 
 
 def prompts_of(root, family):
@@ -62,10 +62,10 @@ def made(request):
     return request.getfixturevalue(request.param)
 
 
-def requests_of(made, sends_images: bool, temperature: float = 0.9, samples: int = 2):
+def requests_of(made, is_remote: bool, temperature: float = 0.9, samples: int = 2):
     _, tokenizer, rows = made
     sampling = Sampling(max_new_tokens=5, temperature=temperature)
-    sampler = CompletionSampler(Drawer(sends_images), tokenizer, sampling, 200, 3, lambda: False)
+    sampler = CompletionSampler(Drawer(is_remote), tokenizer, sampling, 200, 3, lambda: False)
     return sampler.requests(prompts_from(rows, Cursor(), 4), samples, greedy=temperature == 0)
 
 

@@ -5,7 +5,6 @@ import queue
 import threading
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.methods import method_of
 from dtrain.rl.remote import training
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.nccl import NcclRoot
-from dtrain.rl.remote.weight_transfer import TransferPublisher
+from dtrain.rl.remote.weight_transfer import NcclRoot, TransferPublisher
 from tests.policy.test_weights import policy_of
 from tests.remote.fakes import FakeVllm, Refusal
 from tests.running import run
@@ -204,9 +202,13 @@ class Source:
         return ((name, self.tensors[name]) for name in names)
 
 
+def publisher_by(root):
+    return type("Publisher", (TransferPublisher,), {"root": root})
+
+
 def publisher_of(servers, root, **settings):
     engine = HttpEngine([server.url for server in servers], timeout=SECONDS)
-    return TransferPublisher(engine, device=CPU, root=root, **settings)
+    return publisher_by(root)(engine, device=CPU, **settings)
 
 
 def equal(held, expected):
@@ -245,7 +247,7 @@ def publish_merged(rank, recipe):
     if rank == 0:
         server = TransferVllm(root, 1)
         engine = HttpEngine([server.url], timeout=SECONDS)
-    publisher = TransferPublisher(engine, device=CPU, dtype=torch.bfloat16, root=root, bucket_bytes=5000)
+    publisher = publisher_by(root)(engine, device=CPU, dtype=torch.bfloat16, bucket_bytes=5000)
     publisher.publish(policy.weights, 1)
     full = dict(policy.weights.full_tensors(torch.bfloat16))
     return rank == 0 and (equal(server.held[0], full), server.messages, [*full])
@@ -375,7 +377,7 @@ def test_a_run_ends_on_a_machine_without_nccl_before_it_draws(tmp_path, servers)
 
 
 def test_a_run_sends_each_version_before_it_draws_with_it(tmp_path, servers, root, monkeypatch):
-    monkeypatch.setitem(training.STREAMS, "transfer", partial(TransferPublisher, root=root))
+    monkeypatch.setitem(training.STREAMS, "transfer", publisher_by(root))
     server = servers[0]
     run(run_of(tmp_path, server))
     paths = [path for path in paths_of(server) if path in ("/finish_weight_update", server.completions)]

@@ -12,8 +12,7 @@ from dtrain.base.randomness import uniform
 from dtrain.inference import engine as engine_module
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.inference.sampling import random_key
-from dtrain.inference.sequence import StopTexts
+from dtrain.inference.sampling import StopTexts, random_key
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 
 pytestmark = pytest.mark.slow

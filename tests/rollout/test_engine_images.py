@@ -22,6 +22,7 @@ from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token
 from tests.models.vision.oracle import WideIslands
 from tests.rollout.test_engine import same
 from tests.rollout.test_graphs import Makers
+from tests.rollout.test_native import policy_of
 from tests.world import run_world
 
 DRAWN = 8
@@ -163,7 +164,7 @@ def completions_of(rank, name, sizes, unshard):
     if mesh.cp.size() > 1:
         model.use_kernel(GatherKernel(SdpaKernel(), mesh.cp))
     shard_model(model, mesh.fsdp, mixed_precision(torch.float64, torch.float64))
-    engine = NativeEngine(model, mesh, torch.device("cpu"), unshard=unshard)
+    engine = NativeEngine(policy_of(model, mesh), unshard=unshard)
     return engine.generate(requests), engine.generate(requests[:1])
 
 

@@ -15,6 +15,7 @@ from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.ring import RingKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
+from dtrain.inference.kv_cache import Budget
 from dtrain.inference.native import NativeEngine, _MeshPeers, share_out
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
@@ -49,6 +50,12 @@ def build(variant, dtype=torch.float64):
     return model
 
 
+def policy_of(model, mesh):
+    """Return what the engine needs of a policy."""
+    precision = SimpleNamespace(compute=next(model.parameters()).dtype)
+    return SimpleNamespace(model=model, mesh=mesh, device=torch.device("cpu"), precision=precision)
+
+
 def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, compute=torch.float64):
     mesh = build_mesh(Runtime(rank=rank), **sizes)
     model = build(variant, dtype)
@@ -81,7 +88,7 @@ def state_of(model):
 def completions_of(rank, variant, sizes, options, unshard):
     model, mesh = on_mesh(rank, variant, sizes, **options)
     before = state_of(model)
-    engine = NativeEngine(model, mesh, torch.device("cpu"), decode=spelled, unshard=unshard)
+    engine = NativeEngine(policy_of(model, mesh), decode=spelled, unshard=unshard)
     found = engine.generate(REQUESTS)
     assert state_of(model) == before
     assert engine.generate(REQUESTS[4:5])[0].ids == found[4].ids  # fewer requests than ranks
@@ -125,7 +132,7 @@ def test_forwards_for_other_ranks_are_in_evaluation_mode(monkeypatch):
     monkeypatch.setattr(model, "next_logits", lambda *given: modes.append(model.training) or forward(*given))
     monkeypatch.setattr(_MeshPeers, "others_go_on", lambda self: next(go_on))
     mesh = SimpleNamespace(dp_cp=alone, tp=alone, ep=None, size=1)
-    NativeEngine(model, mesh, torch.device("cpu")).generate([Request([5], SamplingParams(3, 0.0))])
+    NativeEngine(policy_of(model, mesh)).generate([Request([5], SamplingParams(3, 0.0))])
     assert modes == [False] * 5 and model.training  # three tokens of its own, two forwards for others
 
 
@@ -135,16 +142,16 @@ def by_graphs(rank, variant, sizes):
     # No top-p, whose search reads the host on a CPU.
     asked = [replace(one, sampling=replace(one.sampling, top_p=1.0)) for one in REQUESTS]
     steps = makers.steps(model)
-    found = NativeEngine(model, mesh, torch.device("cpu"), decode=spelled, unshard=True, steps=steps).generate(asked)
+    found = NativeEngine(policy_of(model, mesh), decode=spelled, unshard=True, steps=steps).generate(asked)
     assert state_of(model) == before and makers.total("replayed") > 0
     same(found, Engine(build(variant), decode=spelled).generate(asked))
     captured, said = makers.total("captured"), []
     steps, options = makers.steps(model), {"decode": spelled, "unshard": False, "say": said.append}
-    engine = NativeEngine(model, mesh, torch.device("cpu"), steps=steps, **options)
+    engine = NativeEngine(policy_of(model, mesh), steps=steps, **options)
     for _ in range(2):
         same(engine.generate(asked), found)
     assert makers.total("captured") == captured and len(said) == 1 and "whole weights on every rank" in said[0]
-    engine = NativeEngine(model, mesh, torch.device("cpu"), steps=makers.steps(model, insists=True), **options)
+    engine = NativeEngine(policy_of(model, mesh), steps=makers.steps(model, insists=True), **options)
     with pytest.raises(UserError, match="whole weights on every rank"):
         engine.generate(asked)
 
@@ -156,7 +163,7 @@ def test_graphs_on_a_mesh(variant, sizes):
 
 def in_bfloat16(rank):
     model, mesh = on_mesh(rank, "qwen3", {"dp_shard": 2}, dtype=torch.float32, compute=torch.bfloat16)
-    found = NativeEngine(model, mesh, torch.device("cpu"), unshard=rank >= 0).generate(REQUESTS[:2])
+    found = NativeEngine(policy_of(model, mesh), unshard=rank >= 0).generate(REQUESTS[:2])
     return [(one.ids, one.logprobs) for one in found]
 
 
@@ -172,10 +179,11 @@ def test_masters_in_float32_decode_in_bfloat16():
 def refused(rank):
     model, mesh = on_mesh(rank, "qwen3", {"dp_shard": 2})
     before = state_of(model)
-    engine = NativeEngine(model, mesh, torch.device("cpu"), max_tokens=100)
+    engine = NativeEngine(policy_of(model, mesh))
     with pytest.raises(UserError, match="request 1 has a token id outside"):
         engine.generate([Request([1], KINDS[0]), Request([1000], KINDS[0])])
-    with pytest.raises(UserError, match="request 0 may come to 160 positions"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="request 0 may come to 160 positions"):
+        patch.setattr("dtrain.inference.native.choose_budget", lambda *_, **__: Budget(8, 100, 64))
         engine.generate([Request([1], SamplingParams(99))])
     with pytest.raises(UserError, match="stop texts need a tokenizer"):
         engine.generate([Request([1], KINDS[3])])

@@ -93,16 +93,17 @@ def test_draws_are_the_native_engines_whatever_else_is_asked(server, model):
     assert len({json.dumps(choices[0]["token_ids"]) for choices in answers}) > 3
 
 
-@pytest.mark.parametrize("samples_per_call", [None, 3])
-def test_the_client_gives_what_the_engine_gives(server, model, samples_per_call):
+def test_the_client_gives_what_the_engine_gives(server, model):
     sampling = SamplingParams(max_new_tokens=7, temperature=0.9, top_k=30, min_p=0.01, stop_ids=(1, 9))
     requests = [Request([5 + i, 6, 7], sampling, 5, i, j) for i in range(3) for j in range(4)]
     expected = Engine(models.from_pretrained(model, torch.float64)).generate(requests)
-    client = HttpEngine([server.url], samples_per_call=samples_per_call, api_key_file=model.parent / "key")
+    client = HttpEngine([server.url], api_key_file=model.parent / "key")
     assert [one.dialect.name for one in client.servers] == ["dtrain"]
     for got, ours in zip(client.generate(requests), expected, strict=True):
         assert (got.ids, got.finish, got.version) == (ours.ids, ours.finish, 0)
         assert got.logprobs == pytest.approx(ours.logprobs, abs=1e-9)
+    some = [*requests[:3], *requests[5:]]  # calls of other sizes
+    assert [one.ids for one in client.generate(some)] == [one.ids for one in [*expected[:3], *expected[5:]]]
     with pytest.raises(UserError, match="context holds 128"):
         client.generate([replace(requests[0], sampling=SamplingParams(max_new_tokens=1000))])
 

@@ -27,9 +27,9 @@ from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.fields import ApiError
 from dtrain.commands.serve.protocol import Ask
 from dtrain.inference.engine import Engine, NotFinite
+from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
-from dtrain.inference.sequence import PromptKey
 from dtrain.models.common.adapters import AdapterState
 from dtrain.rl.routed import to_npy_text
 

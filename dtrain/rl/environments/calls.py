@@ -10,9 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from enum import Enum
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import is_number
@@ -28,7 +27,7 @@ class EnvironmentCalls:
         """Load the maker of environments. options: arguments for which the function gives the maker; None: it is the
         maker."""
         self.environments: dict[int, Any] = {}
-        self.pool: TimeoutPool[Outcome] = TimeoutPool(threads, timeout)
+        self.pool = TimeoutPool(threads, timeout)
         return [attempt(self._load, module, function, options)]
 
     def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:
@@ -74,7 +73,7 @@ class EnvironmentCalls:
     def _do(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Outcome]]) -> Iterator[tuple[int, Outcome]]:
         for outcomes in self.pool.do(tasks):
             for index, outcome in outcomes:
-                yield numbers[index], {"missed": outcome.value} if isinstance(outcome, Missed) else outcome
+                yield numbers[index], outcome
 
 
 def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_last: bool) -> Outcome:
@@ -138,18 +137,12 @@ def observe(environment: Any) -> dict[str, Any]:
     return {"observation": messages}
 
 
-T = TypeVar("T")
 MOST_LATE = 4  # tasks in a row; what they call may be down, and each would take its whole time
+LATE: Outcome = {"missed": "late"}
+UNTRIED: Outcome = {"missed": "untried"}
 
 
-class Missed(Enum):
-    """Reasons why a task has no outcome: it took too long, or too many before it did."""
-
-    LATE = "late"
-    UNTRIED = "untried"
-
-
-class TimeoutPool(Generic[T]):
+class TimeoutPool:
     """Pool of `threads` threads, which live from call to call. timeout: seconds that a task may take.
 
     One thread does tasks one after another in their order, all calls' tasks, until it is given up and another takes its
@@ -160,7 +153,7 @@ class TimeoutPool(Generic[T]):
     def __init__(self, threads: int, timeout: float):
         self._threads, self._timeout = threads, min(timeout, threading.TIMEOUT_MAX / 2)
         self._idle: list[ThreadPoolExecutor] = []  # of one thread each: another could not take its place alone
-        self._given_up: list[Future[T]] = []
+        self._given_up: list[Future[Outcome]] = []
 
     @property
     def stuck(self) -> int:
@@ -168,14 +161,14 @@ class TimeoutPool(Generic[T]):
         self._given_up = [task for task in self._given_up if not task.done()]
         return len(self._given_up)
 
-    def do(self, tasks: Sequence[Callable[[], T]]) -> Iterator[list[tuple[int, T | Missed]]]:
+    def do(self, tasks: Sequence[Callable[[], Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:
         """Run `tasks`, which raise nothing; yields their indices and outcomes as they come, each index once.
 
         After MOST_LATE or more tasks that took too long with none between them that did not, those that no thread has
         begun are not tried.
         """
         waiting = deque(enumerate(tasks))
-        running: dict[Future[T], tuple[int, ThreadPoolExecutor, float]] = {}  # index, thread, when it is late
+        running: dict[Future[Outcome], tuple[int, ThreadPoolExecutor, float]] = {}  # index, thread, when it is late
         late_in_a_row = 0
         while waiting or running:
             while waiting and len(running) < self._threads:
@@ -185,16 +178,16 @@ class TimeoutPool(Generic[T]):
             first_due = min(due for _, _, due in running.values())
             done, _ = wait(running, max(0.0, first_due - time.monotonic()), FIRST_COMPLETED)
             late = [future for future, (*_, due) in running.items() if due <= time.monotonic() and not future.done()]
-            outcomes: list[tuple[int, T | Missed]] = []
+            outcomes = []
             for future in done:
                 index, thread, _ = running.pop(future)
                 self._idle.append(thread)
                 outcomes.append((index, future.result()))
             late_in_a_row = len(late) + (0 if done else late_in_a_row)
-            outcomes += [(running.pop(future)[0], Missed.LATE) for future in late]
+            outcomes += [(running.pop(future)[0], LATE) for future in late]
             self._given_up += late
             if late_in_a_row >= MOST_LATE:
-                outcomes += [(index, Missed.UNTRIED) for index, _ in waiting]
+                outcomes += [(index, UNTRIED) for index, _ in waiting]
                 waiting.clear()
             if outcomes:
                 yield outcomes

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
@@ -22,9 +22,6 @@ from dtrain.rl.collect import Sample
 from dtrain.rl.environments.stepping import EnvironmentReply, Environments, Observation, Turn
 from dtrain.rl.rewards.find import find
 from dtrain.rl.tools import tool_schemas
-
-if TYPE_CHECKING:
-    pass
 
 # Of a text that is far too long its beginning is tokenised: so many characters for each id that is needed, and so many
 # ids more than needed, since those at the end, of 1024 characters or more, may be others where the text goes on.

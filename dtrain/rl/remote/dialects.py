@@ -99,6 +99,8 @@ class Vllm:
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
         values, ids = logprobs.get("token_logprobs"), choice.get("token_ids")
+        if (entries := logprobs.get("content")) is not None:  # of conversations
+            values = [entry["logprob"] for entry in entries]
         tokens: Sequence[str] | None = ids if ids is not None else logprobs.get("tokens")
         if values is None or tokens is None:
             raise UserError(

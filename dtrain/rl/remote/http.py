@@ -20,9 +20,8 @@ from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rl.remote.dialects import DIALECTS, AdapterVersion, Call, Dialect, recognise
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, Tries, pause_after, read_key
 from dtrain.rl.remote.image_routes import ROUTES, ImageRoute
-from dtrain.rl.remote.tries import Tries, pause_after
 
 if TYPE_CHECKING:
     from dtrain.rl.routed import RoutedReader
@@ -72,10 +71,10 @@ class HttpEngine:
     model: its name there (None: the only one each has). timeout: seconds that one call may take, tries included.
     retries: further tries at one server, with growing pauses, where it gives no answer or a passing error; a server
     that fails is passed over for a while, the others go on. concurrency: calls under way at once, over all servers.
-    samples_per_call: the most samples of a prompt in one call. start_timeout: seconds that the servers may take
-    to come up. api_key_file: a file with the key that the servers want. routed: reads where the tokens went, which the
-    servers are then asked for with every completion, and once before, with a prompt of two tokens. vocab_size: the
-    bound that every token's id is below. say: gets a line about each server that fails.
+    start_timeout: seconds that the servers may take to come up. api_key_file: a file with the key that they want.
+    routed: reads where the tokens went, which the servers are then asked for with every completion, and once before,
+    with a prompt of two tokens. vocab_size: the bound that every token's id is below. say: gets a line about each
+    server that fails.
 
     Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
     `ask_stop` says yes while they come up.
@@ -90,7 +89,6 @@ class HttpEngine:
         timeout: float = 600.0,
         retries: int = 3,
         concurrency: int = 64,
-        samples_per_call: int | None = None,
         start_timeout: float = 300.0,
         api_key_file: str | Path | None = None,
         routed: "RoutedReader | None" = None,
@@ -103,7 +101,7 @@ class HttpEngine:
         if kind != "auto" and kind not in DIALECTS:
             raise UserError(f"kind={kind} is unknown; choose auto, {', '.join(DIALECTS)}")
         self.timeout, self.retries, self.concurrency, self.say = timeout, retries, concurrency, say
-        self.samples_per_call, self._routed, self._vocab_size = samples_per_call, routed, vocab_size
+        self._routed, self._vocab_size = routed, vocab_size
         self._changed = threading.Condition()
         self._closed = False
         key = read_key(api_key_file)
@@ -120,8 +118,8 @@ class HttpEngine:
         last error, or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
         if any(request.images is not None for request in requests):
             raise UserError("prompts with decoded images are for the native engine: servers get an `image_prompt`")
-        calls = [[requests[index] for index in call] for call in group(requests, self.samples_per_call)]
-        return [completion for completions in self._all(calls, self._complete, ask_stop) for completion in completions]
+        drawn = self._all(group(requests), self._complete, ask_stop)
+        return [completion for completions in drawn for completion in completions]
 
     def update_from_directory(self, directory: Path, version: int) -> None:
         """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
@@ -470,13 +468,12 @@ def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None
             raise Interrupted
 
 
-def group(requests: Sequence[Request], most: int | None = None) -> list[list[int]]:
-    """Group the indices of requests that are samples of one prompt with ascending sample_index, at most `most` each."""
-    groups: list[list[int]] = []
-    for index, request in enumerate(requests):
-        has_room = groups and len(groups[-1]) < (most or len(requests))
-        if has_room and replace(request, sample_index=request.sample_index - 1) == requests[index - 1]:
-            groups[-1].append(index)
+def group(requests: Sequence[Request]) -> list[list[Request]]:
+    """Group requests that are samples of one prompt with ascending sample_index."""
+    groups: list[list[Request]] = []
+    for request in requests:
+        if groups and replace(request, sample_index=request.sample_index - 1) == groups[-1][-1]:
+            groups[-1].append(request)
         else:
-            groups.append([index])
+            groups.append([request])
     return groups

@@ -1,23 +1,24 @@
-"""Client of an HTTP server: JSON in, JSON out, errors with a plain message. Standard library only, no torch."""
+"""Client of an HTTP server: JSON in, JSON out, errors with a plain message; and the tries of a call that failed.
+Standard library only, no torch."""
 
 import http.client
 import json
+import math
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from dtrain.base.errors import UserError, in_words
 
-if TYPE_CHECKING:
-    pass
-
 CONNECT_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
 LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
 AT_ONCE = 1 << 20  # bytes that are read at once
 # Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
@@ -156,3 +157,40 @@ def read_key(file: str | Path | None) -> str | None:
     if not re.fullmatch("[!-~]+", key):
         raise UserError(f"{file} must hold one line, the API key, of letters, digits and signs without a space")
     return key
+
+
+@dataclass
+class Tries:
+    """Failed tries of one call, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
+
+    until: float
+    stop: threading.Event
+    errors: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return max(0.1, self.until - time.monotonic())
+
+    def count(self, url: str) -> int:
+        return len(self.errors.get(url, []))
+
+    def note(self, url: str, error: object) -> None:
+        self.errors.setdefault(url, []).append(str(error))
+
+    def wait(self, url: str, most: float = math.inf) -> bool:
+        """Wait before the next try at `url`; False where there is none: `most` have failed, no time is left, or it is
+        not wanted any more."""
+        pause = pause_after(self.count(url))
+        if self.count(url) >= most or self.stop.is_set() or time.monotonic() + pause > self.until:
+            return False
+        self.stop.wait(pause)
+        return True
+
+    def summary(self) -> str:
+        lines = [f"{url}: {len(errors)} tries, the last: {errors[-1]}" for url, errors in self.errors.items()]
+        return "; ".join(lines) or "none could be asked"
+
+
+def pause_after(count: int) -> float:
+    """Return the seconds before the next try after `count` failures."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (count - 1))

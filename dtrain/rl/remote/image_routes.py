@@ -16,7 +16,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.request import Completion, Request
-from dtrain.rl.remote.dialects import DIALECTS, Post, choices_of, completion_of, draws_of_vllm
+from dtrain.rl.remote.dialects import DIALECTS, Post, draws_of_vllm
 from dtrain.rl.remote.http_client import ClientError
 
 OTHER_PROMPT = "it read another prompt than the trainer has: "
@@ -52,6 +52,7 @@ class ImageRoute:
 class VllmRoute(ImageRoute):
     """Route of vLLM, which tells the token ids that it read. fix: what else makes them those of the trainer."""
 
+    server = "vllm"
     fix = ""
 
     def without_ids(self) -> Exception:
@@ -64,17 +65,6 @@ class VllmRoute(ImageRoute):
             raise self.without_ids()
         if (difference := prompt.difference(request.prompt, ids)) is not None:
             raise UserError(f"{OTHER_PROMPT}{difference}. {FIX_IMAGES}{_bound(prompt)}{self.fix}")
-
-    def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        completions = []
-        for choice in choices_of(answer, len(requests)):
-            ids, entries = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
-            if ids is None or entries is None:
-                raise UserError("its completions carry no logprobs or no token ids: use vLLM 0.10.2 or later")
-            completions.append(
-                completion_of(ids, [entry["logprob"] for entry in entries], choice.get("finish_reason"), None)
-            )
-        return completions
 
 
 class VllmTokens(VllmRoute):

@@ -16,7 +16,6 @@ from dtrain.models.common.adapter_config import AdapterConfig, is_of_vision
 from dtrain.models.common.adapters import adapted_layers
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.recipe.schema import Lora
 from dtrain.rl.remote.http import HttpEngine, wait_for
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher
 from dtrain.rl.remote.weight_transfer import TransferPublisher
@@ -33,22 +32,19 @@ class OverHttp(RolloutEngine):
     servers fail, and Interrupted where rank 0 is asked to stop while they come up.
     """
 
-    sends_images = True
+    is_remote = True
 
-    def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext, base: Path, lora: Lora | None):
-        section = grpo.server
+    def __init__(self, grpo: RolloutSection, policy: Policy, run: RunContext):
+        section, base, lora = grpo.server, policy.recipe.model.directory, policy.recipe.lora
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None
         self._published: int | None = None
-        self._publisher: AdapterPublisher | DirectoryPublisher | StreamPublisher
-
-        engine: HttpEngine | None = None
+        self._engine: HttpEngine | None = None
         routed = RoutedReader.of(policy.model.config) if grpo.router_replay else None
 
         def connect() -> bool:
-            nonlocal engine
             try:
-                engine = HttpEngine(
+                engine = self._engine = HttpEngine(
                     section.urls,
                     kind=section.kind,
                     model=section.model,
@@ -72,7 +68,7 @@ class OverHttp(RolloutEngine):
 
         if not self.ranks.first(connect):
             raise Interrupted
-        towers = policy.model.model.vision
+        engine, towers = self._engine, policy.model.model.vision
         if any(weight.requires_grad for tower in towers for weight in tower.parameters()):
             self.ranks.first(lambda: check_tower(engine))
         dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
@@ -90,14 +86,14 @@ class OverHttp(RolloutEngine):
             )
         )
         if way == "adapter" and config is not None:
-            adapters = self._publisher = AdapterPublisher(shared, base, config, engine)
+            adapters = AdapterPublisher(shared, base, config, engine)
             self._publish: Callable[[int], None] = lambda version: adapters.publish(policy.model, version)
         elif way in STREAMS:
-            stream = self._publisher = STREAMS[way](engine, device=policy.device, dtype=dtype)
+            stream = STREAMS[way](engine, device=policy.device, dtype=dtype)
             run.stack.callback(stream.close)
             self._publish = lambda version: stream.publish(policy.weights, version)
         else:
-            files = self._publisher = DirectoryPublisher(shared, base, engine, dtype=dtype)
+            files = DirectoryPublisher(shared, base, engine, dtype=dtype)
             self._publish = lambda version: files.publish(policy.model, version)
 
     def generate(
@@ -128,7 +124,8 @@ class OverHttp(RolloutEngine):
         try:
             if self._prefetcher is not None and self._prefetcher.is_under_way and requests == self._prefetcher.requests:
                 return self._prefetcher.take(version, ask_stop)
-            return self._publisher.engine.generate(requests, ask_stop)
+            assert self._engine is not None, "rank 0 talks to the servers"
+            return self._engine.generate(requests, ask_stop)
         except Interrupted:
             return None
 

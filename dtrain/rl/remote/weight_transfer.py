@@ -7,36 +7,66 @@ names, one after the other, no more than packed_buffer_size_bytes or one tensor,
 
 import base64
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.policy.weight_buckets import BUCKET_BYTES, Info
-from dtrain.rl.remote.http import HttpEngine, ServerClient
-from dtrain.rl.remote.nccl import MOST_RANKS, NcclRoot
+from dtrain.policy.weight_buckets import Info
+from dtrain.rl.remote.http import ServerClient
 from dtrain.rl.remote.publish import StreamPublisher, attempt, described, first_error, in_thread
 
 START = """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
 PROBE = {"rank_offset": 1, "world_size": 2}  # of `init_info`, without a way to meet
 FIX = "or set grpo.server.weights=directory"
+ID_KEY = "0"  # of a group's first communicator
+ID_WAIT = timedelta(minutes=1)
+MOST_RANKS = 128  # of one id: beyond them torch meets by several
 MEETING_HINT = (
     "trainer and servers need GPUs of their own that NCCL reaches, and one release of NCCL (a server takes the library "
     "that VLLM_NCCL_SO_PATH names)"
 )
 
 
-class Root(Protocol):
-    """Rank 0 of a group, as `NcclRoot` is."""
+class NcclRoot:
+    """Rank 0 of a group of `world_size` on `device`, whose other ranks get its id by hand and read no store of torch's.
+    wait: bounds each message; nothing bounds `join` but its ranks.
 
-    def __init__(self, world_size: int, device: torch.device, wait: timedelta): ...
+    As in vLLM's example of a trainer without vLLM (examples/rl/rlhf_http_nccl_no_vllm.py): torch's own group, on a
+    store that nobody else sees, where it leaves the id. Torch does not promise the key of the id, and never changed it.
+    """
+
+    def __init__(self, world_size: int, device: torch.device, wait: timedelta):
+        self._store = dist.HashStore()
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        self._group: Any = dist.ProcessGroupNCCL(self._store, 0, world_size, options)
+        self._sum = torch.zeros(1, device=device)
+
     @staticmethod
-    def refusal(device: torch.device) -> str | None: ...
-    def join(self) -> None: ...
-    def unique_id(self) -> bytes: ...
-    def broadcast(self, tensor: Tensor, root: int) -> Any: ...
-    def abort(self) -> None: ...
+    def refusal(device: torch.device) -> str | None:
+        """Return why there is no such group on `device`; None where there is."""
+        if device.type != "cuda":
+            return f"the run's device is {device.type}, and NCCL is for CUDA"
+        return None if dist.is_nccl_available() else "this torch was built without NCCL"
+
+    def join(self) -> None:
+        """Wait until all ranks are there. The others begin with the sum of one float32, as vLLM's do."""
+        self._group.allreduce(self._sum).wait()
+
+    def unique_id(self) -> bytes:
+        """Return the id that the other ranks need, 128 bytes, while `join` waits in another thread."""
+        self._store.wait([ID_KEY], ID_WAIT)
+        return bytes(self._store.get(ID_KEY))
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
+        return self._group.broadcast(tensor, root)
+
+    def abort(self) -> None:
+        """Leave, without the others, whatever is under way."""
+        self._group.abort()
 
 
 class TransferPublisher(StreamPublisher):
@@ -50,18 +80,7 @@ class TransferPublisher(StreamPublisher):
     """
 
     way = "transfer"
-
-    def __init__(
-        self,
-        engine: HttpEngine | None,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        root: type[Root] = NcclRoot,
-    ):
-        self._root = root
-        super().__init__(engine, device=device, dtype=dtype, bucket_bytes=bucket_bytes)
+    root: type[NcclRoot] = NcclRoot
 
     def close(self) -> None:
         for server in self._members:
@@ -72,7 +91,7 @@ class TransferPublisher(StreamPublisher):
 
     def _check(self) -> None:
         super()._check()
-        refusal = self._root.refusal(self.device)
+        refusal = self.root.refusal(self.device)
         if refusal is not None:
             raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; {FIX}")
         for server in self.engine.servers:
@@ -111,7 +130,7 @@ class TransferPublisher(StreamPublisher):
             "packed_buffer_size_bytes": self.bucket_bytes,
         }
         # Calls over HTTP give up first: torch ends the whole process where a message of NCCL takes longer.
-        root = self._root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
+        root = self.root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
         self._abandoned.append(root)  # until it is met: letting go of one would wait for `join`
         joined = in_thread(root.join)
         try:
