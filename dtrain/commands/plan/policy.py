@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.commands.plan.fused import FusedBytes
+from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedSdpa
-from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
@@ -203,12 +202,12 @@ def _build(
     def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
         model.uncompiled = obstacle(recipe) if recipe.train.compile else None
         if recipe.train.compile and model.uncompiled is None:
-            tracer.fused = tracer.fused or FusedBytes()
+            regions = tracer.regions = tracer.regions or CompiledRegions()
             for layer in cast(list[Layer], list(model.model.layers)):
-                layer.regions = _planned_regions(layer, tracer.fused, is_selective_inside(recipe))
+                layer.regions = _planned_regions(layer, regions, is_selective_inside(recipe))
                 if layer.keys_first is not None:
                     again = computes_again(recipe)
-                    layer.keys_first = layer.keys_first.compiled_by(tracer.fused.region) if again else None
+                    layer.keys_first = layer.keys_first.compiled_by(regions.region) if again else None
         keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
 
     written = replace(recipe, train=replace(recipe.train, compile=False))
@@ -218,16 +217,16 @@ def _build(
 
 
 def _planned_regions(
-    layer: Layer, fused: FusedBytes, is_selective: bool
+    layer: Layer, regions: CompiledRegions, is_selective: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the parts of a layer as `models.common.compiled` compiles them: what they keep and move is counted."""
-    before: Callable[..., Any] = layer.before
+    before: Callable[..., Any] = regions.region(layer.before, is_selective)
     after: Callable[..., Any] = layer.after
-    if is_selective:
-        before = PlannedRegion(before, fused)
-        as_written = partial(selective, contexts=AS_WRITTEN, determinism_check="none")
-        after = as_written(after) if layer.is_sparse else PlannedRegion(after, fused)
-    return fused.region(before), after if layer.is_sparse else fused.region(after)
+    if not layer.is_sparse:
+        after = regions.region(after, is_selective)
+    elif is_selective:
+        after = selective(after, AS_WRITTEN, determinism_check="none")
+    return before, after
 
 
 class _TracedScorer(Scorer):
