@@ -53,18 +53,16 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 class Trace:
     """A traced step of `layers` layers and `micro_batches` micro-batches.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
-    "state": bytes of this rank's shards, of those that are trained, and of the optimizer's state for them; "table": of
-    the embeddings for each layer; "tower": of the vision tower; "lightest": the smallest parameters that a rank has;
-    "host": of the host's memory for activations; "visiting": of the optimizer's state and masters on the host;
-    "offloaded": of a micro-batch's activations, to the host and back; "rows", "micro rows": of the host's tensors on a
-    planned CPU, and of those that one micro-batch brings.
+    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded" of
+    one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
+    brings.
     """
 
     layers: int
     micro_batches: int
     peaks: dict[Phase, Counter[str]]
     counts: Counter[tuple]
+    held: Counter[str]
 
 
 def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
@@ -101,22 +99,22 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
     table = getattr(policy.model.model, "embed_tokens_per_layer", None)
-    held = {
-        "parameters": bytes_of(map(on_device, parameters)),
-        "trained": bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
-        "table": 0 if table is None else bytes_of([on_device(table.weight)]),
-        "tower": bytes_of(on_device(weight) for tower in policy.model.model.vision for weight in tower.parameters()),
-        "gradients": policy.gradient_bytes,
-        "state": policy.state_bytes,
-        "lightest": _min_shard_bytes(parameters),
-        "host": policy.memory.bytes,
-        "visiting": policy.visiting_bytes,
-        "offloaded": policy.memory.copied // micro_batches,
-        "rows": policy.scorer.host + bytes_of(pixels) if tracer.on_host else 0,
-        "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
-    }
-    counts = tracer.counts + Counter({(None, name): size for name, size in held.items()})
-    return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), counts)
+    held = Counter(
+        parameters=bytes_of(map(on_device, parameters)),
+        trained=bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
+        table=0 if table is None else bytes_of([on_device(table.weight)]),
+        tower=bytes_of(on_device(weight) for tower in policy.model.model.vision for weight in tower.parameters()),
+        gradients=policy.gradient_bytes,
+        state=policy.state_bytes,
+        lightest=_min_shard_bytes(parameters),
+        host=policy.memory.bytes,
+        visiting=policy.visiting_bytes,
+        offloaded=policy.memory.copied // micro_batches,
+    )
+    if tracer.on_host:
+        held["rows"] = policy.scorer.host + bytes_of(pixels)
+        held["micro rows"] = policy.scorer.micro_rows
+    return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), tracer.counts, held)
 
 
 def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
@@ -310,7 +308,8 @@ def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
         place = anchored(layer, shorter.layers)
         layer = place + layers if place is not None and place < 0 else place
         peaks[Phase(phase, number, layer)] = line(peak, others[phase, number, place])
-    return Trace(layers, longer.micro_batches, peaks, line(shorter.counts, longer.counts))
+    counts, held = line(shorter.counts, longer.counts), line(shorter.held, longer.held)
+    return Trace(layers, longer.micro_batches, peaks, counts, held)
 
 
 def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
@@ -322,28 +321,20 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         question = Collective("all", "all-reduce", sizes.world_size, True)
         total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
     moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
-    state = total["state",]
+    held, passes = Counter(trace.held), max(1, sizes.accumulation)
+    held["offloaded"] *= passes
     # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
-    rows = max(0, total["rows",] * max(1, sizes.accumulation) // trace.micro_batches - total["micro rows",])
-    parts = peak + Counter({"optimizer state": state, "rows": rows})
+    rows = max(0, held.pop("rows", 0) * passes // trace.micro_batches - held.pop("micro rows", 0))
+    parts = peak + Counter({"optimizer state": held["state"], "rows": rows})
     return Step(
-        total["parameters",],
-        total["trained",],
-        total["gradients",],
-        state,
-        total["lightest",],
-        parts.total(),
-        parts,
-        moment,
-        max(peak["activations"] for peak in trace.peaks.values()),
-        {key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
-        {key[1]: count for key, count in total.items() if key[0] == "flops"},
-        total["moved",],
-        total["kernels",],
-        total["table",],
-        total["tower",],
-        total["host",],
-        total["visiting",],
-        total["offloaded",] * max(1, sizes.accumulation),
-        {key[1:]: count for key, count in total.items() if key[0] == "behind"},
+        **held,
+        peak=parts.total(),
+        parts=parts,
+        moment=moment,
+        activations=max(peak["activations"] for peak in trace.peaks.values()),
+        traffic={key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
+        flops={key[1]: count for key, count in total.items() if key[0] == "flops"},
+        moved=total["moved",],
+        kernels=total["kernels",],
+        behind={key[1:]: count for key, count in total.items() if key[0] == "behind"},
     )
