@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -246,12 +245,10 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
 def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
-    if device.type == "cuda":
-        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        total = total_memory()
+    from dtrain.run.metrics import memory_gib
+
+    is_gpu = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if is_gpu else total_memory()
     micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
     keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
     keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
@@ -262,8 +259,8 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
         f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",
     ]
     return (
-        f"out of memory on rank {place.rank} ({device}), "
-        f"at a peak of {peak / 2**30:.2f} GiB of {total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
+        f"out of memory on rank {place.rank} ({device}), at a peak of {memory_gib(device):.2f} GiB of "
+        f"{total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
     )
 
 

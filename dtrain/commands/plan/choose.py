@@ -8,7 +8,6 @@ Then the micro-batch grows as far as it makes the step faster and fits. Where it
 send, the last combination is compared by the estimate too. A choice is a function of recipe, world and device alone.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -18,7 +17,7 @@ from math import inf
 from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.base.host_memory import host_memory
+from dtrain.base.host_memory import host_memory, num_cores
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
@@ -170,8 +169,7 @@ class _Search:
 
     def _time(self, step: Step, spec: RunSpec) -> float:
         time = estimate(step, spec.sizes, self.hardware)
-        passes = max(time.arithmetic + time.memory, time.hidden, time.host, step.kernels * LAUNCH)
-        return passes + time.exposed + time.optimizer
+        return max(time.total, step.kernels * LAUNCH + time.exposed + time.optimizer)
 
     def _fits(self, step: Step) -> bool:
         on_host = step.host + step.visiting if self.is_gpu else 0
@@ -184,8 +182,7 @@ class _Search:
         The bisection is by the device's memory, of which each takes less than the one before. The host's is looked at
         from the first on that fits there.
         """
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        width, high, fits_device = max(1, cores // traces_of(self.spec)), len(ladder), False
+        width, high, fits_device = max(1, num_cores() // traces_of(self.spec)), len(ladder), False
         low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
         while low < high:
             places: Sequence[int] = range(max(low, first + 1 - width), first + 1)
