@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
-from dtrain.base.host_memory import total_memory
+from dtrain.base.host_memory import host_memory, total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
-from dtrain.launch.sizing import CPU, PLAN_SECONDS, machine_of, sized, sizing_by_plan, sizing_of_cpu
 from dtrain.launch.watch import StallTimer, heartbeat
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
@@ -73,6 +72,7 @@ def run_rank(
 
     from dtrain.parallel.mesh import init_process_group
     from dtrain.parallel.runtime import Runtime
+    from dtrain.run.sizing import CPU, machine_of, sized, sizing_by_plan, sizing_of_cpu
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -89,7 +89,8 @@ def run_rank(
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
         is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
         if is_open and place.rank == 0 and device.type == "cpu":
-            sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, CPU, total_memory()))
+            machine = machine_of(place.world_size, CPU, total_memory())
+            sizing = sizing_of_cpu(recipe, machine, host_memory(place.local_world_size))
         wants_plan = wants_plan or (is_open and sizing is None and recipe.metrics.plan is not False)
         if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             known = changed(recipe, sizing.values) if sizing is not None else recipe
@@ -115,8 +116,9 @@ def run_rank(
         machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
         if is_open:
             free = min((device.free for device in devices if device.free is not None), default=None)
-            decide = partial(sizing_by_plan, recipe, place, machine, planned, least, free)
-            recipe, lines = sized(recipe, meeting, store, lambda: sizing or decide())
+            host = host_memory(place.local_world_size)
+            decide = partial(sizing_by_plan, recipe, machine, host, planned, least, free)
+            recipe, lines = sized(recipe, place.rank, meeting.attempt, store, lambda: sizing or decide())
             chosen += lines
         stack.enter_context(memory_errors(recipe, place, device))
         if recipe.run.deterministic:
@@ -145,7 +147,7 @@ def _unfit_devices(
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
-        too_much = planned.too_much(min(devices, key=lambda device: device.memory), PLAN_SECONDS)
+        too_much = planned.too_much(min(devices, key=lambda device: device.memory))
         if too_much is not None:
             (reasons if too_much.is_certain else remarks).append(too_much.words)
     for line in [] if reasons else remarks:

@@ -192,14 +192,14 @@ def test_a_driver_that_is_too_old(monkeypatch):
 def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.micro_batch=4", "train.global_batch=8", "train.dtype=float32")
     with PlannedPeak(recipe, 1, "cuda") as roomy:
-        assert roomy.too_much(replace(H100, memory=2**40), 120) is None
+        assert roomy.too_much(replace(H100, memory=2**40)) is None
         peak = roomy._peak.size
         assert roomy.peak().words.startswith("planned peak")
     with PlannedPeak(recipe, 1, "cuda") as tight:
-        found = tight.too_much(replace(H100, memory=int(peak * 1.02)), 120)  # it fits, but for what CUDA itself takes
+        found = tight.too_much(replace(H100, memory=int(peak * 1.02)))  # it fits, but for what CUDA itself takes
     assert not found.is_certain
     with PlannedPeak(recipe, 1, "cuda") as small:
-        found = small.too_much(replace(H100, memory=int(peak * 0.8 / USABLE)), 120)
+        found = small.too_much(replace(H100, memory=int(peak * 0.8 / USABLE)))
     assert found.is_certain
     assert "this does not fit: the peak is" in found.words
     assert "the smallest change that fits is train.micro_batch=2" in found.words
