@@ -40,7 +40,7 @@ from dtrain.models.common.adapter_config import LoraLayer, adaptable, modules
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.activation_offload import ON_THEIR_WAY
 from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.placement import chunk_bounds, cut_by
+from dtrain.parallel.placement import local_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes
@@ -166,21 +166,13 @@ def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
     """Return the bytes of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a
     dimension, so it is last in some of them; rank 0 holds most."""
     ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
-    return min(
-        sum(_elements(parameter, corner) * on_device(parameter).element_size() for parameter in parameters)
-        for corner in product((False, True), repeat=ndim)
-    )
 
+    def size(parameter: Tensor, is_last: tuple[bool, ...]) -> int:
+        bounds = local_bounds(parameter, lambda mesh, dim: mesh.size(dim) - 1 if is_last[dim] else 0)
+        return prod(end - start for start, end in bounds) * on_device(parameter).element_size()
 
-def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
-    """Return the elements on the rank that is last in the mesh dimensions where `last` is true, first in the others."""
-    sizes = list(parameter.shape)
-    for dim in range(parameter.dim()):
-        for mesh, mesh_dim in cut_by(parameter, dim):
-            ranks = mesh.size(mesh_dim)
-            start, end = chunk_bounds(sizes[dim], ranks, ranks - 1 if last[mesh_dim] else 0)
-            sizes[dim] = end - start
-    return prod(sizes)
+    corners = product((False, True), repeat=ndim)
+    return min(sum(size(parameter, corner) for parameter in parameters) for corner in corners)
 
 
 _QUESTION = 16  # bytes: two numbers
