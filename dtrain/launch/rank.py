@@ -16,10 +16,9 @@ from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
-from dtrain.launch.watch import StallTimer, heartbeat
+from dtrain.launch.watch import StallTimer, heartbeat, newest_checkpoint
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_keys, value_of, with_compile
