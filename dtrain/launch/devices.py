@@ -46,11 +46,8 @@ class DeviceFacts:
 
     @property
     def words(self) -> str:
-        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {self.version})"
-
-    @property
-    def version(self) -> str:
-        return ".".join(map(str, self.capability))
+        major, minor = self.capability
+        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
 
     @property
     def is_slice(self) -> bool:
