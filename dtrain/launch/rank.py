@@ -146,9 +146,10 @@ def _unfit_devices(
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
-        too_much = planned.too_much(min(devices, key=lambda device: device.memory))
-        if too_much is not None:
-            (reasons if too_much.is_certain else remarks).append(too_much.words)
+        least = min(devices, key=lambda device: device.memory)
+        peak = planned.too_much(least)
+        if peak is not None:  # of what is less than the memory the usable share is only an estimate
+            (reasons if peak.size > least.memory else remarks).append(peak.too_much)
     for line in [] if reasons else remarks:
         print(f"note: {line}", file=sys.stderr)
     return reasons

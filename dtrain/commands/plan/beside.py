@@ -33,14 +33,6 @@ class Peak(NamedTuple):
     choice: Choice | None = None
 
 
-class TooMuch(NamedTuple):
-    """Error for devices that do not hold the peak. is_certain: it is more than the device has, not only more than its
-    usable share."""
-
-    words: str
-    is_certain: bool
-
-
 class PlannedPeak(Child[Peak]):
     """Planned peak of a rank's tensors: the plan of `recipe` on `world_size` devices of type `device_type`.
 
@@ -84,14 +76,14 @@ class PlannedPeak(Child[Peak]):
         """Give values for what the recipe leaves to `auto` that were chosen without the plan, in place of `choose`."""
         self._facts.put(dict(values))
 
-    def too_much(self, device: DeviceFacts) -> TooMuch | None:
-        """Return the error for devices like `device` that do not hold the peak; None if they do, or if there is no plan
-        within PLAN_SECONDS. Can be called once."""
+    def too_much(self, device: DeviceFacts) -> Peak | None:
+        """Return the peak where devices like `device` do not hold it; None if they do, or if there is no plan within
+        PLAN_SECONDS. Can be called once."""
         self._facts.put(device)
         peak = self.peak(PLAN_SECONDS)
         if peak is None or peak.too_much is None:
             return None
-        return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > device.memory)
+        return peak._replace(too_much=f"{peak.too_much}. (metrics.plan=false starts it anyway)")
 
 
 def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
