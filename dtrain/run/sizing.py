@@ -111,7 +111,7 @@ def sizing_by_plan(
     if planned is not None:
         peak = planned.choose(host if is_cpu else free or machine["memory"], device, host)
         if peak.choice is not None:
-            return Sizing(peak.choice.values, peak.choice.lines)
+            return peak.choice
         why = peak.words
     return Sizing.of(_without_plan(recipe, world_size), why)
 

@@ -27,6 +27,7 @@ from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import sizes
 from dtrain.recipe.automatic import USUAL, USUAL_ROWS, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
+from dtrain.run.sizing import Sizing
 from dtrain.run.spec import RunSpec
 
 FREE = 0.1
@@ -40,12 +41,9 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Values of the keys that a recipe leaves open. lines: each value with its reason, for the terminal. peak: bytes of
-    a rank's tensors, by the plan."""
+class Choice(Sizing):
+    """Sizes by the plan. peak: bytes of a rank's tensors."""
 
-    values: dict[str, Any]
-    lines: tuple[str, ...]
     peak: int
 
 
@@ -251,23 +249,18 @@ class _Search:
     def _least(self, values: Values) -> _Tried:
         """Return the combination of the least memory. Raises TooLarge where it is more than the devices have."""
         (tried,) = self._tried([(values, self.least)])
-        if tried.step.peak <= self.memory and tried.step.host + tried.step.visiting <= self.host_budget / (1 - FREE):
+        host = tried.step.host + tried.step.visiting
+        if tried.step.peak <= self.memory and host <= self.host_budget / (1 - FREE):
             return tried
+        also = f"; it also takes {gib(host)} of the host's memory for each rank" if host > self.host_budget else ""
         chosen = {MICRO_BATCH: tried.micro} | dict(values)
         least = " ".join(as_overrides(chosen))
         ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(tried), 2)]
         fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
         raise TooLarge(
             f"this does not fit: the least that was planned takes {gib(tried.step.peak)} ({least}), and a device has "
-            f"{gib(self.memory)}{self._host(tried)}; {fix}"
+            f"{gib(self.memory)}{also}; {fix}"
         )
-
-    def _host(self, tried: _Tried) -> str:
-        """Return what `tried` takes of the host's memory, where that is too much."""
-        taken = tried.step.host + tried.step.visiting
-        if taken <= self.host_budget:
-            return ""
-        return f"; it also takes {gib(taken)} of the host's memory for each rank"
 
     def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
         """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too
