@@ -10,7 +10,6 @@ send, the last combination is compared by the estimate too. A choice is a functi
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
@@ -19,7 +18,7 @@ from typing import Any
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.host_memory import host_memory, num_cores
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
-from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan
+from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
 from dtrain.commands.plan.units import gib
 from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
@@ -151,10 +150,8 @@ class _Search:
 
     def _at(self, spec: RunSpec, values: Values, micro: int) -> RunSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
-        at = copy(spec)
-        at.recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
-        at.sizes = sizes(at.recipe, spec.world.size)
-        return at
+        recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
+        return with_keys(spec, recipe, sizes(recipe, spec.world.size))
 
     def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
         """Return `combinations` with their steps. Each is planned once."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.commands.plan.hardware import Time, estimate, wire_time
-from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, step_of, with_mesh
+from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
 from dtrain.commands.plan.policy import bytes_of
-from dtrain.commands.plan.step import Step
+from dtrain.commands.plan.step import Step, plan_step
 from dtrain.models.common.config import LINEAR
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import units_of
@@ -59,7 +59,7 @@ def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult
         if len(fitting) >= best or index >= most_traces:
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
-        step = step_of(spec, with_mesh(spec.recipe, world), world)
+        step = plan_step(with_keys(spec, with_mesh(spec.recipe, world), world))
         candidate = Candidate(world, step, estimate(step, world, plan.hardware))
         (fitting if step.peak <= plan.budget else too_large).append(candidate)
     counts["peak exceeds the budget"] = len(too_large)
@@ -155,7 +155,7 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
         world = sizes(recipe, ranks)
         if closed.shards(world) > plan.budget:
             continue
-        step = step_of(spec, recipe, world)
+        step = plan_step(with_keys(spec, recipe, world))
         if step.peak <= plan.budget:
             words = as_overrides(overrides)
             if ranks != spec.world.size:
