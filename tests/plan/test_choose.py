@@ -14,11 +14,12 @@ from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
 from dtrain.methods import load_recipe
+from dtrain.optim.moments import kind_of
 from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
 from dtrain.run.directory import ABOUT
 from dtrain.run.sizing import MACHINE, Sizing, machine_of, sized, sizing_before, sizing_by_plan, usual_sizing
 from dtrain.run.spec import RunSpec, World
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_recipe, write_model
 
 H100 = GPUS["h100"]
 AUTO = [f"{key}=auto" for key in USUAL]
@@ -81,10 +82,15 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path):
-    recipe = without_auto(tiny_recipe(tmp_path, *ROWS, "parallel.optimizer_offload=true"))
-    plan = make_plan(recipe, 1, H100)
-    assert plan.step.visiting == plan.trained_parameters * (8 + 4)  # two moments and a master, in float32
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path, state):
+    model = f"model.path={write_model(tmp_path / 'model', 'llama', hidden_size=64, intermediate_size=128)}"
+    words = [*ROWS, model, "parallel.optimizer_offload=true", f"optimizer.state={state}"]
+    plan = make_plan(without_auto(tiny_recipe(tmp_path, *words)), 1, H100)
+    weights = plan.spec.model.named_parameters()
+    moments = {"float32": 8, "bfloat16": 4}  # bytes of two; embeddings' and small tensors' stay float32
+    expected = sum(weight.numel() * (4 + moments[kind_of(name, weight.shape, state)]) for name, weight in weights)
+    assert plan.step.visiting == expected
     assert plan.time.optimizer == pytest.approx(plan.step.visiting / (H100.host * 0.8))
     assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
 

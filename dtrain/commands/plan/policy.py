@@ -41,9 +41,6 @@ from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher, beside
 from dtrain.run.spec import RunSpec
 
-MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2}
-"""Bytes of Adam's two moments for each element, by `optimizer.state`."""
-
 
 class PlannedPolicy(Policy):
     """Policy whose parameters stay on meta, and whose optimizer steps this rank's shards as plain tensors."""
@@ -108,9 +105,7 @@ class PlannedPolicy(Policy):
             visiting = optimizer.ring_bytes() if type(optimizer) is LowBitAdam else optimizer.step()
         self.state_bytes = visiting if is_on_host and visiting is not None else state_bytes(optimizer)
         if is_on_host:
-            trained = sum(local_tensor(parameter).numel() for parameter in parameters.values())
-            masters = bytes_of(masters_of(self.model))
-            self.visiting_bytes = trained * MOMENT_BYTES[self.recipe.optimizer.state] + masters
+            self.visiting_bytes = bytes_of([*filter(Tensor.dim, _state(optimizer)), *masters_of(self.model)])
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
