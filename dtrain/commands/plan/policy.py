@@ -151,8 +151,7 @@ def on_device(parameter: Tensor) -> Tensor:
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes that this rank holds of `tensors`, each [...]."""
-    held = [local_tensor(tensor) for tensor in tensors if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
 class PlannedMemory(HostMemory):

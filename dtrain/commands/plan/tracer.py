@@ -77,7 +77,7 @@ class CollectiveReader:
             tensors = tensors[:-1]
         elif name in ("_reduce_scatter_base_", "alltoall_base_"):
             tensors = tensors[1:]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = sum(tensor.nbytes for tensor in tensors)
         group = _group(args)
         dimension = self._dimension(group.group_name, func.namespace == "c10d", kind, in_pass)
         return Collective(dimension, kind, group.size(), not any(tensor.is_meta for tensor in tensors)), size
