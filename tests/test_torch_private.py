@@ -61,7 +61,7 @@ HOMES = {
         "FailOnRecompileLimitHit TorchDynamoException _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic "
         "has_triton"
     ),
-    "commands/plan/fused.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
+    "commands/plan/compiled.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
     "commands/plan/memory.py": "OpOverload",
     "commands/plan/meta_kernels.py": "FakeWork TorchDispatchMode _C.DisableTorchFunction _schema",
     "commands/plan/planned_device.py": "_engine_run_backward",

@@ -3,41 +3,25 @@
 import os
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
-class Board(NamedTuple):
-    """A GPU that `dtrain plan` can plan for. tflops: (bfloat16, float16, float32, float64), None where it does not
-    compute in the dtype."""
-
-    title: str
-    gib: float
-    tflops: tuple[float | None, ...]
-    terabytes: float
-    inside: float
-    between: float
-    host: float
-    reach: float
-
-
 OF_FREE = 0.8  # of a GPU's free memory
 C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-BOARDS = {
-    name: Board(**{**entry, "tflops": tuple(rate or None for rate in entry["tflops"])})
-    for name, entry in _FILE["boards"].items()
-}
+BOARDS: dict[str, dict[str, Any]] = _FILE["boards"]
+"""GPUs that `dtrain plan` can plan for, as `commands.plan.hardware` reads them."""
 
 
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     """Return the dense FLOP/s of one device in `dtype`, bfloat16 or float16, by the name CUDA gives it; None where that
     is unknown."""
     device = _device_of(device_name)
-    rate = BOARDS[device].tflops[1 if dtype == "float16" else 0] if isinstance(device, str) else device
-    return rate * 1e12 if rate else None
+    rate = BOARDS[device]["arithmetic"][1 if dtype == "float16" else 0] if isinstance(device, str) else device
+    return rate or None
 
 
 def board_of(device_name: str) -> str | None:
@@ -47,7 +31,7 @@ def board_of(device_name: str) -> str | None:
 
 
 def _device_of(device_name: str) -> str | float | None:
-    """Return what gpus.toml has for a device: a board, or its TFLOP/s."""
+    """Return what gpus.toml has for a device: a board, or its FLOP/s."""
     words = device_name.replace("-", " ").split()
     for name, device in _FILE["devices"].items():
         parts = name.split()

@@ -1,4 +1,4 @@
-"""Memory of this host that a process may take. Imports no torch."""
+"""Memory and processors of this host that a process may take. Imports no torch."""
 
 import os
 import re
@@ -14,6 +14,11 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+def num_cores() -> int:
+    """Return the number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def total_memory() -> int:

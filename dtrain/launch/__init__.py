@@ -2,12 +2,10 @@
 
 start            in place, in processes of its own, as a rank of torchrun's or srun's, or dry; reads the environment
 agent            several ranks on this machine: the launcher, and the worker that it starts
-watch            the watch over ranks, on one host and on many; the processes of one machine
+watch            the watch over ranks, on one host and on many; the processes of one machine; the newest checkpoint
 job              the private directory that launcher and workers share
 rank             one rank: its process group, its log, what running out of memory means
 signals          the answer of a run to signals
-last_checkpoint  the newest checkpoint, told where a rank is lost
-sizing           sizes that a recipe leaves to `auto`, the same on all ranks
 devices          the device of a rank, and what is wrong with it or with those of all ranks together
 place            the place of a rank among those of its run, by what torchrun and SLURM say
 hosts            several hosts: their ranks meet and watch over one another

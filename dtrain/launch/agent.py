@@ -25,10 +25,9 @@ from dtrain.base.files import replace_text
 from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
 from dtrain.launch.job import job_directory
-from dtrain.launch.last_checkpoint import lost_text, newest_checkpoint
 from dtrain.launch.rank import STOPPING, OutOfMemory, RankPlace, RunJob, log_file, run_rank, write_to_log
 from dtrain.launch.signals import on_signals
-from dtrain.launch.watch import LOOK_SECONDS, SETTLE_SECONDS, RankProcess, heartbeat
+from dtrain.launch.watch import LOOK_SECONDS, SETTLE_SECONDS, RankProcess, heartbeat, lost_text, newest_checkpoint
 from dtrain.methods import load_recipe
 from dtrain.recipe import origins, redact, to_yaml, with_origins_of
 

@@ -46,15 +46,8 @@ class DeviceFacts:
 
     @property
     def words(self) -> str:
-        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {self.version})"
-
-    @property
-    def version(self) -> str:
-        return ".".join(map(str, self.capability))
-
-    @property
-    def is_slice(self) -> bool:
-        return " MIG " in f"{self.name} "
+        major, minor = self.capability
+        return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
 
 
 def with_processes(recipe: Config) -> Config:
@@ -207,7 +200,7 @@ def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
     """Return the reasons why the devices cannot work together."""
     if len(devices) == 1:
         return []
-    sliced = next((device for device in devices if device.is_slice), None)
+    sliced = next((device for device in devices if " MIG " in f"{device.name} "), None)
     if sliced is not None:
         return [
             f"rank {sliced.rank} has a MIG slice, {sliced.name}, and NCCL does not connect slices: set launch.nproc=1, "
@@ -258,7 +251,11 @@ def agree(
         refusal = "\n".join(judge([start()]))
     else:
         prefix = f"devices of attempt {place.attempt}"
-        store.set(f"{prefix}/{place.rank}", _to_json(start))
+        try:
+            answer = json.dumps(asdict(start()))
+        except UserError as error:
+            answer = json.dumps(str(error))  # in place of a device
+        store.set(f"{prefix}/{place.rank}", answer)
         if place.rank == 0:
             answers = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
             refused = dict.fromkeys(answer for answer in answers if isinstance(answer, str))
@@ -269,11 +266,3 @@ def agree(
         refusal = store.get(f"{prefix}/refusal").decode()
     if refusal:
         raise UserError(refusal)
-
-
-def _to_json(start: Callable[[], DeviceFacts]) -> str:
-    """Return as JSON a device, or a string: why it does not start."""
-    try:
-        return json.dumps(asdict(start()))
-    except UserError as error:
-        return json.dumps(str(error))

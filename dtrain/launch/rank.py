@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
-from dtrain.base.host_memory import total_memory
+from dtrain.base.host_memory import host_memory, total_memory
 from dtrain.base.orphans import descendants, kill
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.last_checkpoint import newest_checkpoint
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
-from dtrain.launch.sizing import CPU, PLAN_SECONDS, machine_of, sized, sizing_by_plan, sizing_of_cpu
-from dtrain.launch.watch import StallTimer, heartbeat
+from dtrain.launch.watch import StallTimer, heartbeat, newest_checkpoint
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_keys, value_of, with_compile
@@ -74,6 +71,7 @@ def run_rank(
 
     from dtrain.parallel.mesh import init_process_group
     from dtrain.parallel.runtime import Runtime
+    from dtrain.run.sizing import CPU, machine_of, sized, sizing_by_plan, sizing_of_cpu
 
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -90,7 +88,8 @@ def run_rank(
         has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
         is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
         if is_open and place.rank == 0 and device.type == "cpu":
-            sizing = sizing_of_cpu(recipe, place, machine_of(place.world_size, CPU, total_memory()))
+            machine = machine_of(place.world_size, CPU, total_memory())
+            sizing = sizing_of_cpu(recipe, machine, host_memory(place.local_world_size))
         wants_plan = wants_plan or (is_open and sizing is None and recipe.metrics.plan is not False)
         if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
             known = changed(recipe, sizing.values) if sizing is not None else recipe
@@ -116,8 +115,9 @@ def run_rank(
         machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
         if is_open:
             free = min((device.free for device in devices if device.free is not None), default=None)
-            decide = partial(sizing_by_plan, recipe, place, machine, planned, least, free)
-            recipe, lines = sized(recipe, meeting, store, lambda: sizing or decide())
+            host = host_memory(place.local_world_size)
+            decide = partial(sizing_by_plan, recipe, machine, host, planned, least, free)
+            recipe, lines = sized(recipe, place.rank, meeting.attempt, store, lambda: sizing or decide())
             chosen += lines
         stack.enter_context(memory_errors(recipe, place, device))
         if recipe.run.deterministic:
@@ -146,9 +146,10 @@ def _unfit_devices(
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
-        too_much = planned.too_much(min(devices, key=lambda device: device.memory), PLAN_SECONDS)
-        if too_much is not None:
-            (reasons if too_much.is_certain else remarks).append(too_much.words)
+        least = min(devices, key=lambda device: device.memory)
+        peak = planned.too_much(least)
+        if peak is not None:  # of what is less than the memory the usable share is only an estimate
+            (reasons if peak.size > least.memory else remarks).append(peak.too_much)
     for line in [] if reasons else remarks:
         print(f"note: {line}", file=sys.stderr)
     return reasons
@@ -246,12 +247,10 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
 def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
-    if device.type == "cuda":
-        peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        total = total_memory()
+    from dtrain.run.metrics import memory_gib
+
+    is_gpu = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if is_gpu else total_memory()
     micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
     keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
     keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
@@ -262,8 +261,8 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
         f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",
     ]
     return (
-        f"out of memory on rank {place.rank} ({device}), "
-        f"at a peak of {peak / 2**30:.2f} GiB of {total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
+        f"out of memory on rank {place.rank} ({device}), at a peak of {memory_gib(device):.2f} GiB of "
+        f"{total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
     )
 
 

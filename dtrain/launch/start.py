@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.host_memory import num_cores
 from dtrain.base.import_paths import search_path
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
@@ -160,5 +161,4 @@ def _threads(processes: int, per_task: int | None = None) -> int | None:
     choice, where OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, per_task) if per_task else max(1, cores // processes)
+    return min(num_cores(), per_task) if per_task else max(1, num_cores() // processes)

@@ -1,4 +1,5 @@
-"""The watch over ranks: by the launcher of one machine, and by the coordinator of many hosts (`hosts.coordinator`).
+"""The watch over ranks: by the launcher of one machine, and by the coordinator of many hosts (`hosts.coordinator`); and
+where a run that has lost one goes on.
 
 Either counts silence in looks of its own, not by clocks: a job that was suspended as a whole finds everybody alive.
 
@@ -14,11 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dtrain.base.orphans import descendants, kill
 
@@ -30,7 +34,9 @@ START_SECONDS = 600.0  # of silence until a main thread gets something done: imp
 SAVE_SECONDS = 600.0  # that a save may go without a byte written: a disk syncs what it was given before
 LAST_SECONDS = 5.0  # for a killed process to be gone
 SETTLE_SECONDS = 1.0  # for the others to say why they end too
+FILE_SECONDS = 3.0  # for the file system to answer, once a rank is lost
 OWN_IO = Path("/proc/self/io")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -159,3 +165,37 @@ def _is_stopped(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("T", "t")
     return False
+
+
+def newest_checkpoint(run: Path) -> str:
+    """Return a sentence that says where the same command goes on. run: the run's directory."""
+    checkpoints = run / "checkpoints"
+    saved = within(FILE_SECONDS, partial(_newest, checkpoints))
+    return saved or f"{checkpoints} does not answer: the same command goes on at the last checkpoint there"
+
+
+def lost_text(run: Path, lost: str) -> str:
+    """Return the text of a run that ends because ranks are `lost`, a sentence."""
+    return f"{lost}; the run cannot go on without. {newest_checkpoint(run)}"
+
+
+def within(seconds: float, act: Callable[[], T]) -> T | None:
+    """Return what `act` gives or raise what it raises; None where it takes longer: it then goes on in its thread, which
+    does not hold the process back."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result() if wait([done], seconds).done else None
+
+
+def _newest(checkpoints: Path) -> str:
+    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
+    if steps:
+        return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
+    return "No checkpoint was saved yet: the same command starts over"

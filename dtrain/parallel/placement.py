@@ -9,7 +9,7 @@ ranks that hold the same elements, whatever mix of meshes and placements the gra
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -69,14 +69,17 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in bounds)
 
 
-def local_bounds(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """Start and end of this rank's part in each dimension of `tensor` [..], as its placements have them: the others
-    too of a part without elements. No collective. Raises ValueError as `local_slices`."""
+def local_bounds(
+    tensor: Tensor, rank_in: Callable[[DeviceMesh, int], int] = DeviceMesh.get_local_rank
+) -> tuple[tuple[int, int], ...]:
+    """Start and end of a rank's part in each dimension of `tensor` [..], as its placements have them: the others too of
+    a part without elements. rank_in: the rank's number in a dimension of a mesh (default: this rank's). No collective.
+    Raises ValueError as `local_slices`."""
     bounds = [(0, n) for n in tensor.shape]
     for dim in range(tensor.dim()):
         for mesh, mesh_dim in cut_by(tensor, dim):
             start, end = bounds[dim]
-            low, high = chunk_bounds(end - start, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            low, high = chunk_bounds(end - start, mesh.size(mesh_dim), rank_in(mesh, mesh_dim))
             bounds[dim] = (start + low, start + high)
     return tuple(bounds)
 

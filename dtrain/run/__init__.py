@@ -6,7 +6,7 @@ trainer               the loop
 spec, stages          everything that a recipe, its files and a world decide: `resolve`, stage by stage
 host                  the hosts of `resolve`: a rank of a run; a dry run
 preflight             a recipe before a run: its problems, and what the run would fetch first
-sizing                sizes that a recipe leaves to `auto` and that need no plan
+sizing                sizes that a recipe leaves to `auto`, the same on all ranks
 eval_sets             the sets of `eval`
 resume, directory     the start of a run; its directory and lock
 evaluations           judged answers within a run

@@ -1,22 +1,29 @@
-"""Sizes of a run that its recipe leaves to `auto`: what a run chose before, and what needs no plan.
+"""Sizes of a run that its recipe leaves to `auto`, decided on rank 0 and shared before anything is built.
 
-`launch` asks here before it asks the plan beside the run (`commands.plan.choose`).
+They are what the run chose before on such a machine, else of a small model on CPUs the usual ones, else what the plan
+beside the run chooses (`commands.plan.choose`), else such as take little memory.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.recipe.automatic import AUTO, USUAL, as_overrides, changed, open_keys, value_of
+from dtrain.recipe.automatic import AUTO, USUAL, Config, as_overrides, changed, open_keys, value_of, without_auto
+from dtrain.recipe.world import dp_of
 from dtrain.run.directory import ABOUT
-from dtrain.run.spec import RunSpec
+from dtrain.run.spec import RunSpec, World
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+CPU = "cpu"
+_LEAST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "parallel.reduce_each": True}
 MACHINE = "machine"
 """Key of about.json: kind, memory and number of the devices that sizes were chosen for."""
 _SURE = 0.25  # of the memory, within which a closed form needs no plan
@@ -72,3 +79,73 @@ def usual_sizing(spec: RunSpec, memory: int) -> Sizing | None:
         return None
     values = {key: value_of(spec.recipe, key) for key in open_keys(spec.written)}
     return Sizing.of(values, "a small model")
+
+
+def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
+    """Return what a choice of sizes depends on beside the recipe, as about.json keeps it."""
+    return {"device": device_name, "memory": memory, "world_size": world_size}
+
+
+def sizing_of_cpu(recipe: Any, machine: Mapping[str, Any], host: int) -> Sizing | None:
+    """Return the sizes of a run on CPUs that needs no plan for them, or None. host: bytes of its memory for a rank."""
+    spec = RunSpec(recipe, World(machine["world_size"]))
+    return sizing_before(spec, machine) or usual_sizing(spec, host)
+
+
+def sizing_by_plan(
+    recipe: Any, machine: Mapping[str, Any], host: int, planned: Any, device: Any = None, free: int | None = None
+) -> Sizing:
+    """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
+
+    planned: the plan beside the run, None where there can be none. host: bytes of the host's memory for a rank. device:
+    the GPU with the least memory, None on CPUs; free: its bytes, where others use it too. Raises UserError where
+    nothing fits.
+    """
+    world_size, is_cpu = machine["world_size"], machine["device"] == CPU
+    before = None if is_cpu else sizing_before(RunSpec(recipe, World(world_size)), machine)
+    if before is not None:
+        if planned is not None:
+            planned.settle(before.values)
+        return before
+    why = "no plan" if recipe.metrics.plan is not False else "metrics.plan=false"
+    if planned is not None:
+        peak = planned.choose(host if is_cpu else free or machine["memory"], device, host)
+        if peak.choice is not None:
+            return peak.choice
+        why = peak.words
+    return Sizing.of(_without_plan(recipe, world_size), why)
+
+
+def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
+    """Return values that take little memory, where no plan can choose them."""
+    usual = without_auto(recipe, dp_of(recipe, world_size))
+    values = {key: value_of(usual, key) for key in open_keys(recipe)}
+    if recipe.parallel.cpu_offload:
+        return values
+    values |= {key: value for key, value in _LEAST.items() if key in values}
+    if recipe.train.masters != "float32" and "parallel.reduce_each" in values:
+        values["parallel.reduce_each"] = False  # it would round their sums otherwise
+    return values
+
+
+def sized(
+    recipe: Config, rank: int, attempt: int, store: "dist.Store | None", decide: Callable[[], Sizing]
+) -> tuple[Config, tuple[str, ...]]:
+    """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks
+    of several meet. Raises UserError on every rank where `decide` does."""
+    key, answer = f"sizes of attempt {attempt}", "null"
+    if rank == 0:
+        try:
+            sizing = decide()
+            answer = json.dumps({"values": dict(sizing.values), "lines": sizing.lines})
+        except UserError as error:
+            answer = json.dumps({"refusal": str(error)})
+        if store is not None:
+            store.set(key, answer)
+    else:
+        assert store is not None, "several ranks meet in a store"
+        answer = store.get(key).decode()
+    decided = json.loads(answer)
+    if "refusal" in decided:
+        raise UserError(decided["refusal"])
+    return changed(recipe, decided["values"]), tuple(decided["lines"])

@@ -23,7 +23,7 @@ import yaml
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
-from dtrain.launch import last_checkpoint
+from dtrain.launch import watch
 from dtrain.launch.hosts import rendezvous
 from dtrain.launch.place import find_place
 from dtrain.methods import load_recipe
@@ -282,10 +282,10 @@ def test_torchrun_starts_the_survivors_again_and_they_meet_the_node_that_came_ba
 
 
 def test_a_lost_rank_is_told_of_though_the_file_system_went_with_it(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(last_checkpoint, "FILE_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "FILE_SECONDS", 0.1)
     recipe = tiny_recipe(tmp_path)
     assert "No checkpoint was saved yet" in rendezvous.tell_lost(recipe.run.directory, None, "rank 3 on b is lost")
-    monkeypatch.setattr(last_checkpoint, "_newest", lambda checkpoints: time.sleep(30))
+    monkeypatch.setattr(watch, "_newest", lambda checkpoints: time.sleep(30))
     text = rendezvous.tell_lost(recipe.run.directory, 2, "rank 3 on b is lost")
     assert "rank 3 on b is lost; " in text and "checkpoints does not answer: the same command goes on" in text
     assert capfd.readouterr().err == f"\ndtrain: {text}\n"

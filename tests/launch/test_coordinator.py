@@ -26,8 +26,8 @@ from dtrain.launch.hosts.coordinator import (
     connect,
 )
 from dtrain.launch.hosts.rendezvous import Callbacks
-from dtrain.launch.last_checkpoint import within
 from dtrain.launch.place import RankPlace
+from dtrain.launch.watch import within
 from dtrain.parallel.runtime import StopFlag
 
 HOSTS = ("a", "a", "b", "b")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dtrain import recipe as config
 from dtrain.base.addresses import EVERYWHERE, address_to_listen_at, listen
-from dtrain.launch.last_checkpoint import within
+from dtrain.launch.watch import within
 from tests.forked_python import ForkedPython, in_namespace
 from tests.launch.processes import Launched
 from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture

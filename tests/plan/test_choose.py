@@ -13,14 +13,13 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
-from dtrain.launch.place import RankPlace
-from dtrain.launch.sizing import machine_of, sized, sizing_by_plan
 from dtrain.methods import load_recipe
+from dtrain.optim.moments import kind_of
 from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
 from dtrain.run.directory import ABOUT
-from dtrain.run.sizing import MACHINE, Sizing, sizing_before, usual_sizing
+from dtrain.run.sizing import MACHINE, Sizing, machine_of, sized, sizing_before, sizing_by_plan, usual_sizing
 from dtrain.run.spec import RunSpec, World
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_recipe, write_model
 
 H100 = GPUS["h100"]
 AUTO = [f"{key}=auto" for key in USUAL]
@@ -83,10 +82,15 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path):
-    recipe = without_auto(tiny_recipe(tmp_path, *ROWS, "parallel.optimizer_offload=true"))
-    plan = make_plan(recipe, 1, H100)
-    assert plan.step.visiting == plan.trained_parameters * (8 + 4)  # two moments and a master, in float32
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path, state):
+    model = f"model.path={write_model(tmp_path / 'model', 'llama', hidden_size=64, intermediate_size=128)}"
+    words = [*ROWS, model, "parallel.optimizer_offload=true", f"optimizer.state={state}"]
+    plan = make_plan(without_auto(tiny_recipe(tmp_path, *words)), 1, H100)
+    weights = plan.spec.model.named_parameters()
+    moments = {"float32": 8, "bfloat16": 4}  # bytes of two; embeddings' and small tensors' stay float32
+    expected = sum(weight.numel() * (4 + moments[kind_of(name, weight.shape, state)]) for name, weight in weights)
+    assert plan.step.visiting == expected
     assert plan.time.optimizer == pytest.approx(plan.step.visiting / (H100.host * 0.8))
     assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
 
@@ -133,8 +137,8 @@ class Store(dict):
 def test_all_ranks_get_what_the_first_one_decides(tmp_path):
     recipe, store = tiny_recipe(tmp_path, *AUTO), Store()
     sizing = Sizing(USUAL | {"train.micro_batch": 1}, ("why",))
-    first = sized(recipe, RankPlace(0, 0, 2, 2), store, lambda: sizing)
-    second = sized(recipe, RankPlace(1, 1, 2, 2), store, lambda: pytest.fail("only the first rank decides"))
+    first = sized(recipe, 0, 0, store, lambda: sizing)
+    second = sized(recipe, 1, 0, store, lambda: pytest.fail("only the first rank decides"))
     assert first == second and first[0].train.micro_batch == 1 and first[1] == ("why",)
 
     def refuse():
@@ -142,12 +146,12 @@ def test_all_ranks_get_what_the_first_one_decides(tmp_path):
 
     for rank in range(2):
         with pytest.raises(UserError, match="too large"):
-            sized(recipe, RankPlace(rank, rank, 2, 2, attempt=1), store, refuse)
+            sized(recipe, rank, 1, store, refuse)
 
 
 def test_without_a_plan_little_memory_is_taken(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    sizing = sizing_by_plan(recipe, RankPlace(), machine_of(1, "NVIDIA H100", 2**36), None)
+    sizing = sizing_by_plan(recipe, machine_of(1, "NVIDIA H100", 2**36), 2**36, None)
     assert sizing.values["train.micro_batch"] == 1 and sizing.values["train.activation_checkpointing"] == "full"
 
 
@@ -157,7 +161,7 @@ def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatc
     recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2", "train.compile=auto")
     small = changed(without_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
     peak = make_plan(small, 1, H100).step.peak
-    monkeypatch.setattr("dtrain.launch.sizing.host_memory", lambda *_: memory_for(peak))
+    monkeypatch.setattr("dtrain.launch.rank.host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
     assert "planned peak" in capfd.readouterr().err
     saved = load_recipe(result.directory / "config.yaml")

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain.commands.plan.fused import FusedBytes
+from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
-from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from tests.tiny import tiny_recipe
 
@@ -17,7 +16,7 @@ T, D, F = 64, 32, 48
 WIDTH = 2  # bytes of a bfloat16
 
 
-def moved(fused):
+def moved(regions):
     """Bytes that elementwise operations move in `gated`, forward, and backward."""
 
     def gated(x, weight):
@@ -27,14 +26,14 @@ def moved(fused):
 
     one = SimpleNamespace(size=lambda: 1)
     tracer = Tracer(SimpleNamespace(tp=one, ep=None, fsdp=SimpleNamespace(ndim=1)), on_host=False)
-    tracer.fused = fused
+    tracer.regions = regions
     x, weight = (
         torch.empty(size, dtype=torch.bfloat16, device="meta", requires_grad=True) for size in ((T, D), (D, F))
     )
     grad = torch.empty(T, F, dtype=torch.bfloat16, device="meta")
     counts = []
     with tracer:
-        out = (gated if fused is None else fused.region(gated))(x, weight)
+        out = (gated if regions is None else regions.region(gated))(x, weight)
         out.detach().mul_(2)  # outside: it reads and writes what the region has written
         counts.append(tracer.counts[None, "moved"])
         out.backward(grad)
@@ -48,7 +47,7 @@ def test_a_region_s_tensors_are_counted_where_they_enter_and_leave_a_chain():
     assert moved(None) == [2 * D + 2 * F + 2 * F + F, 2 * F + 3 * F + 2 * D]
     # Fused: x, scaled for the product; inner, the output for others, and these. Backward: the output's gradient; the
     # sigmoid, saved and read again; inner's gradient for two products; scaled's gradient, which comes of one.
-    assert moved(FusedBytes()) == [2 * D + 2 * F + F, F + 2 * F + F + D]
+    assert moved(CompiledRegions()) == [2 * D + 2 * F + F, F + 2 * F + F + D]
 
 
 @pytest.mark.slow
@@ -66,16 +65,20 @@ def test_compiled_layers_move_fewer_bytes_and_all_else_is_as_it_was(tmp_path, ch
     assert dropped == make_plan(uncompiled, 1, GPUS["h100"]).step  # layers with dropout are not compiled
 
 
-def test_a_watch_ends_with_its_region_and_the_former_one_goes_on():
-    fused, outer = FusedBytes(), []
+def test_sources_end_with_their_region_and_those_of_the_outer_one_go_on():
+    regions, seen = CompiledRegions(), []
 
     def fails(tensor):
-        assert fused.watch != outer.append
+        seen.append(regions.sources)
         raise ValueError
 
-    with fused.watched_by(outer.append), pytest.raises(ValueError):
-        PlannedRegion(fails, fused)(torch.zeros(1))
-    assert fused.watch is None
-    with fused.watched_by(outer.append):
-        PlannedRegion(lambda tensor: tensor, fused)(torch.zeros(1))
-        assert fused.watch == outer.append
+    inner = regions.region(fails, is_selective=True)
+
+    def outer(tensor):
+        seen.append(regions.sources)
+        with pytest.raises(ValueError):
+            inner(tensor)
+        assert regions.sources is seen[0]
+
+    regions.region(outer, is_selective=True)(torch.zeros(1))
+    assert regions.sources is None and None not in seen and len({*seen}) == 2

@@ -64,12 +64,12 @@ def test_a_gpu_without_flash_attention_is_chosen_for_without_it(tmp_path):
     peaks = {}
     for device in (V100, A6000):
         with PlannedPeak(recipe, 1, "cuda") as planned:
-            peak = planned.choose(device.memory, device, 2**40, 120)
+            peak = planned.choose(device.memory, device, 2**40)
         assert f"{device.name} is not in the table" in peak.choice.lines[-1]
         fixed = load_recipe(recipe, as_overrides(peak.choice.values))
         assert peak.size == make_plan(fixed, 1, hardware_of(device)[0]).step.peak
         with PlannedPeak(fixed, 1, "cuda") as planned:
-            assert planned.too_much(device, 120) is None and planned.peak().size == peak.size
+            assert planned.too_much(device) is None and planned.peak().size == peak.size
         peaks[device.name] = peak.size
     assert peaks[V100.name] != peaks[A6000.name]
 

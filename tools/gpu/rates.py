@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.gpus import BOARDS, Board, board_of
+from dtrain.base.gpus import board_of
 from tools.gpu.ranks import Run
 from tools.gpu.runs import Options
 
 if TYPE_CHECKING:
     import torch
+
+    from dtrain.commands.plan.hardware import Hardware
 
 REPEATS = 10
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {  # fields of the section, dtype of the weights
@@ -34,7 +36,7 @@ def rates_rank(rank: int, size: int, small: bool) -> list[str]:
 
     device = torch.device("cuda", rank)
     torch.cuda.reset_peak_memory_stats()
-    board = BOARDS.get(board_of(torch.cuda.get_device_name(rank)) or "")
+    board = _board(rank)
     wide = (256, 64, 128, 1003) if small else (8192, 4096, 14336, 128256)
     lines = []
     products = _products(lines, board, device, *wide[:3])
@@ -47,7 +49,7 @@ def rates_rank(rank: int, size: int, small: bool) -> list[str]:
 
 
 def _products(
-    lines: list[str], board: Board | None, device: "torch.device", tokens: int, width: int, inner: int
+    lines: list[str], board: "Hardware | None", device: "torch.device", tokens: int, width: int, inner: int
 ) -> float:
     """Return the FLOP/s of a large product."""
     import torch
@@ -70,7 +72,7 @@ def _products(
     return rate
 
 
-def _attention(lines: list[str], board: Board | None, device: "torch.device", length: int) -> None:
+def _attention(lines: list[str], board: "Hardware | None", device: "torch.device", length: int) -> None:
     """Causal attention of 32 heads of 128 to 8, by each kernel of torch's."""
     import torch
     import torch.nn.functional as F
@@ -113,7 +115,7 @@ def _flash_attention(version: str | None) -> Iterator[None]:
         attention.restore_flash_attention_impl()
 
 
-def _elementwise(lines: list[str], board: Board | None, device: "torch.device", count: int) -> float:
+def _elementwise(lines: list[str], board: "Hardware | None", device: "torch.device", count: int) -> float:
     """Return the bytes a second of an elementwise kernel."""
     import torch
 
@@ -122,7 +124,7 @@ def _elementwise(lines: list[str], board: Board | None, device: "torch.device", 
     x = torch.ones(count, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(x)
     rate = 2 * x.nbytes / _seconds(lambda: torch.mul(x, 2, out=out))
-    share = f", {rate / (board.terabytes * 1e12):.0%} of the board's; plan takes {BANDWIDTH:.0%}" if board else ""
+    share = f", {rate / board.bandwidth:.0%} of the board's; plan takes {BANDWIDTH:.0%}" if board else ""
     lines.append(f"ok  elementwise: {rate / 1e12:.2f} TB/s{share}")
     return rate
 
@@ -189,7 +191,7 @@ def links_rank(rank: int, size: int, most: int) -> list[str]:
     from dtrain.commands.plan.hardware import BANDWIDTH
 
     device = torch.device("cuda", rank)
-    board = BOARDS.get(board_of(torch.cuda.get_device_name(rank)) or "")
+    board = _board(rank)
     whole = torch.ones(most // 2 // size * size, dtype=torch.bfloat16, device=device)
     part = whole[: len(whole) // size].clone()
     lines = []
@@ -198,14 +200,25 @@ def links_rank(rank: int, size: int, most: int) -> list[str]:
         ("reduce-scatter", lambda: dist.reduce_scatter_tensor(part, whole)),
     ):
         rate = whole.nbytes * (size - 1) / size / _seconds(message)
-        share = f", {rate / (board.inside * 1e9):.0%} of the board's; plan takes {BANDWIDTH:.0%}" if board else ""
+        share = f", {rate / board.inside:.0%} of the board's; plan takes {BANDWIDTH:.0%}" if board else ""
         lines.append(f"ok  {name} of {whole.nbytes / 2**20:,.0f} MiB on {size}: {rate / 1e9:,.0f} GB/s{share}")
     return lines
 
 
-def _teraflops(rate: float, board: Board | None) -> str:
-    share = f" ({rate / 1e12 / board.tflops[0]:.0%} of the peak)" if board and board.tflops[0] else ""
-    return f"{rate / 1e12:,.0f} TFLOP/s{share}"
+def _board(rank: int) -> "Hardware | None":
+    """Return what `dtrain plan` knows of the device; None of one that is not in its table."""
+    import torch
+
+    from dtrain.commands.plan.hardware import GPUS
+
+    return GPUS.get(board_of(torch.cuda.get_device_name(rank)) or "")
+
+
+def _teraflops(rate: float, board: "Hardware | None") -> str:
+    import torch
+
+    peak = board.arithmetic.get(torch.bfloat16) if board else None
+    return f"{rate / 1e12:,.0f} TFLOP/s" + (f" ({rate / peak:.0%} of the peak)" if peak else "")
 
 
 def _seconds(operation: Callable[[], Any]) -> float:

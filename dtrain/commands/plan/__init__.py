@@ -7,8 +7,8 @@
     planned_device          how tensors without memory answer as the planned device's would
     meta_kernels            operations on them
     tracer                  sees every operation of the step, and counts its cost and its messages
-    regions                 compiled parts of layers, which keep what the compiler keeps
-    memory, fused           the step's allocations; what compiled regions move
+    compiled                compiled parts of layers: what they move and keep
+    memory                  the step's allocations
     hardware                devices, links and the estimate
     choose                  values for what a recipe leaves to `auto`
     search                  other meshes and micro-batches, and what would fit
@@ -24,7 +24,7 @@ reduces and scatters.
 Modelled: attention and the fused norm on CUDA (`planned_device`); what a kernel allocates inside (cuBLAS, cuDNN, the
 CPU's buffers of products), the allocator's rounding and gaps and NCCL's buffers are left out, which is why a plan's
 budget is less than a device's memory. With `train.compile` operations are planned as written, the bytes that fused ones
-move are counted (`fused`), and what selective checkpointing keeps as it is compiled (`regions`). `parallel.cpu_offload`
+move are counted, and what selective checkpointing keeps as it is compiled (`compiled`). `parallel.cpu_offload`
 is refused.
 A rollout of method grpo is not planned, its update is; of an evaluation (`eval`) the least that it takes.
 """

@@ -19,7 +19,8 @@ from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe.automatic import changed, open_keys
 from dtrain.recipe.schema import Recipe
 
-_BEHIND_THE_RUN = 5
+PLAN_SECONDS = 120.0  # that a run waits for its plan, before it reads weights
+_BEHIND_THE_RUN = 5  # of `os.nice`
 
 
 class Peak(NamedTuple):
@@ -30,14 +31,6 @@ class Peak(NamedTuple):
     size: int = 0
     too_much: str | None = None
     choice: Choice | None = None
-
-
-class TooMuch(NamedTuple):
-    """Error for devices that do not hold the peak. is_certain: it is more than the device has, not only more than its
-    usable share."""
-
-    words: str
-    is_certain: bool
 
 
 class PlannedPeak(Child[Peak]):
@@ -64,17 +57,17 @@ class PlannedPeak(Child[Peak]):
             self._peak = Peak(_no_plan(outcome)) if isinstance(outcome, Exception) else outcome
         return self._peak
 
-    def choose(self, memory: int, device: DeviceFacts | None, host: int, wait: float) -> Peak:
+    def choose(self, memory: int, device: DeviceFacts | None, host: int) -> Peak:
         """Return the peak on devices of `memory` bytes with what was chosen for `auto`; its choice is None where there
-        is no plan of the recipe, or none within `wait` seconds, after which the process ends.
+        is no plan of the recipe, or none within PLAN_SECONDS, after which the process ends.
 
         device: the GPU, None on CPUs. host: bytes of the host's memory for each rank. Can be called once. Raises
         UserError where nothing fits."""
         self._facts.put((memory, device, host))
-        peak = self.peak(wait)
+        peak = self.peak(PLAN_SECONDS)
         if peak is None:
             self._process.kill()
-            peak = self._peak = Peak(f"no plan (it took longer than {wait:.0f} s)")
+            peak = self._peak = Peak(f"no plan (it took longer than {PLAN_SECONDS:.0f} s)")
         if peak.too_much is not None:
             raise UserError(f"{peak.too_much}. (metrics.plan=false starts it anyway, with the least memory)")
         return peak
@@ -83,14 +76,14 @@ class PlannedPeak(Child[Peak]):
         """Give values for what the recipe leaves to `auto` that were chosen without the plan, in place of `choose`."""
         self._facts.put(dict(values))
 
-    def too_much(self, device: DeviceFacts, wait: float) -> TooMuch | None:
-        """Return the error for devices like `device` that do not hold the peak; None if they do, or if there is no plan
-        within `wait` seconds. Can be called once."""
+    def too_much(self, device: DeviceFacts) -> Peak | None:
+        """Return the peak where devices like `device` do not hold it; None if they do, or if there is no plan within
+        PLAN_SECONDS. Can be called once."""
         self._facts.put(device)
-        peak = self.peak(wait)
+        peak = self.peak(PLAN_SECONDS)
         if peak is None or peak.too_much is None:
             return None
-        return TooMuch(f"{peak.too_much}. (metrics.plan=false starts it anyway)", peak.size > device.memory)
+        return peak._replace(too_much=f"{peak.too_much}. (metrics.plan=false starts it anyway)")
 
 
 def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:

@@ -8,19 +8,17 @@ Then the micro-batch grows as far as it makes the step faster and fits. Where it
 send, the last combination is compared by the estimate too. A choice is a function of recipe, world and device alone.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.base.host_memory import host_memory
+from dtrain.base.host_memory import host_memory, num_cores
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
-from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan
+from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
 from dtrain.commands.plan.units import gib
 from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
@@ -28,6 +26,7 @@ from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import sizes
 from dtrain.recipe.automatic import USUAL, USUAL_ROWS, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
+from dtrain.run.sizing import Sizing
 from dtrain.run.spec import RunSpec
 
 FREE = 0.1
@@ -41,12 +40,9 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Values of the keys that a recipe leaves open. lines: each value with its reason, for the terminal. peak: bytes of
-    a rank's tensors, by the plan."""
+class Choice(Sizing):
+    """Sizes by the plan. peak: bytes of a rank's tensors."""
 
-    values: dict[str, Any]
-    lines: tuple[str, ...]
     peak: int
 
 
@@ -154,10 +150,8 @@ class _Search:
 
     def _at(self, spec: RunSpec, values: Values, micro: int) -> RunSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
-        at = copy(spec)
-        at.recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
-        at.sizes = sizes(at.recipe, spec.world.size)
-        return at
+        recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
+        return with_keys(spec, recipe, sizes(recipe, spec.world.size))
 
     def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
         """Return `combinations` with their steps. Each is planned once."""
@@ -170,8 +164,7 @@ class _Search:
 
     def _time(self, step: Step, spec: RunSpec) -> float:
         time = estimate(step, spec.sizes, self.hardware)
-        passes = max(time.arithmetic + time.memory, time.hidden, time.host, step.kernels * LAUNCH)
-        return passes + time.exposed + time.optimizer
+        return max(time.total, step.kernels * LAUNCH + time.exposed + time.optimizer)
 
     def _fits(self, step: Step) -> bool:
         on_host = step.host + step.visiting if self.is_gpu else 0
@@ -184,8 +177,7 @@ class _Search:
         The bisection is by the device's memory, of which each takes less than the one before. The host's is looked at
         from the first on that fits there.
         """
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        width, high, fits_device = max(1, cores // traces_of(self.spec)), len(ladder), False
+        width, high, fits_device = max(1, num_cores() // traces_of(self.spec)), len(ladder), False
         low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
         while low < high:
             places: Sequence[int] = range(max(low, first + 1 - width), first + 1)
@@ -254,23 +246,18 @@ class _Search:
     def _least(self, values: Values) -> _Tried:
         """Return the combination of the least memory. Raises TooLarge where it is more than the devices have."""
         (tried,) = self._tried([(values, self.least)])
-        if tried.step.peak <= self.memory and tried.step.host + tried.step.visiting <= self.host_budget / (1 - FREE):
+        host = tried.step.host + tried.step.visiting
+        if tried.step.peak <= self.memory and host <= self.host_budget / (1 - FREE):
             return tried
+        also = f"; it also takes {gib(host)} of the host's memory for each rank" if host > self.host_budget else ""
         chosen = {MICRO_BATCH: tried.micro} | dict(values)
         least = " ".join(as_overrides(chosen))
         ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(tried), 2)]
         fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
         raise TooLarge(
             f"this does not fit: the least that was planned takes {gib(tried.step.peak)} ({least}), and a device has "
-            f"{gib(self.memory)}{self._host(tried)}; {fix}"
+            f"{gib(self.memory)}{also}; {fix}"
         )
-
-    def _host(self, tried: _Tried) -> str:
-        """Return what `tried` takes of the host's memory, where that is too much."""
-        taken = tried.step.host + tried.step.visiting
-        if taken <= self.host_budget:
-            return ""
-        return f"; it also takes {gib(taken)} of the host's memory for each rank"
 
     def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
         """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too

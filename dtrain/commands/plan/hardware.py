@@ -1,8 +1,4 @@
-"""Devices of base/gpus.toml in torch's units, and the estimate of a step's time by these numbers alone.
-
-Dense arithmetic without sparsity, in FLOP/s; memory in GiB as the driver reports it; links in bytes per second and
-direction: `inside` of one device to the others of its node (NVLink), `between` of one device's network card, `host` to
-the host's memory (PCIe).
+"""Devices of base/gpus.toml, and the estimate of a step's time by their numbers alone.
 
 The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
 FSDP and replicas send and what activations move to the host and back beside the computing, what tp sends after it, what
@@ -17,7 +13,9 @@ a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 fo
 of 2.4 TB/s 7,039 for 6,667 compiled, 5,762 not.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -33,9 +31,8 @@ USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its links. arithmetic: peak FLOP/s by dtype of the operands, without the dtypes that it does not
-    compute in; reach: the share of it that large products get, less on devices whose clock gives way to their power
-    limit."""
+    """A device and its links, as base/gpus.toml explains them. arithmetic: by dtype of the operands, without the dtypes
+    that it does not compute in; per_node: devices of a node."""
 
     name: str
     memory_gib: float
@@ -54,19 +51,14 @@ class Hardware:
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-GPUS = {
-    key: Hardware(
-        board.title,
-        board.gib,
-        {dtype: rate * 1e12 for dtype, rate in zip(_DTYPES, board.tflops, strict=True) if rate is not None},
-        board.terabytes * 1e12,
-        board.inside * 1e9,
-        board.between * 1e9,
-        board.host * 1e9,
-        board.reach,
-    )
-    for key, board in BOARDS.items()
-}
+
+
+def _hardware(board: Mapping[str, Any]) -> Hardware:
+    rates = zip(_DTYPES, board["arithmetic"], strict=True)
+    return Hardware(**{**board, "arithmetic": {dtype: rate for dtype, rate in rates if rate}})
+
+
+GPUS = {key: _hardware(board) for key, board in BOARDS.items()}
 
 
 def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:

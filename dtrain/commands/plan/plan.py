@@ -216,11 +216,11 @@ def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     return changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
 
 
-def step_of(spec: RunSpec, recipe: Recipe, sizes: Sizes) -> Step:
-    """Return the step of `spec` with the keys of `recipe`, on other sizes."""
+def with_keys(spec: RunSpec, recipe: Recipe, sizes: Sizes) -> RunSpec:
+    """Return `spec` with the keys of `recipe`, on other sizes."""
     other = copy(spec)
     other.recipe, other.sizes = recipe, sizes
-    return plan_step(other)
+    return other
 
 
 def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:

@@ -27,6 +27,7 @@ from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.fused import Fused, rounds
 from dtrain.commands.plan.meta_kernels import META
 from dtrain.parallel.context.batch import shard_sequence
+from dtrain.parallel.context.gather import join_sequence
 
 aten = torch.ops.aten
 
@@ -57,10 +58,7 @@ class PlannedSdpa(SdpaKernel):
         missing = visibility.queries - self._parts[0].shape[1]
         pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
         parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]
-        chunks = [part.chunk(2, 1) for part in parts]
-        keys = torch.cat(
-            [*(head for head, *_ in chunks), *(chunk for _, *tail in reversed(chunks) for chunk in tail)], 1
-        )
+        keys = join_sequence(parts)
         row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
         if row.query_documents is not None:
             row = replace(row, query_documents=parts[self._rank][1:2], key_documents=keys[1:2])

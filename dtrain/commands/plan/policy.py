@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.varlen import VarlenKernel
-from dtrain.commands.plan.fused import FusedBytes
+from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedSdpa
-from dtrain.commands.plan.regions import PlannedRegion
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
@@ -41,9 +40,6 @@ from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher, beside
 from dtrain.run.spec import RunSpec
-
-MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2}
-"""Bytes of Adam's two moments for each element, by `optimizer.state`."""
 
 
 class PlannedPolicy(Policy):
@@ -109,9 +105,7 @@ class PlannedPolicy(Policy):
             visiting = optimizer.ring_bytes() if type(optimizer) is LowBitAdam else optimizer.step()
         self.state_bytes = visiting if is_on_host and visiting is not None else state_bytes(optimizer)
         if is_on_host:
-            trained = sum(local_tensor(parameter).numel() for parameter in parameters.values())
-            masters = bytes_of(masters_of(self.model))
-            self.visiting_bytes = trained * MOMENT_BYTES[self.recipe.optimizer.state] + masters
+            self.visiting_bytes = bytes_of([*filter(Tensor.dim, _state(optimizer)), *masters_of(self.model)])
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
@@ -157,8 +151,7 @@ def on_device(parameter: Tensor) -> Tensor:
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes that this rank holds of `tensors`, each [...]."""
-    held = [local_tensor(tensor) for tensor in tensors if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
 class PlannedMemory(HostMemory):
@@ -203,12 +196,12 @@ def _build(
     def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
         model.uncompiled = obstacle(recipe) if recipe.train.compile else None
         if recipe.train.compile and model.uncompiled is None:
-            tracer.fused = tracer.fused or FusedBytes()
+            regions = tracer.regions = tracer.regions or CompiledRegions()
             for layer in cast(list[Layer], list(model.model.layers)):
-                layer.regions = _planned_regions(layer, tracer.fused, is_selective_inside(recipe))
+                layer.regions = _planned_regions(layer, regions, is_selective_inside(recipe))
                 if layer.keys_first is not None:
                     again = computes_again(recipe)
-                    layer.keys_first = layer.keys_first.compiled_by(tracer.fused.region) if again else None
+                    layer.keys_first = layer.keys_first.compiled_by(regions.region) if again else None
         keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
 
     written = replace(recipe, train=replace(recipe.train, compile=False))
@@ -218,16 +211,16 @@ def _build(
 
 
 def _planned_regions(
-    layer: Layer, fused: FusedBytes, is_selective: bool
+    layer: Layer, regions: CompiledRegions, is_selective: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the parts of a layer as `policy.compiling` compiles them: what they keep and move is counted."""
-    before: Callable[..., Any] = layer.before
+    before: Callable[..., Any] = regions.region(layer.before, is_selective)
     after: Callable[..., Any] = layer.after
-    if is_selective:
-        before = PlannedRegion(before, fused)
-        as_written = partial(selective, contexts=AS_WRITTEN, determinism_check="none")
-        after = as_written(after) if layer.is_sparse else PlannedRegion(after, fused)
-    return fused.region(before), after if layer.is_sparse else fused.region(after)
+    if not layer.is_sparse:
+        after = regions.region(after, is_selective)
+    elif is_selective:
+        after = selective(after, AS_WRITTEN, determinism_check="none")
+    return before, after
 
 
 class _TracedScorer(Scorer):

@@ -11,16 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from dtrain.commands.plan.hardware import Time, estimate, wire_time
-from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, step_of, with_mesh
-from dtrain.commands.plan.policy import bytes_of, state_bytes
-from dtrain.commands.plan.step import Step
+from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
+from dtrain.commands.plan.policy import bytes_of
+from dtrain.commands.plan.step import Step, plan_step
 from dtrain.models.common.config import LINEAR
 from dtrain.models.common.decoder import CausalLM
-from dtrain.optim.update import build_optimizer
 from dtrain.parallel.fsdp import units_of
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes, sizes
@@ -63,7 +59,7 @@ def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult
         if len(fitting) >= best or index >= most_traces:
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
-        step = step_of(spec, with_mesh(spec.recipe, world), world)
+        step = plan_step(with_keys(spec, with_mesh(spec.recipe, world), world))
         candidate = Candidate(world, step, estimate(step, world, plan.hardware))
         (fitting if step.peak <= plan.budget else too_large).append(candidate)
     counts["peak exceeds the budget"] = len(too_large)
@@ -78,21 +74,13 @@ class ClosedForms:
         self.plan, recipe = plan, plan.spec.recipe
         self.precision = plan.spec.precision
         assert plan.spec.model is not None
-        self.frozen_bytes = bytes_of(weight for weight in plan.spec.model.parameters() if not weight.requires_grad)
         self.fsdp = self._messages_of_fsdp(plan.spec.model)
         self.computes_again = recipe.train.activation_checkpointing == "full"
-        sample = nn.Parameter(torch.ones(1024, 1024, dtype=self.precision.master))
-        optimizer = build_optimizer(recipe.optimizer, [("sample", sample)])
-        sample.grad = torch.ones_like(sample)
-        optimizer.step()
-        of_each = sample.element_size() + state_bytes(optimizer) / sample.numel()
-        if recipe.parallel.optimizer_offload:
-            of_each = self.precision.compute.itemsize
-        self.held = plan.trained_parameters * (sample.element_size() + of_each) + self.frozen_bytes
+        self.held = plan.step.held * _shards(plan.spec.sizes)
 
     def shards(self, world: Sizes) -> float:
         """Return the bytes of a rank's parameters, gradients and optimizer state, if all are sharded evenly."""
-        return self.held / (world.tp * world.dp_shard * world.cp)
+        return self.held / _shards(world)
 
     def time(self, world: Sizes) -> float:
         """Return the rough seconds of a step."""
@@ -148,6 +136,10 @@ class ClosedForms:
         return gathers, gathered, reduces
 
 
+def _shards(world: Sizes) -> int:
+    return world.tp * world.dp_shard * world.cp
+
+
 def smallest_change(plan: Plan) -> tuple[str, Step] | None:
     """Return the first change that makes the recipe fit into the budget of a rank, as overrides, and its step. No
     change affects a number that the run computes; the least change comes first.
@@ -163,7 +155,7 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
         world = sizes(recipe, ranks)
         if closed.shards(world) > plan.budget:
             continue
-        step = step_of(spec, recipe, world)
+        step = plan_step(with_keys(spec, recipe, world))
         if step.peak <= plan.budget:
             words = as_overrides(overrides)
             if ranks != spec.world.size:

@@ -41,7 +41,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.shapes import adaptable, modules
 from dtrain.parallel.activation_offload import ON_THEIR_WAY
 from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.placement import chunk_bounds, cut_by
+from dtrain.parallel.placement import local_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes
@@ -54,18 +54,16 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 class Trace:
     """A traced step of `layers` layers and `micro_batches` micro-batches.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`; and (None, ..) "parameters", "trained", "gradients",
-    "state": bytes of this rank's shards, of those that are trained, and of the optimizer's state for them; "table": of
-    the embeddings for each layer; "tower": of the vision tower; "lightest": the smallest parameters that a rank has;
-    "host": of the host's memory for activations; "visiting": of the optimizer's state and masters on the host;
-    "offloaded": of a micro-batch's activations, to the host and back; "rows", "micro rows": of the host's tensors on a
-    planned CPU, and of those that one micro-batch brings.
+    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded" of
+    one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
+    brings.
     """
 
     layers: int
     micro_batches: int
     peaks: dict[Phase, Counter[str]]
     counts: Counter[tuple]
+    held: Counter[str]
 
 
 def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
@@ -102,22 +100,22 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
             policy.train(batch, loss, mbs=method.micro_rows)
     parameters = list(policy.model.parameters())
     table = getattr(policy.model.model, "embed_tokens_per_layer", None)
-    held = {
-        "parameters": bytes_of(map(on_device, parameters)),
-        "trained": bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
-        "table": 0 if table is None else bytes_of([on_device(table.weight)]),
-        "tower": bytes_of(on_device(weight) for tower in policy.model.model.vision for weight in tower.parameters()),
-        "gradients": policy.gradient_bytes,
-        "state": policy.state_bytes,
-        "lightest": _min_shard_bytes(parameters),
-        "host": policy.memory.bytes,
-        "visiting": policy.visiting_bytes,
-        "offloaded": policy.memory.copied // micro_batches,
-        "rows": policy.scorer.host + bytes_of(pixels) if tracer.on_host else 0,
-        "micro rows": policy.scorer.micro_rows if tracer.on_host else 0,
-    }
-    counts = tracer.counts + Counter({(None, name): size for name, size in held.items()})
-    return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), counts)
+    held = Counter(
+        parameters=bytes_of(map(on_device, parameters)),
+        trained=bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
+        table=0 if table is None else bytes_of([on_device(table.weight)]),
+        tower=bytes_of(on_device(weight) for tower in policy.model.model.vision for weight in tower.parameters()),
+        gradients=policy.gradient_bytes,
+        state=policy.state_bytes,
+        lightest=_min_shard_bytes(parameters),
+        host=policy.memory.bytes,
+        visiting=policy.visiting_bytes,
+        offloaded=policy.memory.copied // micro_batches,
+    )
+    if tracer.on_host:
+        held["rows"] = policy.scorer.host + bytes_of(pixels)
+        held["micro rows"] = policy.scorer.micro_rows
+    return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), tracer.counts, held)
 
 
 def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
@@ -169,21 +167,13 @@ def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
     """Return the bytes of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a
     dimension, so it is last in some of them; rank 0 holds most."""
     ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
-    return min(
-        sum(_elements(parameter, corner) * on_device(parameter).element_size() for parameter in parameters)
-        for corner in product((False, True), repeat=ndim)
-    )
 
+    def size(parameter: Tensor, is_last: tuple[bool, ...]) -> int:
+        bounds = local_bounds(parameter, lambda mesh, dim: mesh.size(dim) - 1 if is_last[dim] else 0)
+        return prod(end - start for start, end in bounds) * on_device(parameter).element_size()
 
-def _elements(parameter: Tensor, last: tuple[bool, ...]) -> int:
-    """Return the elements on the rank that is last in the mesh dimensions where `last` is true, first in the others."""
-    sizes = list(parameter.shape)
-    for dim in range(parameter.dim()):
-        for mesh, mesh_dim in cut_by(parameter, dim):
-            ranks = mesh.size(mesh_dim)
-            start, end = chunk_bounds(sizes[dim], ranks, ranks - 1 if last[mesh_dim] else 0)
-            sizes[dim] = end - start
-    return prod(sizes)
+    corners = product((False, True), repeat=ndim)
+    return min(sum(size(parameter, corner) for parameter in parameters) for corner in corners)
 
 
 _QUESTION = 16  # bytes: two numbers
@@ -311,7 +301,8 @@ def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
         place = anchored(layer, shorter.layers)
         layer = place + layers if place is not None and place < 0 else place
         peaks[Phase(phase, number, layer)] = line(peak, others[phase, number, place])
-    return Trace(layers, longer.micro_batches, peaks, line(shorter.counts, longer.counts))
+    counts, held = line(shorter.counts, longer.counts), line(shorter.held, longer.held)
+    return Trace(layers, longer.micro_batches, peaks, counts, held)
 
 
 def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
@@ -323,28 +314,20 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         question = Collective("all", "all-reduce", sizes.world_size, True)
         total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
     moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
-    state = total["state",]
+    held, passes = Counter(trace.held), max(1, sizes.accumulation)
+    held["offloaded"] *= passes
     # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
-    rows = max(0, total["rows",] * max(1, sizes.accumulation) // trace.micro_batches - total["micro rows",])
-    parts = peak + Counter({"optimizer state": state, "rows": rows})
+    rows = max(0, held.pop("rows", 0) * passes // trace.micro_batches - held.pop("micro rows", 0))
+    parts = peak + Counter({"optimizer state": held["state"], "rows": rows})
     return Step(
-        total["parameters",],
-        total["trained",],
-        total["gradients",],
-        state,
-        total["lightest",],
-        parts.total(),
-        parts,
-        moment,
-        max(peak["activations"] for peak in trace.peaks.values()),
-        {key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
-        {key[1]: count for key, count in total.items() if key[0] == "flops"},
-        total["moved",],
-        total["kernels",],
-        total["table",],
-        total["tower",],
-        total["host",],
-        total["visiting",],
-        total["offloaded",] * max(1, sizes.accumulation),
-        {key[1:]: count for key, count in total.items() if key[0] == "behind"},
+        **held,
+        peak=parts.total(),
+        parts=parts,
+        moment=moment,
+        activations=max(peak["activations"] for peak in trace.peaks.values()),
+        traffic={key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
+        flops={key[1]: count for key, count in total.items() if key[0] == "flops"},
+        moved=total["moved",],
+        kernels=total["kernels",],
+        behind={key[1:]: count for key, count in total.items() if key[0] == "behind"},
     )

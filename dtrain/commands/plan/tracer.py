@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
 from dtrain.base.fused import tensors_in
-from dtrain.commands.plan.fused import FusedBytes
+from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.meta_kernels import MetaKernels, Operands
 from dtrain.commands.plan.planned_device import flash_workspace
@@ -77,7 +77,7 @@ class CollectiveReader:
             tensors = tensors[:-1]
         elif name in ("_reduce_scatter_base_", "alltoall_base_"):
             tensors = tensors[1:]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = sum(tensor.nbytes for tensor in tensors)
         group = _group(args)
         dimension = self._dimension(group.group_name, func.namespace == "c10d", kind, in_pass)
         return Collective(dimension, kind, group.size(), not any(tensor.is_meta for tensor in tensors)), size
@@ -147,7 +147,7 @@ class Tracer(MetaKernels):
         self.current: int | None = None  # the pass
         self.is_forward = False
         self.counts_costs = True
-        self.fused: FusedBytes | None = None  # where layers are compiled
+        self.regions: CompiledRegions | None = None  # where layers are compiled
         self._workspaces: dict[tuple, int] = {}  # bytes that functions take while they run
         self._flops: dict[tuple, int] = {}  # by operation and operands: torch's formulas are slow
         self._collectives = CollectiveReader(mesh)
@@ -179,8 +179,8 @@ class Tracer(MetaKernels):
             for tensor in all_tensors:
                 if not tensor.is_meta:
                     self.host.see(tensor)
-        if self.fused is not None and self.fused.watch is not None:
-            self.fused.watch(func, operands.tensors, results)
+        if self.regions is not None and self.regions.sources is not None:
+            self.regions.sources.after(func, operands.tensors, results)
         if sent := self._collectives.read(func, args, out, self.current is not None):
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
@@ -238,11 +238,11 @@ class Tracer(MetaKernels):
             for collective, _ in self._under_way.values():
                 self.counts[self.current, "behind", collective, dtype] += flops
         is_outside = True
-        if self.fused is not None and (formula is not None or _moves(func)):
+        if self.regions is not None and (formula is not None or _moves(func)):
             is_written_over = func.overloadpacket is _aten.copy_  # the first of its operands
             reads = tensors_in((args[1:] if is_written_over else args, () if "out" in kwargs else kwargs))
             inputs, outputs = ([self.memory.see(x) for x in some if x.is_meta] for some in (reads, tensors_in(out)))
-            moved, is_outside = self.fused.moved(inputs, outputs, formula is not None)
+            moved, is_outside = self.regions.moved(inputs, outputs, formula is not None)
             self.counts[self.current, "moved"] += moved
         if is_outside and formula is None and _moves(func):
             distinct = {id(tensor): tensor for tensor in tensors}.values()

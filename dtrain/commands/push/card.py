@@ -48,24 +48,14 @@ def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
     return id_of(Path(path)) if isinstance(path, str) else None
 
 
-def datasets(recipe: Mapping[str, Any]) -> list[str]:
-    """Return the hub's ids among the paths of the training data."""
-    train = (recipe.get("data") or {}).get("train") or {}
-    ids = []
-    for source in [train, *(train.get("sources") or [])]:
-        path = source.get("path") or []
-        ids += [name for name in ([path] if isinstance(path, str) else path) if is_data_id(name)]
-    return list(dict.fromkeys(ids))
-
-
 def card(run: Run, theirs: Mapping[str, Any]) -> str:
     """Return README.md of the repository. theirs: the front matter of the one that is there, whose other keys stay."""
     recipe, method = run.files.recipe, str(run.files.recipe.get("method"))
     front: dict[str, Any] = {"library_name": "peft" if run.is_adapter else "transformers"}
     if run.base is not None:
         front |= {"base_model": run.base, "base_model_relation": "adapter" if run.is_adapter else "finetune"}
-    if named := datasets(recipe):
-        front["datasets"] = named
+    if datasets := list(dict.fromkeys(filter(is_data_id, run.files.data_files))):  # those on the hub
+        front["datasets"] = datasets
     front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", method]}
     as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
     return _template("card.md").render(

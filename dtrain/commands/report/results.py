@@ -81,7 +81,7 @@ def _identity(run: RunFiles) -> dict[str, str]:
         "status": run.status,
         "method": run.method if at("lora") is None else f"{run.method} with an adapter",
         "model": f"{at('model', 'path') or ''}{size}",
-        "data": ", ".join([_paths(at("data", "train")), *counts]),
+        "data": ", ".join([" + ".join(map(str, run.data_files)), *counts]),
         "mesh": mesh_words(run),
         "batch": f"{batch.get('global_batch')}, micro batch {batch.get('micro_batch')}"
         if isinstance(batch, dict)
@@ -93,15 +93,6 @@ def _identity(run: RunFiles) -> dict[str, str]:
         "versions": ", ".join(versions),
         "directory": str(run.directory),
     }
-
-
-def _paths(source: Any) -> str:
-    """Return the files of `data.train`, joined by +."""
-    if not isinstance(source, dict):
-        return ""
-    paths = [source.get("path"), *(part.get("path") for part in source.get("sources") or () if isinstance(part, dict))]
-    flat = [file for path in paths if path for file in (path if isinstance(path, list) else [path])]
-    return " + ".join(map(str, flat))
 
 
 def mesh_of(run: RunFiles) -> dict[str, int] | None:
@@ -140,16 +131,14 @@ def differences(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _whole_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Return the recipes, each with the sections of the methods of all runs: a section that is not there has its
-    defaults. An older version saved the sections of all methods."""
+    """Return the recipes, each with the sections of the methods of all runs and no others: a section that is not there
+    has its defaults, and one of another method was read by nobody."""
     methods = {run.method for run in runs}
-    kept = [
+    defaults = {name: asdict(SECTIONS[name]()) for name in METHODS if name in methods}
+    own = [
         {key: tree[key] for key in tree if key not in METHODS or key in methods} for tree in (r.recipe for r in runs)
     ]
-    named = [name for name in METHODS if any(name in tree for tree in kept)]
-    return [
-        tree and {**tree, **{name: asdict(SECTIONS[name]()) for name in named if name not in tree}} for tree in kept
-    ]
+    return [tree and tree | {name: defaults[name] for name in defaults if name not in tree} for tree in own]
 
 
 def _text(value: Any) -> str:

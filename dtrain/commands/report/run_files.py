@@ -107,6 +107,14 @@ class RunFiles:
         return secrets.at(self.recipe, keys)
 
     @property
+    def data_files(self) -> list[Any]:
+        """The files of `data.train` and of its sources, as the recipe names them."""
+        train = self.at("data", "train")
+        sources = [train, *(train.get("sources") or [])] if isinstance(train, dict) else []
+        paths = [source.get("path") or [] for source in sources if isinstance(source, dict)]
+        return [file for path in paths for file in (path if isinstance(path, list) else [path])]
+
+    @property
     def planned_gib(self) -> float | None:
         """The planned peak of a rank, comparable with what `mem_gib` measures: where there is no CUDA, with what the
         process held before."""

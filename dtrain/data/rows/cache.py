@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import lock, publish, sync, write_new
+from dtrain.base.host_memory import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.ranks import Ranks, digests, view
 from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
@@ -324,7 +325,7 @@ def _build(
     with ExitStack() as stack:
         writer = _Writer(directory, stack, encoder)
         encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
-        if size > SMALL and (workers := num_workers or _cores()) > 1:
+        if size > SMALL and (workers := num_workers or num_cores()) > 1:
             from dtrain.data.rows.pool import Pool
 
             encode = stack.enter_context(Pool(encoder, workers)).encode
@@ -371,10 +372,6 @@ def _build(
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _refuse_nothing(

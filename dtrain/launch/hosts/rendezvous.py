@@ -29,9 +29,9 @@ from dtrain.launch.hosts.coordinator import (
     Member,
     connect,
 )
-from dtrain.launch.last_checkpoint import FILE_SECONDS, lost_text, within
 from dtrain.launch.place import GLOO, RankPlace
 from dtrain.launch.signals import on_signals
+from dtrain.launch.watch import FILE_SECONDS, lost_text, within
 
 if TYPE_CHECKING:
     import torch.distributed as dist
