@@ -129,7 +129,7 @@ def divergences():
         mixed = {"forward_share": share, "temperature": 1.5, **options}
         outputs.append(kl.kl_sum_from_hidden_states(*models, index, **mixed))
         outputs.append(topk.topk_kl_sum_from_hidden_states(models[0], logits, ids, index, **mixed))
-    outputs.append(kl.kl_sum_from_hidden_states(*models, index, jsd_beta=0.3, **options))
+    outputs.append(kl.jsd_sum_from_hidden_states(*models, index, beta=0.3, **options))
     gradients = [gradient for of_loss in outputs for gradient in torch.autograd.grad(of_loss.total, inputs)]
     return [*(value.detach() for of_loss in outputs for value in of_loss), *gradients]
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         KlSums,
         forward_kl,
         generalized_jsd,
+        jsd_sum_from_hidden_states,
         kl_sum_from_hidden_states,
+        mixed_kl,
         reverse_kl,
     )
     from dtrain.losses.head.logprobs import (
@@ -92,7 +94,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "head.filtered": "apply_top_k_top_p filtered_logprobs_from_hidden_states",
-    "head.kl": "KlSums forward_kl generalized_jsd kl_sum_from_hidden_states reverse_kl",
+    "head.kl": "KlSums forward_kl generalized_jsd jsd_sum_from_hidden_states kl_sum_from_hidden_states mixed_kl "
+    "reverse_kl",
     "head.logprobs": "HeadLogprobs TrainingSamplingParams logprobs_from_hidden_states need_top_k_or_top_p_filtering",
     "head.topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
     "head.vocabulary": "HeadInput VocabShard",

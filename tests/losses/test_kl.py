@@ -1,8 +1,9 @@
 """The Kullback-Leibler divergences as pure functions, against torch.distributions and a dense full vocabulary."""
 
+import pytest
 import torch
 
-from dtrain.losses.head.kl import forward_kl, reverse_kl
+from dtrain.losses import forward_kl, mixed_kl, reverse_kl
 
 
 def distributions(seed=0, shape=(3, 4, 9)):
@@ -15,6 +16,8 @@ def test_both_directions_equal_torch_distributions():
     p, q = (torch.distributions.Categorical(logits=logp) for logp in (teacher, student))
     torch.testing.assert_close(forward_kl(student, teacher), torch.distributions.kl_divergence(p, q))
     torch.testing.assert_close(reverse_kl(student, teacher), torch.distributions.kl_divergence(q, p))
+    mixed = 0.3 * forward_kl(student, teacher) + 0.7 * reverse_kl(student, teacher)
+    torch.testing.assert_close(mixed_kl(student, teacher, 0.3), mixed)
 
 
 def test_a_zero_probability_counts_as_zero_with_finite_gradients():
@@ -34,3 +37,8 @@ def test_entropy_correction_is_the_reverse_kl_to_a_teacher_that_is_tiny_elsewher
     whole = (student.exp() * (student - teacher)).sum(-1)
     neg_entropy = (student.exp() * student).sum(-1)
     torch.testing.assert_close(reverse_kl(student[..., :kept], teacher_top, neg_entropy), whole)
+
+
+def test_a_weight_outside_the_unit_interval_is_refused():
+    with pytest.raises(ValueError, match="weight=1.5"):
+        mixed_kl(*distributions(), 1.5)

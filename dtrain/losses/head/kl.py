@@ -6,7 +6,7 @@ The weights are known before (each token counts the same), so the gradient is fo
 a backward would take four and two. Three tiles of logits are held at once, four for the Jensen-Shannon divergence; two
 where their operations are compiled: then these read each twice, and write the gradient.
 
-`forward_kl`, `reverse_kl` and `generalized_jsd` are the same of log-probabilities.
+`forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
 """
 
 import math
@@ -108,9 +108,25 @@ def kl_sum_from_hidden_states(
     return KlSums(tokens.with_gradient(total), forward, reverse)
 
 
-def check_share(share: float) -> None:
+def jsd_sum_from_hidden_states(
+    student: HeadInput,
+    teacher: HeadInput,
+    index: Tensor,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    shard: VocabShard | None = None,
+    rows_per_tile: int | None = None,
+) -> KlSums:
+    """`kl_sum_from_hidden_states` with jsd_beta=beta: the generalised Jensen-Shannon divergence."""
+    return kl_sum_from_hidden_states(
+        student, teacher, index, jsd_beta=beta, temperature=temperature, shard=shard, rows_per_tile=rows_per_tile
+    )
+
+
+def check_share(share: float, name: str = "forward_share") -> None:
     if not 0 <= share <= 1:
-        raise ValueError(f"forward_share={share}: the forward KL's share lies between 0 and 1")
+        raise ValueError(f"{name}={share}: the forward KL's share lies between 0 and 1")
 
 
 def check_beta(beta: float) -> None:
@@ -314,6 +330,19 @@ def reverse_kl(
     p = student_logprobs.exp()
     rest_entropy = student_neg_entropy - torch.where(p == 0, 0, p * student_logprobs).sum(-1)
     return inside + rest_entropy - log_outside * (1 - p.sum(-1))
+
+
+def mixed_kl(
+    student_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    weight: float = 0.5,
+    student_neg_entropy: Tensor | None = None,
+    log_outside: float = -100.0,
+) -> Tensor:
+    """weight · forward_kl + (1 − weight) · reverse_kl, [..., K] -> [...]; weight in [0, 1], else ValueError."""
+    check_share(weight, "weight")
+    reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
+    return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
 
 
 def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.5) -> Tensor:

@@ -147,7 +147,7 @@ def _topk_kl_sums(
         if whole.neg_entropy is not None:
             of_rows = [by_lse, share, by_entropy[0], whole.m + whole.l + whole.neg_entropy]
         at_columns = torch.where(is_mine, by_ids, 0)
-        more = torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype
+        more = torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype, memory[0]
         tokens.add_gradient(_gradient_of_tile(logits, part, *more), tile, mine)
 
     for tile, mine in tokens.tiles():
@@ -176,15 +176,16 @@ def _gradient_of_tile(
     at_columns: Tensor,
     scaling: Scaling,
     dtype: torch.dtype,
+    memory: Tensor | None,
 ) -> Tensor:
     """Return the gradient by products [t, V/tp] in `dtype`. logits, stats: as `_stats_of_tile` left and gave them.
     of_rows [t, 1 or 4]: what p of the part alone is multiplied by; or the gradients by lse and by Σ p·log p, this
-    part's share between them, and lse + Σ p·log p. at_columns [t, K]: what is added there.
+    part's share between them, and lse + Σ p·log p. at_columns [t, K]: what is added there. memory: for p; None: new.
 
     d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
     """
     slope = scaling.slope(logits)
-    p = logits.sub(stats[:, 0:1]).sub_(stats[:, 1:2]).exp_()
+    p = torch.sub(logits, stats[:, 0:1], out=memory).sub_(stats[:, 1:2]).exp_()
     if of_rows.shape[1] == 1:
         grad = p.mul_(of_rows)
     else:

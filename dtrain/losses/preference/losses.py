@@ -80,8 +80,9 @@ def combined_preference_loss(
         if name not in LOSSES:
             raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
     losses = [LOSSES[name] for name in names]
-    numbers = {key: value for key, value in {"beta": beta, **options}.items() if not isinstance(value, Tensor)}
-    if errors := problems(names, numbers, has_reference=ref_chosen_logps is not None):
+    # Of a tensor it is asked who reads it, not its value, for which a GPU would have to stop: 0.25 is in every range.
+    seen = {key: 0.25 if isinstance(value, Tensor) else value for key, value in {"beta": beta, **options}.items()}
+    if errors := problems(names, seen, has_reference=ref_chosen_logps is not None):
         raise ValueError(errors[0])
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     pairs = _pairs(names, logps, (chosen_lengths, rejected_lengths), options)
