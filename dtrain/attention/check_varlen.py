@@ -5,13 +5,13 @@ The ranks of an exchange are played one after the other in this process.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.attention.blocks import BlockByBlock
+from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
 from dtrain.attention.packing import Packing
@@ -61,9 +61,10 @@ def prove(
     is_later: `later_flash` has put another in the place of SDPA's own for plain causal rows, which are looked at too.
     No collective, and no random number of the run's is drawn."""
     try:
-        window = None if window is None else min(window, _WIDEST)
         wide, case = (
-            _case(heads, key_heads, head_dim, window, sinks, case_dtype, device)
+            _case(
+                heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), sinks, case_dtype, device
+            )
             for case_dtype in (torch.float32, dtype)
         )
         plain, exact = (_whole(SdpaKernel(), inputs) for inputs in (case, wide))
@@ -139,28 +140,33 @@ def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     return differentiated(attend, case.parts, case.grad)
 
 
+@torch.no_grad()
 def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     """Attend as `_whole` does, the queries of each of `size` ranks over one rank's keys after the other."""
-    attention = VarlenBlocks(flash, case.scale)
-
-    def by_rank(tensor: Tensor) -> list[Tensor]:
-        return [shard_sequence(tensor, rank, size).flatten(0, 1) for rank in range(size)]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        kv = torch.stack([torch.cat(by_rank(part)) for part in (k, v)])  # [2, B · S, kv, hd], rank after rank
-        tokens, outputs = kv.shape[1] // size, []
-        for rank, mine in enumerate(by_rank(q)):
-            calls = []
-            for distance, step in enumerate(case.packing.in_ring(case.seen.window, rank, size)):
-                first = (rank - distance) % size * tokens
-                for call in step:
-                    call.keys = [slice(first + some.start, first + some.stop) for some in call.keys]
-                    calls.append(call)
-            out = BlockByBlock.apply(mine, kv, [put(calls, q.device)], None, attention, sinks)
-            outputs.append(out.unflatten(0, (len(q), -1)))
-        return join_sequence(outputs, 1)
-
-    return differentiated(attend, case.parts, case.grad)
+    attention, rows = VarlenBlocks(flash, case.scale), len(case.q)
+    q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
+    kv = [torch.stack(pair) for pair in zip(k, v, strict=True)]
+    q_grads, kv_grads = (
+        [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in some]
+        for some in (q, kv)
+    )
+    outputs, of_sinks = [], []
+    for rank in range(size):
+        steps = [put(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
+        whole: Partial | None = None
+        for distance, step in enumerate(steps):
+            whole = attention.forward(q[rank], kv[rank - distance], step, whole)
+        assert whole is not None
+        whole = with_sinks(attention, whole, case.sinks)
+        outputs.append(whole[0])
+        whole = whole[0].to(q[rank].dtype), whole[1]
+        for distance, step in enumerate(steps):
+            source = rank - distance
+            attention.backward(grad[rank], q[rank], kv[source], whole, step, q_grads[rank], kv_grads[source])
+        of_sinks.append(sinks_grad(attention, grad[rank], whole, case.sinks))
+    parts = (outputs, q_grads, *([kv_grad[i] for kv_grad in kv_grads] for i in range(2)))
+    joined = [join_sequence([shard.unflatten(0, (rows, -1)) for shard in part], 1) for part in parts]
+    return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
 
 
 def documents_of(lengths: Sequence[Sequence[int]]) -> Tensor:

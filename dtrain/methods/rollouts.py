@@ -282,6 +282,11 @@ class Rollouts(BatchSource):
     def load(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on. changed:
         more of that, a line each."""
+        if "settings" in state and "shapes" not in state:
+            raise UserError(
+                f"the checkpoint of step {state['step']} stands within a rollout, as another version of dtrain saved it: "
+                "resume from a step between two rollouts (checkpoint.resume=..)"
+            )
         if "shapes" in state:
             saved, own = state["settings"], self.settings
             changed = [*(f"{name}: {saved[name]} -> {own[name]}" for name in own if saved[name] != own[name]), *changed]

@@ -8,7 +8,8 @@ import torch
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.dealing import deal
-from dtrain.methods.rollouts import Buffer
+from dtrain.base.errors import UserError
+from dtrain.methods.rollouts import Buffer, Rollouts
 from dtrain.rl.collect import Sample
 
 SAMPLES = [
@@ -89,3 +90,10 @@ def test_shares_hold_everything_once_and_are_even(ranks, most):
 def test_a_share_has_at_most_so_many():
     assert max(map(len, deal([10.0, 1.0, 1.0, 1.0], 2, 2))) == 2
     assert deal([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]
+
+
+def test_a_rollout_that_another_version_saved_is_refused():
+    rollouts = Rollouts(None, settings={}, prompts=1)
+    state = {"step": 3, "settings": {}, "tokens": 7, "sequences": 3}
+    with pytest.raises(UserError, match="step 3 stands within a rollout, as another version of dtrain saved it"):
+        rollouts.load(state)
