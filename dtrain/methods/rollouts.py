@@ -284,8 +284,8 @@ class Rollouts(BatchSource):
         more of that, a line each."""
         if "settings" in state and "shapes" not in state:
             raise UserError(
-                f"the checkpoint of step {state['step']} stands within a rollout, as another version of dtrain saved it: "
-                "resume from a step between two rollouts (checkpoint.resume=..)"
+                f"the checkpoint of step {state['step']} stands within a rollout, as another version of dtrain saved "
+                "it: resume from a step between two rollouts (checkpoint.resume=..)"
             )
         if "shapes" in state:
             saved, own = state["settings"], self.settings
