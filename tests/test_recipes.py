@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shlex
 from functools import cache
 from shutil import copytree
 
@@ -11,10 +12,10 @@ import pytest
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.methods import load_recipe, recipe_keys
+from dtrain.recipe import models
 from dtrain.run.preflight import preflight
 from tests.models.published import CONFIGS
 from tests.tiny import VOCAB, write_model
-from tools import recipe_models
 
 LLAMA_3_1_8B = {
     **CONFIGS["llama-3.2-1b"],
@@ -55,7 +56,7 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 
-# Short name of recipe_models.toml → (config.json, parameters in millions that dtrain trains: the model cards' counts).
+# Short name of recipe/models.toml → (config.json, parameters in millions that dtrain trains: the model cards' counts).
 MODELS = {
     "llama3.2-1b": (CONFIGS["llama-3.2-1b"], 1235.8),
     "llama3.1-8b": (LLAMA_3_1_8B, 8030.3),
@@ -118,25 +119,35 @@ def problems(name, files, world_size=None, shape=None, *overrides):
 def test_the_recipes_that_are_promised_ship():
     quickstarts = {"quickstart", *(f"quickstart-{kind}" for kind in ("lora", "dpo", "grpo", "distill", "images"))}
     assert {*NAMES} == {*GENERAL, *quickstarts} and len(NAMES) <= 16
-    assert [*recipe_models.MODELS] != [] and {*recipe_models.MODELS} == {*MODELS}
+    assert [*models.MODELS] != [] and {*models.MODELS} == {*MODELS}
 
 
-def test_a_name_that_is_no_recipe_is_refused():
-    for name in ("qwen3-8b", "qwen3-8b-sft", "-sft"):
+def test_the_name_of_a_models_former_recipe_is_answered_with_the_command_in_its_place():
+    names = {f"{model}-{recipe}": (model, recipe) for model in MODELS for recipe in GENERAL}
+    names |= {f"{model}-images-{recipe}": (model, recipe) for model in MODELS for recipe in ("sft", "lora-sft")}
+    for name, (model, recipe) in names.items():
+        with pytest.raises(UserError) as raised:
+            config.find(name)
+        start = f"there is no recipe {name} any more: `dtrain run {recipe} model.path={models.MODELS[model]}"
+        assert str(raised.value).startswith(start) and str(raised.value).endswith("`"), name
+    with pytest.raises(UserError, match="there is no recipe qwen3-8b-sft any more"):
+        config.find("recipes/qwen3-8b-sft.yaml")
+    for name in ("qwen3-8b", "qwen3-8b-lora", "qwen3-9b-sft", "qwen3-8b-quickstart", "-sft"):
         with pytest.raises(UserError, match=f"there is no recipe {name}: neither"):
             config.find(name)
 
 
-def test_models_have_keys_beside_a_general_recipe():
-    keys = recipe_models.overrides("qwen3.6-35b-a3b", "sft")
-    assert keys[0] == "model.path=Qwen/Qwen3.6-35B-A3B"
-    assert {"optimizer.lr=5e-6", "optimizer.state=bfloat16", "parallel.ep=8"} < {*keys}
-    grpo = load_recipe("grpo", recipe_models.overrides("qwen3-0.6b", "grpo")).grpo
+def test_the_command_of_a_former_recipe_has_the_keys_that_the_recipe_had():
+    command = models.command("qwen3.6-35b-a3b-sft", GENERAL)
+    assert command.split()[:4] == ["dtrain", "run", "sft", "model.path=Qwen/Qwen3.6-35B-A3B"]
+    assert {"optimizer.lr=5e-6", "optimizer.state=bfloat16", "parallel.ep=8"} < {*command.split()}
+    (name, *overrides) = shlex.split(models.command("qwen3-0.6b-grpo", GENERAL))[2:]
+    grpo = load_recipe(name, overrides).grpo
     assert grpo.system_prompt == "Reason step by step, and put your final answer within \\boxed{}."
     assert (grpo.loss, list(grpo.clip), grpo.prompts_per_step) == ("dapo", [0.2, 0.28], 64)
-    images = recipe_models.overrides("qwen3-vl-4b", "images-lora-sft")
+    images = models.command("qwen3-vl-4b-images-lora-sft", GENERAL).split()
     assert "data.image_max_pixels=1003520" in images and "train.vision=projector" not in images
-    rates = {name: recipe_models.overrides(name, "lora-dpo")[1:] for name in ("qwen3-0.6b", "qwen3-8b")}
+    rates = {name: models.overrides(name, "lora-dpo")[1:] for name in ("qwen3-0.6b", "qwen3-8b")}
     assert rates == {"qwen3-0.6b": ["optimizer.lr=1e-5"], "qwen3-8b": []}
 
 
@@ -148,7 +159,7 @@ def test_a_general_recipe_fits_a_models_shape_on_one_process_and_eight(model, fi
     recipes += [f"images-{name}" for name in FOR_ALL] if model in WITH_IMAGES else []
     for name in recipes:
         for world_size in (1, 8):
-            keys = [*recipe_models.overrides(model, name), *(["parallel.ep=1"] if world_size == 1 else [])]
+            keys = [*models.overrides(model, name), *(["parallel.ep=1"] if world_size == 1 else [])]
             assert problems(name.removeprefix("images-"), files, world_size, shape, *keys) == [], name
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/gpus.md, README.md and recipes/README.md that follow from plans and from tools/recipe_models.toml.
+"""The tables of docs/gpus.md, README.md and recipes/README.md that follow from plans and from recipe/models.toml.
 
     .venv/bin/python tools/plan_recipes.py sizes [MODEL ...]    # docs/gpus.md: what `auto` chooses, peak, speed
     .venv/bin/python tools/plan_recipes.py models               # recipes/README.md: what models need beside a recipe
@@ -22,8 +22,8 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.report import gib
 from dtrain.methods import load_recipe
 from dtrain.recipe.automatic import USUAL, value_of
+from dtrain.recipe.models import IMAGES, SPECIAL
 from tests import test_recipes
-from tools.recipe_models import IMAGES, SPECIAL
 
 CARDS = {"24 GB": ("4090", 1), "80 GB": ("h100", 1), "8 × 80 GB": ("h100", 8)}
 """GPUs as the table names them → the GPU of `dtrain plan`, and how many."""
@@ -90,7 +90,7 @@ def sizes_row(cards: str, model: str, words: str) -> list[str]:
 
 
 def models_rows() -> Iterator[list[str]]:
-    """The rows of what recipe_models.toml has for models beside the general recipes."""
+    """The rows of what recipe/models.toml has for models beside the general recipes."""
     for special in SPECIAL:
         recipes = [f"`{recipe.removeprefix(IMAGES)}`" for recipe in special.recipes]
         with_images = " with images" if special.recipes[0].startswith(IMAGES) else ""

@@ -50,6 +50,12 @@ def find(recipe: str | Path) -> Path:
         own = path / "config.yaml"
         meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
         raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
-    near = nearest(path.stem, [name for name, _ in shipped()])
+    names = [name for name, _ in shipped()]
+    from dtrain.recipe import models  # for the name of a former recipe alone
+
+    name = path.name.removesuffix(".yaml")
+    if command := models.command(name, [name for name in names if not name.startswith(QUICKSTART)]):
+        raise UserError(f"there is no recipe {name} any more: `{command}`")
+    near = nearest(path.stem, names)
     hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
     raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")

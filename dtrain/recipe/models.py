@@ -1,6 +1,11 @@
-"""Models by short name, and what a general recipe should say for each of them: recipe_models.toml, looked up."""
+"""Models by short name, and what a general recipe should say for each of them: `models.toml`, looked up.
 
+Loaded for the answer to a model's former recipe, and by the tools that plan for models.
+"""
+
+import shlex
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,3 +39,23 @@ def overrides(model: str, recipe: str) -> list[str]:
     recipes = {recipe, recipe.removeprefix(IMAGES)}
     special = [entry for entry in SPECIAL if recipes & {*entry.recipes} and groups & {*entry.models}]
     return [f"model.path={MODELS[model]}", *(key for entry in special for key in entry.keys)]
+
+
+def parts(name: str, recipes: Collection[str]) -> tuple[str, str] | None:
+    """Return the short name and the recipe of a former recipe's `name`, "qwen3-8b-lora-sft"; None where it is none.
+
+    recipes: the names of the general ones.
+    """
+    for model in MODELS:
+        recipe = name.removeprefix(f"{model}-")
+        if recipe != name and recipe.removeprefix(IMAGES) in recipes:
+            return model, recipe
+    return None
+
+
+def command(name: str, recipes: Collection[str]) -> str | None:
+    """Return the command in place of a former recipe's `name`; None where it is none."""
+    both = parts(name, recipes)
+    if both is None:
+        return None
+    return shlex.join(["dtrain", "run", both[1].removeprefix(IMAGES), *overrides(*both)])
