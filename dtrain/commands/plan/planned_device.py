@@ -26,8 +26,7 @@ from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
 from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.fused import Fused, rounds
 from dtrain.commands.plan.meta_kernels import META
-from dtrain.parallel.context.batch import shard_sequence
-from dtrain.parallel.context.gather import join_sequence
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 aten = torch.ops.aten
 
