@@ -5,6 +5,7 @@ load                            YAML and overrides to a `Recipe`
 sections                        the types of its values: problems, near misses, fixes
 automatic                       keys whose `auto` a plan decides
 shipped                         the recipes that ship with dtrain, by name
+models                          models whose former recipes are answered, and what is special to them (models.toml)
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
 world                           the mesh and the batch in a world of so many processes
 error_hints                     ends of messages about mistakes in YAML or in a value (error_hints.toml)
