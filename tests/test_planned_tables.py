@@ -9,12 +9,13 @@ from dtrain.commands.plan.choose import FREE
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.methods import load_recipe
+from dtrain.recipe import models
 from dtrain.recipe.automatic import USUAL
 from tests.documented import Directory
 from tests.pictures import write_photo_rows
 from tests.test_docs import page
 from tests.test_recipes import MODELS
-from tools import plan_recipes, recipe_models
+from tools import plan_recipes
 
 
 def table(path, kind):
@@ -48,7 +49,7 @@ PHOTO = {"qwen3-vl-4b": 24 * 32, "qwen3.5-0.8b": 24 * 32, "gemma4-e4b": 14 * 19}
 @pytest.mark.parametrize("model", PHOTO)
 def test_rows_with_images_are_planned_full_of_photos(model, tmp_path):
     rows = write_photo_rows(tmp_path, MODELS[model][0])
-    keys = [*recipe_models.overrides(model, "images-sft"), f"model.path={tmp_path}", f"data.train.path={rows}"]
+    keys = [*models.overrides(model, "images-sft"), f"model.path={tmp_path}", f"data.train.path={rows}"]
     recipe = load_recipe("sft", [*keys, f"run.dir={tmp_path}/run"])
     tokens = [image.tokens for image in resolve_plan(recipe, 1, "cpu").row_images]
     assert set(tokens) == {PHOTO[model]} and sum(tokens) > 0.9 * recipe.data.max_length

@@ -126,5 +126,5 @@ def check_own(report: Report, server, bare) -> None:
         refused = str(error)
     report.tells("transfer", "an id of 3 bytes", refused, "must decode to 128 bytes")
     report.refused("transfer", "a server without it", lambda: publisher_of(bare), "--weight-transfer-config")
-    nccl = lambda: GlooPublisher(engine_of(server), device=device)  # noqa: E731
+    nccl = lambda: TransferPublisher(engine_of(server), device=device)  # noqa: E731
     report.refused("transfer", "a trainer without a GPU", nccl, "NCCL is for CUDA")

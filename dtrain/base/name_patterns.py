@@ -116,6 +116,8 @@ class _Match:
         if (id(tree), start) not in self._ends:
             places = {start}
             for op, value in tree:
+                if not places:
+                    break
                 places = self._behind(op, value, places, flags)
             self._ends[id(tree), start] = places
         return self._ends[id(tree), start]
@@ -143,12 +145,12 @@ class _Match:
             before, places = places, self._all_ends(tree, places, flags)
             if places == before:  # by any further one too
                 break
-        reached = new = places
+        reached, new = {*places}, places
         for _ in range(most - least):
             new = self._all_ends(tree, new, flags) - reached
             if not new:
                 break
-            reached = reached | new
+            reached |= new
         return reached
 
     def _holds(self, direction: int, tree: Any, place: int, flags: int) -> bool:
