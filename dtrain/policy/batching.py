@@ -223,11 +223,18 @@ def all_reduced(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = 
 
 def gather_rows(rows: Tensor, mesh: DeviceMesh) -> tuple[Tensor, int]:
     """Return host rows [n, ..] of every rank of a one-dimensional mesh, in the ranks' order, and where this rank's
-    begin; n may differ. One all-gather of objects."""
+    begin; n may differ. Two all-gathers."""
     if mesh.size() == 1:
         return rows, 0
-    parts = Ranks(mesh.get_group()).every(lambda: rows)
-    return torch.cat(parts), sum(map(len, parts[: mesh.get_local_rank()]))
+    group = mesh.get_group()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(mesh.size())]
+    dist.all_gather(counts, torch.tensor([len(rows)]), group=group)
+    lengths = [int(count) for count in counts]
+    parts = [rows.new_zeros(max(lengths), *rows.shape[1:]) for _ in lengths]
+    padded = torch.cat([rows, rows.new_zeros(max(lengths) - len(rows), *rows.shape[1:])])
+    dist.all_gather(parts, padded, group=group)
+    joined = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    return joined, sum(lengths[: mesh.get_local_rank()])
 
 
 def row_lengths(batch: Batch) -> list[int]:
