@@ -42,7 +42,7 @@ class RewardModel:
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
         """Return the scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages)
-        with their completions. Each dp rank computes every dp-th; an all-reduce and an all-gather beside those of
+        with their completions. Each dp rank computes every dp-th; an all-reduce and two all-gathers beside those of
         forwards. A text beyond the model's positions loses its beginning. Raises UserError as the template does, and
         for a score that is NaN, or too large to compute with."""
         policy = self._policy
