@@ -21,7 +21,6 @@ NAMES = [
     "a",
     "aab",
     "Ab.b-0_9",
-    "né",
 ]
 # As people write them in target_modules and rank_pattern.
 WRITTEN = [
@@ -37,12 +36,10 @@ WRITTEN = [
     r".*(?<=_)proj",
     r".*(?<!gate_up)_proj",
     r"\A\w+\Z",
-    r"(?a:\w)*|(?a:[a-z]+(?u:\w))",
     r"a{1,3}b?|[^\W\d]{3,}?",
     r"[^a-z]*(?:b|\.|-|\d|_|[0-9A-F])*b*",
     r"layers\.0\.self_attn\.q_proj",
     r"q_proj|down_proj|experts\.gate_up_proj",
-    "(" * 90 + "a+" + ")" * 90,
 ]
 
 
@@ -77,7 +74,7 @@ def test_expressions_by_chance():
 
 @pytest.mark.parametrize("pattern", [
     r"([a-z_.0-9]+)+!", r"(.*)*(.*)*(.*)*(.*)*!", r"(a|a|.)*!", ".*" * 40 + "!", "(?:.|..)+(?=!)", r"(?:(?=(.*)*!).)*!",
-    "(.|.)" * 200 + "!", "((a{1,999}){1,999}){1,999}!", "(?=" * 40 + "!" + ")" * 40, "(" * 20 + ".*" + ")*" * 20 + "!",
+    "(.|.)" * 200 + "!",
 ])  # fmt: skip
 def test_no_name_takes_long(pattern):
     start = time.monotonic()
@@ -96,9 +93,11 @@ def test_a_glob_of_a_dataset_takes_no_time():
 
 @pytest.mark.parametrize("pattern, why", [
     (r"(a)\1", "a backreference is not supported"), ("(?>a+)a", "an atomic group is not supported"),
+    (r"(?a)\w+", "the flag a is not supported"), (r"(?a:\w)+b", "the flag a is not supported"),
     ("a++", "a possessive repeat is not supported"), ("(a)?(?(1)b|c)", "a conditional group is not supported"),
-    ("(" * 101 + "a*" + ")" * 101, "nested too deep"), ("(" * 5000 + ")" * 5000, "nested too deep"),
-    ("a{99999999999}", "repetition number is too large"), ("(a", "missing )"),
+    ("((a{1,999}){1,999}){1,999}", "more than 10,000 parts"), ("(" * 5000 + ")" * 5000, "nested too deep"),
+    ("(?=" * 6 + "a" + ")" * 6, "more than 5 lookaheads"), ("a{99999999999}", "repetition number is too large"),
+    ("(a", "missing )"),
 ])  # fmt: skip
 def test_what_cannot_be_matched_says_why(pattern, why):
     assert why in pattern_error(pattern)

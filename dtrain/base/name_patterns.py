@@ -1,25 +1,34 @@
 """Regular expressions for names that others wrote, matched in bounded time. No torch.
 
-Python's `re` tries one way after the other, and `(a+)+!` has it try 2^n of them. Here a part of an expression gives all
-places at which it may end, each once, so that the time grows with a power of the name's length. Python's own parser
-reads the expression and its matcher takes each single item, so that these mean what they mean in `re`; what needs one
-way to be remembered, such as a backreference, is refused.
+Python's `re` tries one way after the other, and `(a+)+!` has it try 2^n of them. Here all ways are followed at once
+(Thompson's construction): at most states × characters steps. Python's own parser reads the expression, so that it means
+what it means in `re`; what needs one way to be remembered, such as a backreference, is refused.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from re import _compiler, _constants, _parser  # type: ignore[attr-defined] # until 3.11 sre_compile and so on
+from re import _constants, _parser  # type: ignore[attr-defined] # public until 3.11, as sre_constants and sre_parse
 from typing import Any
 
-NESTED = 100  # parts of an expression, one within the other
+STATES = 10_000  # of an expression, its counted repeats written out
+LOOKAROUNDS = 5  # one within the other
+_END = 0  # the state at which an expression, or one within it, has matched
 _UNSAFE = frozenset("*+?{|(")  # without one of these an expression has a single way
 _REFUSED = {
     _constants.GROUPREF: "a backreference",
     _constants.GROUPREF_EXISTS: "a conditional group",
     _constants.ATOMIC_GROUP: "an atomic group",
     _constants.POSSESSIVE_REPEAT: "a possessive repeat",
+}
+_CATEGORIES: dict[Any, Callable[[str], bool]] = {
+    _constants.CATEGORY_DIGIT: str.isdecimal,
+    _constants.CATEGORY_SPACE: str.isspace,
+    _constants.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
+    _constants.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
+    _constants.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
+    _constants.CATEGORY_NOT_WORD: lambda c: not (c.isalnum() or c == "_"),
 }
 
 
@@ -39,7 +48,7 @@ def pattern_error(pattern: str) -> str | None:
     wrong = python_error(pattern)
     if wrong is None:
         try:
-            _parsed(pattern)
+            _compiled(pattern)
         except ValueError as error:
             return str(error)
     return wrong
@@ -50,8 +59,8 @@ def fullmatch(pattern: str, text: str) -> bool:
     """Return whether `re.fullmatch` of the two matches. `pattern` has no `pattern_error`; `text` has no line break."""
     if not _UNSAFE & {*pattern}:
         return re.fullmatch(pattern, text) is not None
-    tree, items = _parsed(pattern)
-    return len(text) in _Match(items, text).ends(tree, 0, tree.state.flags)
+    entry, states = _compiled(pattern)
+    return len(text) in _Match(states, text).ends(entry, 0)
 
 
 def endmatch(pattern: str, name: str) -> bool:
@@ -66,99 +75,171 @@ def of_end(pattern: str) -> str:
     return rf"(.*\.)?({pattern})"
 
 
-Items = dict[tuple[Any, int, int], re.Pattern[str]]
-"""Expressions of single items (a character, a class, an anchor), by an item's kind, the id of its value, and flags."""
+class _State:
+    """State of the automaton: a character's `test` leads to `after`; without a test all of `after` are reached at
+    once, `check` permitting."""
+
+    __slots__ = ("after", "check", "test")
+
+    def __init__(self, after: tuple[int, ...], test: Any = None, check: Any = None):
+        self.after, self.test, self.check = after, test, check
 
 
 @lru_cache(maxsize=1024)
-def _parsed(pattern: str) -> tuple[Any, Items]:
-    """Return Python's tree of an expression that it can read, and its single items. Raises ValueError for what is not
-    matched here."""
-    tree, items = _parser.parse(pattern), Items()
-    _compile_items(tree, tree.state.flags, items, 0)
-    return tree, items
+def _compiled(pattern: str) -> tuple[int, list[_State]]:
+    """Return the first state and all states of an expression that Python can read. Raises ValueError."""
+    tree = _parser.parse(pattern)
+    builder = _Builder()
+    _refuse_ascii(tree.state.flags)
+    try:
+        entry = builder.sequence(tree, _END, bool(tree.state.flags & re.IGNORECASE))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    return entry, builder.states
 
 
-def _compile_items(tree: Any, flags: int, items: Items, depth: int) -> None:
-    if depth > NESTED:
-        raise ValueError("it is nested too deep")
-    for op, value in tree:
-        if op in _REFUSED:
-            raise ValueError(f"{_REFUSED[op]} is not supported in expressions for names")
-        values = value[1] if op is _constants.BRANCH else value if isinstance(value, tuple) else ()
-        if parts := [part for part in values if isinstance(part, _parser.SubPattern)]:
-            for part in parts:
-                _compile_items(part, _flags_within(op, value, flags), items, depth + 1)
+class _Builder:
+    """States of an expression, made from its end to its beginning."""
+
+    def __init__(self) -> None:
+        self.states = [_State(())]
+        self.lookarounds = 0
+
+    def sequence(self, tree: Any, after: int, ignore_case: bool) -> int:
+        """Return the state from which `tree` leads to `after`."""
+        for op, value in reversed(list(tree)):
+            after = self._item(op, value, after, ignore_case)
+        return after
+
+    def _add(self, *after: int, test: Any = None, check: Any = None) -> int:
+        if len(self.states) == STATES:
+            raise ValueError(f"it has more than {STATES:,} parts, repeats written out")
+        self.states.append(_State(after, test, check))
+        return len(self.states) - 1
+
+    def _item(self, op: Any, value: Any, after: int, ignore_case: bool) -> int:
+        if op in (_constants.LITERAL, _constants.NOT_LITERAL, _constants.IN):
+            parts = value if op is _constants.IN else [(_constants.LITERAL, value)]
+            is_negated = op is _constants.NOT_LITERAL or parts[0][0] is _constants.NEGATE
+            return self._add(after, test=_character(parts, is_negated, ignore_case))
+        if op is _constants.ANY:
+            return self._add(after, test=lambda c: True)
+        if op is _constants.BRANCH:
+            return self._add(*[self.sequence(branch, after, ignore_case) for branch in value[1]])
+        if op is _constants.SUBPATTERN:
+            _, added, removed, tree = value
+            _refuse_ascii(added)
+            ignored = (ignore_case or bool(added & re.IGNORECASE)) and not removed & re.IGNORECASE
+            return self.sequence(tree, after, ignored)
+        if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+            least, most, tree = value
+            return self._repeat(least, most, tree, after, ignore_case)
+        if op is _constants.AT:
+            return self._add(after, check=_place(value))
+        if op in (_constants.ASSERT, _constants.ASSERT_NOT):
+            direction, tree = value
+            return self._add(after, check=self._lookaround(direction, tree, op is _constants.ASSERT, ignore_case))
+        if op is _constants.FAILURE:
+            return self._add()
+        raise ValueError(f"{_REFUSED.get(op, op)} is not supported in expressions for names")
+
+    def _repeat(self, least: int, most: Any, tree: Any, after: int, ignore_case: bool) -> int:
+        if most is _constants.MAXREPEAT:
+            entry = self._add(after)
+            body = self.sequence(tree, entry, ignore_case)
+            self.states[entry].after = (body, after)
         else:
-            state = _parser.State()
-            state.flags = flags
-            items[op, id(value), flags] = _compiler.compile(_parser.SubPattern(state, [(op, value)]))
+            entry = after
+            for _ in range(most - least):
+                entry = self._add(self.sequence(tree, entry, ignore_case), after)
+        for _ in range(least):
+            before, entry = entry, self.sequence(tree, entry, ignore_case)
+            if entry == before:  # nothing, any number of times
+                break
+        return entry
 
+    def _lookaround(self, direction: int, tree: Any, is_wanted: bool, ignore_case: bool) -> Callable[..., bool]:
+        self.lookarounds += 1
+        if self.lookarounds > LOOKAROUNDS:
+            raise ValueError(f"it has more than {LOOKAROUNDS} lookaheads, one within the other")
+        entry, width = self.sequence(tree, _END, ignore_case), tree.getwidth()[0]
+        self.lookarounds -= 1
 
-def _flags_within(op: Any, value: Any, flags: int) -> int:
-    """Return the flags that hold in a part: a group may have its own."""
-    if op is not _constants.SUBPATTERN:
-        return flags
-    _, added, removed, _ = value
-    replaced = _parser.TYPE_FLAGS if added & _parser.TYPE_FLAGS else 0  # ASCII in place of Unicode, say
-    return (flags & ~replaced | added) & ~removed
+        def check(match: "_Match", at: int) -> bool:
+            if direction > 0:
+                return bool(match.ends(entry, at)) == is_wanted
+            return (at >= width and at in match.ends(entry, at - width)) == is_wanted
+
+        return check
 
 
 class _Match:
-    """Text to match, with a cache of the places at which each part of an expression ends."""
+    """Text to match, with a cache of the ends of each expression from each place."""
 
-    def __init__(self, items: Items, text: str):
-        self.items, self.text = items, text
-        self._ends: dict[tuple[int, int], set[int]] = {}  # by the part and the place at which it begins
+    def __init__(self, states: list[_State], text: str):
+        self.states, self.text = states, text
+        self._ends: dict[tuple[int, int], set[int]] = {}
 
-    def ends(self, tree: Any, start: int, flags: int) -> set[int]:
-        """Return the places at which a match of `tree` that begins at `start` may end."""
-        if (id(tree), start) not in self._ends:
-            places = {start}
-            for op, value in tree:
-                if not places:
+    def ends(self, entry: int, start: int) -> set[int]:
+        """Return the places at which a match that begins at `start` in the state `entry` may end."""
+        if (entry, start) not in self._ends:
+            self._ends[entry, start] = ends = set()
+            active: Iterable[int] = (entry,)
+            for at in range(start, len(self.text) + 1):
+                reached = self._reached(active, at)
+                if _END in reached:
+                    ends.add(at)
+                if at == len(self.text):
                     break
-                places = self._behind(op, value, places, flags)
-            self._ends[id(tree), start] = places
-        return self._ends[id(tree), start]
+                character = self.text[at]
+                states = [self.states[number] for number in reached]
+                active = {state.after[0] for state in states if state.test is not None and state.test(character)}
+                if not active:
+                    break
+        return self._ends[entry, start]
 
-    def _all_ends(self, tree: Any, places: set[int], flags: int) -> set[int]:
-        return set().union(*(self.ends(tree, place, flags) for place in places))
-
-    def _behind(self, op: Any, value: Any, places: set[int], flags: int) -> set[int]:
-        """Return the places behind one item of an expression that begins at any of `places`."""
-        if op is _constants.BRANCH:
-            return set().union(*(self._all_ends(branch, places, flags) for branch in value[1]))
-        if op is _constants.SUBPATTERN:
-            return self._all_ends(value[3], places, _flags_within(op, value, flags))
-        if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-            least, most, tree = value
-            return self._repeated(least, most, tree, places, flags)
-        if op in (_constants.ASSERT, _constants.ASSERT_NOT):
-            is_wanted, (direction, tree) = op is _constants.ASSERT, value
-            return {place for place in places if self._holds(direction, tree, place, flags) == is_wanted}
-        match = self.items[op, id(value), flags].match
-        return {found.end() for place in places if (found := match(self.text, place)) is not None}
-
-    def _repeated(self, least: int, most: int, tree: Any, places: set[int], flags: int) -> set[int]:
-        for _ in range(least):
-            before, places = places, self._all_ends(tree, places, flags)
-            if places == before:  # by any further one too
-                break
-        reached, new = {*places}, places
-        for _ in range(most - least):
-            new = self._all_ends(tree, new, flags) - reached
-            if not new:
-                break
-            reached |= new
+    def _reached(self, active: Iterable[int], at: int) -> set[int]:
+        """Return the states `active`, and those that follow without a character."""
+        reached, left = set(active), list(active)
+        while left:
+            state = self.states[left.pop()]
+            if state.test is None and (state.check is None or state.check(self, at)):
+                new = [number for number in state.after if number not in reached]
+                reached.update(new)
+                left += new
         return reached
 
-    def _holds(self, direction: int, tree: Any, place: int, flags: int) -> bool:
-        """Return whether a look ahead (1) or behind (-1) from `place` finds `tree`."""
-        if direction > 0:
-            return bool(self.ends(tree, place, flags))
-        start = place - tree.getwidth()[0]
-        return start >= 0 and place in self.ends(tree, start, flags)
+    def is_word(self, at: int) -> bool:
+        return 0 <= at < len(self.text) and _CATEGORIES[_constants.CATEGORY_WORD](self.text[at])
+
+
+def _refuse_ascii(flags: int) -> None:
+    if flags & re.ASCII:
+        raise ValueError("the flag a is not supported in expressions for names")
+
+
+def _character(parts: list[tuple[Any, Any]], is_negated: bool, ignore_case: bool) -> Callable[[str], bool]:
+    """Return the test of a literal or of a class."""
+    literals = {chr(value) for op, value in parts if op is _constants.LITERAL}
+    ranges = [value for op, value in parts if op is _constants.RANGE]
+    categories = [_CATEGORIES[value] for op, value in parts if op is _constants.CATEGORY]
+
+    def holds(c: str) -> bool:
+        return c in literals or any(a <= ord(c) <= b for a, b in ranges) or any(is_in(c) for is_in in categories)
+
+    if ignore_case:
+        return lambda c: (holds(c.lower()[:1]) or holds(c.upper()[:1])) != is_negated
+    return lambda c: holds(c) != is_negated
+
+
+def _place(code: Any) -> Callable[[_Match, int], bool]:
+    """Return the check of ^, $, \\A, \\Z, \\b or \\B."""
+    if code in (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING):
+        return lambda match, at: at == 0
+    if code in (_constants.AT_END, _constants.AT_END_STRING):
+        return lambda match, at: at == len(match.text)
+    is_boundary = code is _constants.AT_BOUNDARY
+    return lambda match, at: (match.is_word(at - 1) != match.is_word(at)) == is_boundary
 
 
 def matched(names: Iterable[str], patterns: Iterable[str]) -> bool:
