@@ -148,7 +148,7 @@ def _unfit_devices(
     if planned is not None:
         least = min(devices, key=lambda device: device.memory)
         peak = planned.too_much(least)
-        if peak is not None:  # of what is less than the memory the usable share is only an estimate
+        if peak is not None:  # below the device's memory, how much is usable is an estimate
             (reasons if peak.size > least.memory else remarks).append(peak.too_much)
     for line in [] if reasons else remarks:
         print(f"note: {line}", file=sys.stderr)

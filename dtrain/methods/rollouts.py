@@ -44,10 +44,15 @@ class Position:
 
 
 _DTYPES = {
-    **{"lengths": torch.int64, "tokens": torch.int64, "trained": torch.bool},
-    **{"advantages": torch.float64, "counted": torch.bool, "routed": torch.int16, "data_rows": torch.int64},
+    "lengths": torch.int64,
+    "tokens": torch.int64,
+    "trained": torch.bool,
+    "advantages": torch.float64,
+    "counted": torch.bool,
+    "routed": torch.int16,
+    "data_rows": torch.int64,
 }
-"""Of a `Buffer`'s own tensors; its streams are float64."""
+"""Dtypes of a `Buffer`'s own tensors; its streams are float64."""
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Buffer:
         """Return the buffer of N samples. counted, trains [N] bool: whether a sample takes part, and whether its tokens
         are trained there. advantages [N]."""
         tokens, trained, logprobs = [], [], []
+        data_rows = [sample.data_row for sample in samples]
         for sample, is_trained in zip(samples, trains.tolist(), strict=True):
             tokens += [*sample.prompt, *sample.ids]
             trained += [False] * len(sample.prompt) + [is_trained and drawn for drawn in sample.sampled]
@@ -86,9 +92,7 @@ class Buffer:
             counted,
             {"sampling_logprobs": torch.tensor(logprobs, dtype=torch.float64)},
             _routed(samples, len(tokens)),
-            torch.tensor(data_rows)
-            if max(data_rows := [sample.data_row for sample in samples], default=-1) >= 0
-            else None,
+            torch.tensor(data_rows) if max(data_rows, default=-1) >= 0 else None,
         )
 
     @classmethod

@@ -28,7 +28,7 @@ def adaptable(config: ModelConfig) -> dict[str, Shape]:
     """[out, in] of every linear layer of the decoder, then of its `parameters`, then of every linear layer of the
     vision tower that `config` has."""
     shapes = {**_shapes(config, Linear), **parameters(config)}
-    return {name: shapes[name] for name in sorted(shapes, key=is_of_vision)}  # in their order else
+    return {name: shapes[name] for name in sorted(shapes, key=is_of_vision)}  # each part in the model's order
 
 
 def linears(config: ModelConfig) -> dict[str, Shape]:
@@ -45,8 +45,7 @@ def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, Shap
 
 
 def modules(config: ModelConfig) -> list[str]:
-    """The names of all modules with parameters of their own, but for exact ones (`tensor.exact_modules`): what
-    `modules_to_save` may name."""
+    """Names that `modules_to_save` may have: of modules with parameters of their own, but for `exact_modules`."""
     model = on_meta(config)
     exact = exact_modules(model)
     names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
@@ -54,11 +53,12 @@ def modules(config: ModelConfig) -> list[str]:
 
 
 def _shapes(config: ModelConfig, *kinds: type[nn.Module]) -> dict[str, Shape]:
-    """Shapes of the weights in layers of these kinds; of those that files join the rows of all."""
+    """Shapes of the weights in layers of these kinds. Layers that files join are one, with the rows of all."""
     shapes: dict[str, Shape] = {}
     for name, module in on_meta(config).named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, kinds) and weight is not None:
             whole, (*experts, rows, columns) = config.whole(name), weight.shape
-            shapes[whole] = (*experts, rows + (shapes[whole][-2] if whole in shapes else 0), columns)
+            rows_before = shapes[whole][-2] if whole in shapes else 0
+            shapes[whole] = (*experts, rows_before + rows, columns)
     return shapes

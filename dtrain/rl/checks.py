@@ -200,8 +200,8 @@ def _of_adapter(kind: str, lora: Lora | None, model: Model) -> list[str]:
 
 
 def reward_problems(listed: Sequence[Reward]) -> list[str]:
-    """Return what is wrong with `grpo.rewards`, a line each; each is a `recipe.rollouts.Reward`. Import paths are not
-    looked up here: `dtrain.rl.rewards.find` does."""
+    """Return what is wrong with `grpo.rewards`, one line each. Import paths are not looked up here:
+    `dtrain.rl.rewards.find` does."""
     errors = []
     for index, reward in enumerate(listed):
         key, name = f"grpo.rewards[{index}]", reward.fn

@@ -132,7 +132,7 @@ def sized(
     recipe: Config, rank: int, attempt: int, store: "dist.Store | None", decide: Callable[[], Sizing]
 ) -> tuple[Config, tuple[str, ...]]:
     """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks
-    of several meet. Raises UserError on every rank where `decide` does."""
+    meet; None for a single rank. Raises UserError on every rank where `decide` does."""
     key, answer = f"sizes of attempt {attempt}", "null"
     if rank == 0:
         try:

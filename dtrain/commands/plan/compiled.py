@@ -25,7 +25,7 @@ from dtrain.parallel.selective import KEPT_COMPILED
 
 
 class CompiledRegions:
-    """Counts the bytes of regions. Calls have numbers, that of a forward n, of its backward −n; None is outside.
+    """Counter of the bytes of regions. Calls have numbers, that of a forward n, of its backward −n; None is outside.
     sources: of the region that is under way, where it keeps what the compiler keeps."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Sources:
         return again, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def end(self) -> None:
-        """Let go of what the backward needs not."""
+        """Let go of what the backward does not need."""
         self._kept, self._again = {}, {}
 
     def _origins(self, number: int) -> list[Tensor]:

@@ -132,8 +132,8 @@ _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, 
 
 class PlannedDevice(TorchFunctionMode):
     """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of
-    a loop (`base.rounds`), and returns those that are followed; None: all are. fuse: calls a function that is a kernel
-    on a GPU with its arguments."""
+    a loop (`base.fused.rounds`), and returns those that are followed; None: all are. fuse: calls a function that is a
+    kernel on a GPU with its arguments."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Kinds of data files by their suffix; formats of rows: detection, checks, and one shape per kind of training.
 
 The three shapes: `Conversation` (messages, ShareGPT, Alpaca, prompt and completion as messages), `Text` (a text, or
-prompt and completion as strings), and `TokenizedRow` (used as they are). What a pair of a chosen and a
-rejected completion says is in pairs.py, what a prompt says in prompts.py. Torch is not imported.
+prompt and completion as strings), and `TokenizedRow` (used as they are). What a pair of a chosen and a rejected
+completion says is in pairs.py, what a prompt says in prompts.py. Torch is not imported.
 Problems are UserErrors that name the key and the fix; the caller, who knows them, puts file and line in front.
 """
 
@@ -237,7 +237,7 @@ def _chat(row: Mapping[str, Any], key: str) -> Conversation:
 
 
 def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
-    """Return `messages` with the text `system`, where a row has one, in front, unless a system message is there."""
+    """Return `messages`, behind the row's text `system` where it has one and they begin with no system message."""
     if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": read_string(system, "system")}, *messages]
@@ -388,10 +388,10 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Text:
         return Text(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion must both be strings or both be lists of messages")
-    asked, asked_marks = read_messages(prompt, "prompt")
-    before = with_system(asked, row.get("system"))
+    question, question_marks = read_messages(prompt, "prompt")
+    before = with_system(question, row.get("system"))
     after, after_marks = read_messages(completion, "completion")
-    train = [None] * (len(before) - len(asked)) + asked_marks + after_marks
+    train = [None] * (len(before) - len(question)) + question_marks + after_marks
     return Conversation(with_images(row, before + after), train, read_tools(row), prompt=len(before))
 
 

@@ -6,8 +6,8 @@
     "<image>"                                   in a text: the same, in rows with that column and without such parts
     neither                                     the images of the column stand before the first user's message
 
-IMAGE is what `dtrain.data.images.read_image` reads. In the one shape every image is a part with `image`, and stands
-where it is in the text. Torch is not imported.
+IMAGE is what `images.files.read_image` reads. In the one shape every image is a part with `image`, and stands where
+it is in the text. Torch is not imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,7 @@ def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages` with bare parts `{"type": "image"}`, as chat templates read them."""
+    """Return `messages` whose image parts are bare, `{"type": "image"}`, as chat templates read them."""
     return [_with_parts(message, lambda part: {"type": "image"}) for message in messages]
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUDGETS = (70, 140, 280, 560, 1120)  # image tokens that Gemma 4 was trained with
-_HALF = (0.5, 0.5, 0.5)
+_HALF = (0.5, 0.5, 0.5)  # mean and standard deviation of Gemma 3
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # of Qwen2-VL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Qwen2VLProcessor(ImageProcessor):
 
 
 def _read_qwen2_vl(files: ProcessorFiles, max_pixels: int | None) -> Qwen2VLProcessor:
-    """Return the processor of a directory. Raises UserError for a bound below the processor's least."""
+    """Return Qwen2-VL's processor of a directory. Raises UserError for a bound below the processor's least."""
     patch = files.integer_of_tower("patch_size", 14)
     merge = files.integer_of_tower("merge_size", 2, "spatial_merge_size")
     frames = files.integer_of_tower("temporal_patch_size", 2)
@@ -93,7 +93,7 @@ def _read_qwen2_vl(files: ProcessorFiles, max_pixels: int | None) -> Qwen2VLProc
 
 
 def _bounds(fields: Fields) -> tuple[int, int]:
-    """Return the least and most pixels: `size` has them as its edges, and min_pixels and max_pixels come before it."""
+    """Return Qwen2-VL's least and most pixels: the edges of `size`, which min_pixels and max_pixels come before."""
     size = fields.get("size")
     if size is None:
         size = {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS}
@@ -138,7 +138,7 @@ class Gemma3Processor(ImageProcessor):
 
 
 def _read_gemma3(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Processor:
-    """Return the processor of a directory. Raises UserError for a bound below its one size."""
+    """Return Gemma 3's processor of a directory. Raises UserError for a bound below its one size."""
     fields = files.fields
     size = _side(fields)
     fields.must_be_off("do_pan_and_scan", "crops of an image are not implemented; set it to false")
@@ -204,8 +204,8 @@ class Gemma4Processor(ImageProcessor):
 
 
 def _read_gemma4(files: ProcessorFiles, max_pixels: int | None) -> Gemma4Processor:
-    """Return the processor of a directory. A bound of pixels takes the largest budget within it. Raises UserError for a
-    bound below the least budget."""
+    """Return Gemma 4's processor of a directory. A bound of pixels takes the largest budget within it. Raises UserError
+    for a bound below the least budget."""
     fields = files.fields
     patch, kernel = files.integer_of_tower("patch_size", 16), files.integer_of_tower("pooling_kernel_size", 3)
     budget = fields.integer("max_soft_tokens", 280)

@@ -68,8 +68,7 @@ def rotary_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) ->
 
     is_image: [S] bool; sizes: frames, rows and columns of the tokens of each image, in order. A text's tokens count on
     alike on all axes; those of an image stand at its own places, from where the text before it ends, and the text
-    behind it goes on after its longer side. Raises ValueError where sizes and image tokens
-    disagree.
+    behind it goes on after its longer side. Raises ValueError where sizes and image tokens disagree.
     """
     _check_count(is_image, sum(frames * rows * columns for frames, rows, columns in sizes))
     positions = torch.empty(len(is_image), 3, dtype=torch.int64)

@@ -75,7 +75,7 @@ def images_of(arrays: Sequence[Tensor], first: int, count: int, origin: tuple[st
     """Return the images of `count` documents of a cache from `first` on, in the order of their tokens. arrays: its
     images.bin, image_offsets.bin and image_bytes.bin, memory-mapped, [n] each. origin: file and line of their row."""
     records, offsets, contents = arrays
-    where = ":".join(map(str, origin))
+    where = f"{origin[0]}:{origin[1]}"
     bounds = offsets[first : first + count + 1].tolist()
     written = [json.loads(records[start:end].numpy().tobytes()) for start, end in pairwise(bounds)]
     return [[_record(contents, where, *entry) for entry in entries] for entries in written]

@@ -118,7 +118,7 @@ def jsd_sum_from_hidden_states(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> KlSums:
-    """`kl_sum_from_hidden_states` with jsd_beta=beta: the generalised Jensen-Shannon divergence."""
+    """`kl_sum_from_hidden_states` with jsd_beta=beta: the generalized Jensen-Shannon divergence."""
     return kl_sum_from_hidden_states(
         student, teacher, index, jsd_beta=beta, temperature=temperature, shard=shard, rows_per_tile=rows_per_tile
     )

@@ -159,8 +159,8 @@ def _topk_kl_sums(
 def _stats_of_tile(
     products: Tensor, memory: Sequence[Tensor | None], columns: Tensor, is_mine: Tensor, scaling: Scaling
 ) -> tuple[Tensor, Tensor]:
-    """Make logits of products [t, V/tp], and return their statistics, m and l, with a second tile of memory E too,
-    [t, 2 or 3]; and the logits at `columns` [t, K], 0 where they are not mine."""
+    """Make logits of products [t, V/tp]. Return their statistics [t, 2 or 3], m and l, and E = Σ p·log p where `memory`
+    has a second tile; and the logits at `columns` [t, K], 0 where they are not mine."""
     logits = scaling.logits_(products)
     logp, *more = [torch.empty_like(logits) if tile is None else own(tile) for tile in memory]
     at_ids = pick(logits, columns, is_mine, logits.dtype)

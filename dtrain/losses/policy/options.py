@@ -138,7 +138,7 @@ def problems(
 
 
 def _problems_together(loss: str, options: Mapping[str, Any], kwargs: str) -> list[str]:
-    """Return what is wrong with options [all] that are good one by one."""
+    """Return what is wrong with all options together, which are good one by one; one line each."""
     errors = []
     if options.get("delta") is not None and options.get("dual_clip") is not None:
         errors.append(f"{kwargs or 'options'}: delta and dual_clip bound the same ratio; give one of them")

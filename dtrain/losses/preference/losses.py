@@ -80,7 +80,7 @@ def combined_preference_loss(
         if name not in LOSSES:
             raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
     losses = [LOSSES[name] for name in names]
-    # Of a tensor it is asked who reads it, not its value, for which a GPU would have to stop: 0.25 is in every range.
+    # Reading a tensor's value would make a GPU wait: 0.25, which is in every range, is checked in its place.
     seen = {key: 0.25 if isinstance(value, Tensor) else value for key, value in {"beta": beta, **options}.items()}
     if errors := problems(names, seen, has_reference=ref_chosen_logps is not None):
         raise ValueError(errors[0])

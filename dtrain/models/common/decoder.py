@@ -191,8 +191,8 @@ class GatedMLP(Block):
 
 class Layer(nn.Module):
     """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
-    regions: the two compiled or in tiles, where they are; decoding, whose shapes change with
-    every token, goes without. keys_first: in place of `before`, where keys of other ranks come meanwhile."""
+    regions: the two compiled or in tiles, where they are (`policy.compiling`, `tiles`); decoding, whose shapes change
+    with every token, goes without. keys_first: in place of `before`, where keys of other ranks come meanwhile."""
 
     self_attn: Attention
     input_layernorm: RMSNorm

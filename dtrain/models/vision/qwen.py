@@ -106,13 +106,13 @@ class QwenBlock(nn.Module):
 
 class QwenVision(VisionTower):
     """Base of the towers. Patches come square by square, in the order of `patch_positions`; their values by channel,
-    frame, row and column. model: with the layers."""
+    frame, row and column. model: the module with the layers."""
 
     initial = {"*norm*.weight": "ones", "*ln_q.weight": "ones", "*.bias": "zeros", "*": "normal"}
     projector = ("visual.merger.*", "visual.deepstack_merger_list.*")
     model: "type[Qwen2_5VLVisionModel | Qwen3VLVisionModel]"
 
-    def __init__(self, config: Any):  # the model's own
+    def __init__(self, config: Any):  # that of `model`
         super().__init__()
         self.config = config
         self.visual = self.model(config)
@@ -128,7 +128,7 @@ class QwenVision(VisionTower):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLVisionConfig(VisionConfig):
-    """Sizes of the tower. window: tokens at each side of a window. full_layers: those that see the whole image."""
+    """Sizes of the tower. window: tokens at each side of a window. full_layers: layers that see the whole image."""
 
     window: int
     full_layers: tuple[int, ...]
@@ -139,7 +139,7 @@ class Qwen2_5VLVisionConfig(VisionConfig):
 
 
 class Qwen2_5VLMerger(nn.Module):
-    """From the patches of a square to a token."""
+    """Map from the patches of a square to a token."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -240,7 +240,7 @@ class Qwen3VLMLP(nn.Module):
 
 
 class Qwen3VLMerger(nn.Module):
-    """From the patches of a square to a token. joined: whether the norm sees them as one vector."""
+    """Map from the patches of a square to a token. joined: whether the norm sees them as one vector."""
 
     def __init__(self, config: VisionConfig, joined: bool):
         super().__init__()
@@ -344,7 +344,7 @@ class Qwen3_5Vision(Qwen3VLVision):
 
 
 def read_indexes(fields: ModelFields, key: str, default: list[int]) -> tuple[int, ...]:
-    """Return the numbers of layers that a list has."""
+    """Return the numbers of layers in the list `key`; () for a list with a problem."""
     written = default if fields.get(key) is None else fields.get(key)
     is_list = isinstance(written, list) and all(type(index) is int and index >= 0 for index in written)
     if not is_list or sorted({*written}) != written:
@@ -354,7 +354,7 @@ def read_indexes(fields: ModelFields, key: str, default: list[int]) -> tuple[int
 
 
 def read_qwen(fields: ModelFields, defaults: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return what the towers of Qwen read alike; defaults: what they do not share. hidden_size: E."""
+    """Return the fields that Qwen's towers read alike; defaults: those in which they differ. hidden_size: E."""
     fields = fields.over(defaults)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_heads", 16)
     head_dim, out = split_heads(fields, hidden, heads), fields.integer("out_hidden_size", 3584)
