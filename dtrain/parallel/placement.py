@@ -197,7 +197,7 @@ def _copies(tensor: Tensor, ranks: int) -> float:
 def _norm(
     grads: list[Tensor], norm_type: float, dtype: torch.dtype, groups: Sequence[dist.ProcessGroup | None]
 ) -> Tensor:
-    """The p-norm over the ranks of all `groups` (None: the world), which are asked where a gradient is a DTensor: a
+    """The p-norm over the ranks of all `groups` (None: the world), of this rank alone where no gradient is a DTensor: a
     float64 scalar. Elements are raised in `dtype`."""
     groups = groups if any(isinstance(grad, DTensor) for grad in grads) else []
     total = _local_power_sum(grads, norm_type, dtype, math.prod(map(dist.get_world_size, groups)))

@@ -93,7 +93,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 class _Chain(Pieces):
-    """Pieces that are all here."""
+    """Pieces that are all here, those of a row side by side: [B · P, ..]."""
 
     def __init__(self, count: int):
         self.count, self.mine = count, range(count)
