@@ -147,7 +147,7 @@ def _unfit_devices(
     remarks = notes(devices)
     if planned is not None:
         least = min(devices, key=lambda device: device.memory)
-        peak = planned.too_much(least)
+        peak = planned.peak_if_too_large(least)
         if peak is not None:  # below the device's memory, how much is usable is an estimate
             (reasons if peak.size > least.memory else remarks).append(peak.too_much)
     for line in [] if reasons else remarks:

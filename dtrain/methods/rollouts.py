@@ -224,7 +224,7 @@ class Rollouts(BatchSource):
     def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
         whole, rest = divmod(left * self.group_size, self.size)
-        begun = self.steps(*saved["shapes"]["lengths"]) - saved["done"] if "shapes" in saved else 0
+        begun = self.steps(saved["shapes"]["lengths"][0]) - saved["done"] if "shapes" in saved else 0
         return begun + whole * self.steps(self.size) + self.steps(rest)
 
     def steps(self, sequences: int) -> int:

@@ -69,7 +69,7 @@ def _left_out(model: CausalLM, names: dict[nn.Parameter, list[str]], section: Tr
     problems = unmatched(section.parameter_patterns, all_names)
     for tower in model.model.vision:
         of_tower |= frozen_names(section, tower)
-        problems += frozen_patterns(section, tower, all_names)
+        problems += frozen_pattern_problems(section, tower, all_names)
     if problems:
         raise UserError(problems[0])
     only, frozen = section.train_only, section.freeze
@@ -90,7 +90,7 @@ def frozen_names(section: Train, tower: "VisionTower") -> set[str]:
     return {f"model.{name}" for name, _ in tower.named_parameters() if not matched([name], trained)}
 
 
-def frozen_patterns(section: Train, tower: "VisionTower", names: Collection[str]) -> list[str]:
+def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collection[str]) -> list[str]:
     """Return a line for each pattern of `train.train_only` that names only what `train.vision` freezes. names: of all
     parameters of the model."""
     frozen = frozen_names(section, tower)

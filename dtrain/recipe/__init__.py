@@ -15,10 +15,29 @@ other_tools                     a file of another tool as a recipe, with that to
 `dtrain.run.stages`, which know the methods, check keys against one another.
 """
 
-# ruff: noqa: F401
 from dtrain.recipe.load import load, read, translate
 from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.sections import keys
 from dtrain.recipe.shipped import find, recipes_dir, shipped
 from dtrain.recipe.world import Sizes, sizes
+
+__all__ = [
+    "Recipe",
+    "Sizes",
+    "diff",
+    "find",
+    "keys",
+    "load",
+    "origins",
+    "read",
+    "recipes_dir",
+    "redact",
+    "redacted_errors",
+    "redacted_values",
+    "shipped",
+    "sizes",
+    "to_yaml",
+    "translate",
+    "with_origins_of",
+]

@@ -53,7 +53,7 @@ def size_problems(section: RolloutSection, updates: int, batch: int | None) -> l
 
 def answer_problems(section: RolloutSection) -> list[str]:
     """Return what is wrong with the rewards, environments and tools of a section, one line each."""
-    return _rewards(section) + _verifiers(section) + _tools(section)
+    return _judging_problems(section) + _verifier_problems(section) + _tool_problems(section)
 
 
 def graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
@@ -99,7 +99,7 @@ def engine_problems(
             "which needs grpo.engine=http: with grpo.engine=native set it to 0"
         )
     if is_http and server.weights == "adapter":
-        errors += _of_adapter(server.kind, lora, model)
+        errors += _adapter_problems(server.kind, lora, model)
     if is_http and server.weights == "broadcast" and server.kind == "vllm" and device == "cpu":
         errors.append(
             "grpo.server.weights=broadcast to vLLM is by NCCL, from a GPU, and the run has launch.device=cpu: set "
@@ -121,7 +121,7 @@ def image_problems(section: RolloutSection) -> list[str]:
     ]
 
 
-def _rewards(section: RolloutSection) -> list[str]:
+def _judging_problems(section: RolloutSection) -> list[str]:
     errors = reward_problems(section.rewards)
     path = section.environment
     rates, weight = section.reward_model.path, section.reward_model.weight
@@ -139,7 +139,7 @@ def _rewards(section: RolloutSection) -> list[str]:
     return errors
 
 
-def _verifiers(section: RolloutSection) -> list[str]:
+def _verifier_problems(section: RolloutSection) -> list[str]:
     errors = []
     if section.verifiers.name is None:
         return ["grpo.verifiers.args are of no environment: set grpo.verifiers.name"] if section.verifiers.args else []
@@ -156,7 +156,7 @@ def _verifiers(section: RolloutSection) -> list[str]:
     return errors
 
 
-def _tools(section: RolloutSection) -> list[str]:
+def _tool_problems(section: RolloutSection) -> list[str]:
     errors = []
     for index, tool in enumerate(section.tools):
         key = f"grpo.tools[{index}]"
@@ -184,7 +184,7 @@ def _tools(section: RolloutSection) -> list[str]:
     return errors
 
 
-def _of_adapter(kind: str, lora: Lora | None, model: Model) -> list[str]:
+def _adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
     """Return what keeps servers of a kind from taking the adapter alone, one line each."""
     if lora is None:
         return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
@@ -210,7 +210,7 @@ def reward_problems(listed: Sequence[Reward]) -> list[str]:
         if not name:
             errors.append(f"{key}.fn is missing: name a reward ({', '.join(rewards.REWARDS)}), or give an import path")
         elif name in rewards.REWARDS:
-            errors += _of_options(key, name, reward.options if name == "judge" else reward.kwargs)
+            errors += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_path(name):
             meant = key_aliases.hint("grpo.rewards.fn", name, rewards.REWARDS)
             paths = "" if "did you mean" in meant else ", and import paths"
@@ -220,7 +220,7 @@ def reward_problems(listed: Sequence[Reward]) -> list[str]:
     return errors
 
 
-def _of_options(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
+def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
     known = rewards.REWARDS[name]
     at = {
         option: f"{key}.{option}" if name == "judge" and option in rewards.OF_JUDGE else f"{key}.kwargs.{option}"

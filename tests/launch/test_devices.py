@@ -193,14 +193,16 @@ def test_a_driver_that_is_too_old(monkeypatch):
 def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.micro_batch=4", "train.global_batch=8", "train.dtype=float32")
     with PlannedPeak(recipe, 1, "cuda") as roomy:
-        assert roomy.too_much(replace(H100, memory=2**40)) is None
+        assert roomy.peak_if_too_large(replace(H100, memory=2**40)) is None
         peak = roomy._peak.size
         assert roomy.peak().words.startswith("planned peak")
     with PlannedPeak(recipe, 1, "cuda") as tight:
-        found = tight.too_much(replace(H100, memory=int(peak * 1.02)))  # it fits, but for what CUDA itself takes
+        found = tight.peak_if_too_large(
+            replace(H100, memory=int(peak * 1.02))
+        )  # it fits, but for what CUDA itself takes
     assert found.size == peak
     with PlannedPeak(recipe, 1, "cuda") as small:
-        found = small.too_much(replace(H100, memory=int(peak * 0.8 / USABLE)))
+        found = small.peak_if_too_large(replace(H100, memory=int(peak * 0.8 / USABLE)))
     assert found.size == peak
     assert "this does not fit: the peak is" in found.too_much
     assert "the smallest change that fits is train.micro_batch=2" in found.too_much
@@ -209,7 +211,9 @@ def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
 
 @pytest.mark.parametrize("share", [0.95, 1.05])
 def test_a_run_ends_where_the_peak_is_more_than_the_memory_and_not_only_than_its_usable_share(tmp_path, capfd, share):
-    planned = SimpleNamespace(too_much=lambda device: Peak("", int(share * device.memory), "it takes too much"))
+    planned = SimpleNamespace(
+        peak_if_too_large=lambda device: Peak("", int(share * device.memory), "it takes too much")
+    )
     seen = []
     reasons = _unfit_devices(tiny_recipe(tmp_path, "train.dtype=float32"), planned, seen, [H100])
     assert seen == [H100] and ("it takes too much" in reasons) == (share > 1)

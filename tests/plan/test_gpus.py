@@ -69,7 +69,7 @@ def test_a_gpu_without_flash_attention_is_chosen_for_without_it(tmp_path):
         fixed = load_recipe(recipe, as_overrides(peak.choice.values))
         assert peak.size == make_plan(fixed, 1, hardware_of(device)[0]).step.peak
         with PlannedPeak(fixed, 1, "cuda") as planned:
-            assert planned.too_much(device) is None and planned.peak().size == peak.size
+            assert planned.peak_if_too_large(device) is None and planned.peak().size == peak.size
         peaks[device.name] = peak.size
     assert peaks[V100.name] != peaks[A6000.name]
 

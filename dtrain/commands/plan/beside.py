@@ -76,7 +76,7 @@ class PlannedPeak(Child[Peak]):
         """Give values for what the recipe leaves to `auto` that were chosen without the plan, in place of `choose`."""
         self._facts.put(dict(values))
 
-    def too_much(self, device: DeviceFacts) -> Peak | None:
+    def peak_if_too_large(self, device: DeviceFacts) -> Peak | None:
         """Return the peak where devices like `device` do not hold it; None if they do, or if there is no plan within
         PLAN_SECONDS. Can be called once."""
         self._facts.put(device)

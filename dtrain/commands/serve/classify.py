@@ -12,7 +12,7 @@ import torch
 
 from dtrain.base.json_files import read_json
 from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table
-from dtrain.commands.serve.protocol import MESSAGE, answered, texts_or_ids
+from dtrain.commands.serve.protocol import MESSAGE, api_errors, texts_or_ids
 from dtrain.commands.serve.routes import Gate
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.pairs import PairEncoder
@@ -100,7 +100,7 @@ class ClassifyService(Gate):
         """Return the ids of each text. Raises ApiError."""
         if (fields["input"] is None) == (fields["messages"] is None):
             raise ApiError(400, "give input (a text, token ids, or a list of either) or messages, one of them", "input")
-        with answered("input" if fields["messages"] is None else "messages"):
+        with api_errors("input" if fields["messages"] is None else "messages"):
             if fields["messages"] is not None:
                 if self.encoder.template is None:
                     raise ApiError(400, f"{self.name} has no chat template; give a text as input", "messages")

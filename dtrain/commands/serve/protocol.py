@@ -196,7 +196,7 @@ def _image_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def answered(field: str, images: Sequence[str] = ()) -> Iterator[None]:
+def api_errors(field: str, images: Sequence[str] = ()) -> Iterator[None]:
     """Turn a UserError into an ApiError of `field`, or of the image that it is of. images: where they stand."""
     try:
         yield
@@ -258,7 +258,7 @@ class Parser:
         if not is_ids(fields["prompt"][0]) or len(fields["prompt"]) > 1 or fields["echo"]:
             raise ApiError(400, "images are of one prompt of token ids, which has their tokens, without echo", "images")
         names = [f"images[{number}]" for number in range(len(fields["images"]))]
-        with answered("images", names):
+        with api_errors("images", names):
             chats = self.chats.within(fields["mm_processor_kwargs"].get("max_pixels"))
             prompt = ChatPrompt(fields["prompt"][0], chats.lay_out_all(fields["images"]))
             self._check_room(prompt, names)
@@ -293,7 +293,7 @@ class Parser:
             name = f"chat_template_kwargs.{unknown[0][:64]}"
             raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
         parts = _image_parts(fields["messages"])
-        with answered("messages", parts):
+        with api_errors("messages", parts):
             messages, _ = read_messages(fields["messages"], "messages")
             self._check_size(sum(map(_characters, messages)), "messages")
             prompt = self.chats.encode(Prompt(messages, tools=read_tools(fields), variables=variables))
@@ -348,7 +348,7 @@ class Parser:
 
     def _prompt(self, prompt: str | list[int], specials: bool) -> tuple[int, ...]:
         self._check_size(len(prompt) if isinstance(prompt, str) else 0, "prompt")
-        with answered("prompt"):
+        with api_errors("prompt"):
             ids = self.tokenizer.encode(prompt, specials) if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, "prompt has no token: a completion needs one at least to follow", "prompt")

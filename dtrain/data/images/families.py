@@ -73,7 +73,7 @@ def _read_qwen2_vl(files: ProcessorFiles, max_pixels: int | None) -> Qwen2VLProc
     patch = files.integer_of_tower("patch_size", 14)
     merge = files.integer_of_tower("merge_size", 2, "spatial_merge_size")
     frames = files.integer_of_tower("temporal_patch_size", 2)
-    least, most = _bounds(files.fields)
+    least, most = _pixel_bounds(files.fields)
     values = files.values("bicubic", _CLIP_MEAN, _CLIP_STD)
     image = files.token("image_token", "<|image_pad|>")
     tokens = ImageTokens(image, "", image, "", files.image_token_id())
@@ -92,7 +92,7 @@ def _read_qwen2_vl(files: ProcessorFiles, max_pixels: int | None) -> Qwen2VLProc
     )
 
 
-def _bounds(fields: Fields) -> tuple[int, int]:
+def _pixel_bounds(fields: Fields) -> tuple[int, int]:
     """Return Qwen2-VL's least and most pixels: the edges of `size`, which min_pixels and max_pixels come before."""
     size = fields.get("size")
     if size is None:
@@ -140,7 +140,7 @@ class Gemma3Processor(ImageProcessor):
 def _read_gemma3(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Processor:
     """Return Gemma 3's processor of a directory. Raises UserError for a bound below its one size."""
     fields = files.fields
-    size = _side(fields)
+    size = _gemma3_side(fields)
     fields.must_be_off("do_pan_and_scan", "crops of an image are not implemented; set it to false")
     patch = files.vision.integer("patch_size", 16)
     # The length stands in processor_config.json; the preprocessor_config.json of older files repeats it.
@@ -158,7 +158,7 @@ def _read_gemma3(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Process
     return Gemma3Processor(size=size, patch_size=patch, count=count, tokens=tokens, **values)
 
 
-def _side(fields: Fields) -> int:
+def _gemma3_side(fields: Fields) -> int:
     size = fields.get("size")
     if size is None:
         return 224

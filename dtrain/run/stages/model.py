@@ -17,7 +17,7 @@ from dtrain.models.common.nf4 import block_problems, held_by_nf4, holds_codes
 from dtrain.models.shapes import on_meta
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision
-from dtrain.policy.trained import choose_trained, frozen_patterns
+from dtrain.policy.trained import choose_trained, frozen_pattern_problems
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.preflight import model_ids
@@ -64,7 +64,7 @@ def check_models(spec: RunSpec) -> list[str]:
     built = on_meta(model)
     names = [name for name, _ in built.named_parameters(remove_duplicate=False)]
     for tower in built.model.vision:
-        problems += frozen_patterns(recipe.train, tower, names)
+        problems += frozen_pattern_problems(recipe.train, tower, names)
     if model.vision is None and recipe.train.vision != "frozen":
         problems.append(
             f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains: set "
