@@ -197,9 +197,8 @@ def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
         peak = roomy._peak.size
         assert roomy.peak().words.startswith("planned peak")
     with PlannedPeak(recipe, 1, "cuda") as tight:
-        found = tight.peak_if_too_large(
-            replace(H100, memory=int(peak * 1.02))
-        )  # it fits, but for what CUDA itself takes
+        # It fits, but for what CUDA itself takes.
+        found = tight.peak_if_too_large(replace(H100, memory=int(peak * 1.02)))
     assert found.size == peak
     with PlannedPeak(recipe, 1, "cuda") as small:
         found = small.peak_if_too_large(replace(H100, memory=int(peak * 0.8 / USABLE)))
