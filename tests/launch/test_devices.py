@@ -198,14 +198,14 @@ def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
         assert roomy.peak().words.startswith("planned peak")
     with PlannedPeak(recipe, 1, "cuda") as tight:
         # It fits, but for what CUDA itself takes.
-        found = tight.peak_if_too_large(replace(H100, memory=int(peak * 1.02)))
-    assert found.size == peak
+        too_large = tight.peak_if_too_large(replace(H100, memory=int(peak * 1.02)))
+    assert too_large.size == peak
     with PlannedPeak(recipe, 1, "cuda") as small:
-        found = small.peak_if_too_large(replace(H100, memory=int(peak * 0.8 / USABLE)))
-    assert found.size == peak
-    assert "this does not fit: the peak is" in found.too_much
-    assert "the smallest change that fits is train.micro_batch=2" in found.too_much
-    assert "metrics.plan=false" in found.too_much
+        too_large = small.peak_if_too_large(replace(H100, memory=int(peak * 0.8 / USABLE)))
+    assert too_large.size == peak
+    assert "this does not fit: the peak is" in too_large.too_much
+    assert "the smallest change that fits is train.micro_batch=2" in too_large.too_much
+    assert "metrics.plan=false" in too_large.too_much
 
 
 @pytest.mark.parametrize("share", [0.95, 1.05])

@@ -43,7 +43,7 @@ def test_a_number_may_be_a_tensor_that_the_loss_reads():
     logps, lengths = pairs()
     options = {"beta": torch.tensor(BETA), **lengths}
     for name, option in (("bco_pair", "bco_shift"), ("exo_pair", "label_smoothing")):
-        values = [preference_loss(name, *logps, **options, **{option: one}) for one in (0.3, torch.tensor(0.3))]
+        values = [preference_loss(name, *logps, **options, **{option: value}) for value in (0.3, torch.tensor(0.3))]
         torch.testing.assert_close(*values)
     with pytest.raises(ValueError, match="bco_shift is not read by sigmoid"):
         preference_loss("sigmoid", *logps, bco_shift=torch.tensor(0.3), **options)

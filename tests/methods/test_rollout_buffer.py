@@ -43,7 +43,7 @@ def test_experts_stand_where_their_tokens_are_read():
     assert found.shape == (2, 5, 2, 3) and torch.equal(found[0], experts[2])
     assert torch.equal(found[1, :2], experts[1]) and (found[1, 2:] == -1).all()
     assert whole.batch([])["routed_experts"].shape == (0, 1, 2, 3)
-    empty = Buffer.empty({name: [*one.shape] for name, one in whole.tensors().items()})
+    empty = Buffer.empty({name: [*tensor.shape] for name, tensor in whole.tensors().items()})
     shapes = {name: (one.shape, one.dtype) for name, one in whole.tensors().items()}
     assert {name: (one.shape, one.dtype) for name, one in empty.tensors().items()} == shapes
     with pytest.raises(ValueError, match="those of 7 tokens, and they have 12"):
@@ -71,7 +71,7 @@ def test_what_ranks_compute_comes_back_in_its_place(shares):
 
 def test_room_for_one_of_that_size():
     whole = buffer()
-    empty = Buffer.empty({name: [*one.shape] for name, one in whole.tensors().items()})
+    empty = Buffer.empty({name: [*tensor.shape] for name, tensor in whole.tensors().items()})
     shapes = {name: (one.shape, one.dtype) for name, one in whole.tensors().items()}
     assert {name: (one.shape, one.dtype) for name, one in empty.tensors().items()} == shapes
 

@@ -142,14 +142,14 @@ def by_graphs(rank, variant, sizes):
     # No top-p, whose search reads the host on a CPU.
     asked = [replace(one, sampling=replace(one.sampling, top_p=1.0)) for one in REQUESTS]
     steps = makers.steps(model)
-    found = NativeEngine(policy_of(model, mesh), decode=spelled, unshard=True, steps=steps).generate(asked)
+    completions = NativeEngine(policy_of(model, mesh), decode=spelled, unshard=True, steps=steps).generate(asked)
     assert state_of(model) == before and makers.total("replayed") > 0
-    same(found, Engine(build(variant), decode=spelled).generate(asked))
+    same(completions, Engine(build(variant), decode=spelled).generate(asked))
     captured, said = makers.total("captured"), []
     steps, options = makers.steps(model), {"decode": spelled, "unshard": False, "say": said.append}
     engine = NativeEngine(policy_of(model, mesh), steps=steps, **options)
     for _ in range(2):
-        same(engine.generate(asked), found)
+        same(engine.generate(asked), completions)
     assert makers.total("captured") == captured and len(said) == 1 and "whole weights on every rank" in said[0]
     engine = NativeEngine(policy_of(model, mesh), steps=makers.steps(model, insists=True), **options)
     with pytest.raises(UserError, match="whole weights on every rank"):
@@ -163,8 +163,8 @@ def test_graphs_on_a_mesh(variant, sizes):
 
 def in_bfloat16(rank):
     model, mesh = on_mesh(rank, "qwen3", {"dp_shard": 2}, dtype=torch.float32, compute=torch.bfloat16)
-    found = NativeEngine(policy_of(model, mesh), unshard=rank >= 0).generate(REQUESTS[:2])
-    return [(one.ids, one.logprobs) for one in found]
+    completions = NativeEngine(policy_of(model, mesh), unshard=rank >= 0).generate(REQUESTS[:2])
+    return [(completion.ids, completion.logprobs) for completion in completions]
 
 
 def test_masters_in_float32_decode_in_bfloat16():

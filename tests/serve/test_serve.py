@@ -103,7 +103,8 @@ def test_the_client_gives_what_the_engine_gives(server, model):
         assert (got.ids, got.finish, got.version) == (ours.ids, ours.finish, 0)
         assert got.logprobs == pytest.approx(ours.logprobs, abs=1e-9)
     some = [*requests[:3], *requests[5:]]  # calls of other sizes
-    assert [one.ids for one in client.generate(some)] == [one.ids for one in [*expected[:3], *expected[5:]]]
+    in_groups = [*expected[:3], *expected[5:]]
+    assert [completion.ids for completion in client.generate(some)] == [completion.ids for completion in in_groups]
     with pytest.raises(UserError, match="context holds 128"):
         client.generate([replace(requests[0], sampling=SamplingParams(max_new_tokens=1000))])
 

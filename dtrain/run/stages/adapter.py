@@ -112,10 +112,11 @@ def check_models(spec: RunSpec) -> list[str]:
         return errors + wrong
     config, layers = adapter_of(asdict(section)), adaptable(whole)
     errors += _targets(config, list(layers)) + _patterns(config, list(layers))
-    errors += _saved(config, modules(whole))
+    own_parameters = modules(whole)
+    errors += _saved(config, own_parameters)
     if problem := config.dropout_problem(adaptable(model)):
         errors.append(problem)
-    if experts := [name for name in config.saved(modules(model)) if ".experts." in name or ".sparse." in name]:
+    if experts := [name for name in config.saved(own_parameters) if ".experts." in name or ".sparse." in name]:
         errors.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
             f"{experts[0]}, for which an adapter's files have no place: leave them out, or name experts in lora.target"
