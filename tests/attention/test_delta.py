@@ -208,3 +208,25 @@ def test_selective_checkpointing_keeps_nothing_of_a_forward():
     with _Results() as results:
         computed(inputs(*documents.shape, SHARED), documents, SHARED)
     assert not results.kept
+
+
+def test_a_row_goes_on_from_a_state():
+    """The row's second part, where a first document goes on and another begins; derivatives reach the state."""
+    sizes, cut, documents = SHARED, 70, packed((90, 40))
+    leaves = inputs(*documents.shape, sizes)
+    up = torch.randn(*documents.shape, sizes.value_heads, sizes.value, dtype=torch.float64)
+
+    def in_two(some):
+        x, weight, g, beta = some
+        mixed, state, outputs = causal_conv(x, weight, LinearMask.of(documents, x.shape[1])), None, []
+        for part in (slice(0, cut), slice(cut, None)):
+            mask = LinearMask.of(documents[:, part], x[:, part].shape[1])
+            parts = *heads(mixed[:, part], sizes), g[:, part], beta[:, part]
+            out, state = delta_chunks.chunked(*parts, mask.segments, mask.real, state)
+            outputs.append(out)
+        return torch.cat(outputs, 1)
+
+    out, grads = differentiated(in_two, leaves, up)
+    expected, expected_grads = differentiated(lambda some: alone(*some, documents, sizes)[0], leaves, up)
+    for mine, exact in zip([out, *grads], [expected, *expected_grads], strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-12)

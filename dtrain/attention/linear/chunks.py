@@ -48,9 +48,9 @@ def chunked(
 
     q, k [B, S, Hk, K], neither normalised nor scaled; v [B, S, Hv, V]; g (≤ 0) and beta [B, S, Hv]. segments [B, S]
     counts the documents that began at or before a token, 0 for those that go on from `state` [B, Hv, K, V] (None:
-    zeros), which gets no gradient. real [B, S]: False where nothing is read, written or decayed, and the output is 0.
-    Gives [B, S, Hv, V] in v's dtype and the last state [B, Hv, K, V]; with an `exchange`, where a row is a piece of a
-    longer one, `state` is None and collectives are those of its.
+    zeros). real [B, S]: False where nothing is read, written or decayed, and the output is 0. Gives [B, S, Hv, V] in
+    v's dtype and the last state [B, Hv, K, V]; with an `exchange`, where a row is a piece of a longer one, `state` is
+    None and collectives are those of its.
     """
     return _Chunked.apply(q, k, v, g, beta, segments, real, state, exchange)
 
@@ -288,7 +288,7 @@ class _Chunked(torch.autograd.Function):
             reads.add_(_product(inside.scores, written))
             out[:, :, values], last[:, values] = rows.back(reads), after.flatten(1, 2)
         ctx.save_for_backward(q, k, v, g, beta, segments, real, first, kept)
-        ctx.exchange = exchange
+        ctx.exchange, ctx.of_state = exchange, None if state is None else state.dtype
         return out, last
 
     @staticmethod
@@ -309,14 +309,16 @@ class _Chunked(torch.autograd.Function):
             alone = [_carry_back(part.inside, part.by_scores, part.by_start, None)[2].flatten(1, 2) for part in once()]
             last = ctx.exchange.backward(torch.cat(alone, 1), kept)
         results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v, g, beta)]
+        of_first = torch.empty_like(last)
         for heads, part in zip(groups, again(), strict=True):
-            after, new, _ = _carry_back(
+            after, new, before = _carry_back(
                 part.inside, part.by_scores, part.by_start, last[:, heads.values].unflatten(1, part.inside.u.shape[2:4])
             )
+            of_first[:, heads.values] = before.flatten(1, 2)
             grads = _inside_back(rows, part.inside, part.grad, part.states, part.written, after, new)
             for into, some in zip(heads.of(*results), grads, strict=True):
                 into.copy_(rows.back(some))
-        return *results, None, None, None, None
+        return *results, None, None, None if ctx.of_state is None else of_first.to(ctx.of_state), None
 
 
 def _twice(chunks: Callable[[], Iterable[T]], v: Tensor) -> tuple[Callable[[], Iterable[T]], Callable[[], Iterable[T]]]:
