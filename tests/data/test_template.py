@@ -3,15 +3,11 @@
 import hashlib
 import json
 import pickle
-import resource
-import time
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
-from dtrain.data.text import sandbox
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
@@ -103,8 +99,6 @@ def test_sandbox():
     template = ChatTemplate("{{ messages.append(1) }}", "here", {})
     with pytest.raises(UserError):
         template.render([ASK])
-    with pytest.raises(UserError, match="dtrain gives a template no filter center"):
-        ChatTemplate("{{ 'a' | center(9) }}", "here", {}).render([ASK])
 
 
 def test_errors_name_template_line_and_message():
@@ -172,98 +166,3 @@ def test_today_is_noticed():
     assert ChatTemplate("{{ strftime_now('%d') }}", "here", {}).writes_today
     assert not ChatTemplate("{{ strftime_now('%d') }}", "here", {}, {"date_string": "1"}).writes_today
     assert not ChatTemplate(templates.LLAMA3, "here", {}).writes_today
-
-
-def times(count, body):
-    return f"{{% set ns = namespace(x='a', l=[1]) %}}{{% for i in range({count}) %}}{body}{{% endfor %}}"
-
-
-TOO_MUCH = {
-    "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-    "loops that write": "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}",
-    "loops over pairs": times(99999, "{% for k, v in {'a': 1, 'b': 2}.items() %}" + times(99999, "") + "{% endfor %}"),
-    "loops that skip": "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a loop in itself": "{% for x in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
-    "text that doubles": times(100, "{% set ns.x = ns.x ~ ns.x %}"),
-    "text that is added": times(100, "{% set ns.x = ns.x + ns.x %}"),
-    "text that is set": times(100, "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
-    "text that is joined": times(100, "{% set ns.x = [ns.x, ns.x] | join %}"),
-    "text that is formatted": times(100, "{% set ns.x = '{0}{0}'.format(ns.x) %}"),
-    "text of a percent": times(100, "{% set ns.x = '%s%s' % (ns.x, ns.x) %}"),
-    "text that is replaced": times(100, "{% set ns.x = ns.x | replace('a', 'aaaaaaaa') %}"),
-    "a product": "{{ 'a' * 10000000000 }}",
-    "a list": "{{ [1] * 10000000000 }}",
-    "a list that doubles": times(100, "{% set ns.l = ns.l + ns.l %}"),
-    "lists in lists": times(100, "{% set ns.l = [ns.l, ns.l] %}") + "{{ ns.l }}",
-    "objects in objects": times(100, "{% set ns.l = {'a': ns.l, 'b': ns.l} %}") + "{{ ns.l | tojson }}",
-    "a key of keys": times(100, "{% set ns.l = (ns.l, ns.l) %}") + "{{ {}[ns.l] }}",
-    "slices": "{% set s = 'a' * 200000000 %}" + times(99999, "{% set ns.l = ns.l + [s[1:]] %}"),
-    "searches": "{% set s = 'a' * 200000000 %}{% for i in range(99999) if 'b' in s %}{% endfor %}",
-    "a power": "{{ 3 ** 1000000000 }}",
-    "a wide number": "{{ '%9999999999d' % 1 }}",
-    "a width of its own": "{{ '%*d' % (9999999999, 1) }}",
-    "a wide field": "{{ '{:9999999999}'.format(1) }}",
-    "an indent": "{{ ('a\n' * 100000) | indent(100000000) }}",
-    "an indent of JSON": "{{ [1, 2] | tojson(indent=1000000000) }}",
-    "a separator": "{{ range(100000) | join('a' * 1000000) }}",
-    "a list of texts": "{{ (['a' * 1000000] * 100000) | reverse | join }}",
-    "maps": "{% for a in range(100000) %}{{ range(100000) | map('string') | list | length }}{% endfor %}",
-    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-}
-
-
-@pytest.mark.parametrize("name", TOO_MUCH)
-@pytest.mark.slow
-def test_a_template_has_limits_of_work_memory_and_time(name, monkeypatch):
-    monkeypatch.setattr(sandbox, "ROUNDS", sandbox.ROUNDS // 10)  # the whole budget takes a tenth of a minute
-    monkeypatch.setattr(sandbox, "SECONDS", sandbox.SECONDS / 10)
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    with pytest.raises(UserError, match=r"evil\.jinja"):
-        ChatTemplate(TOO_MUCH[name], "evil.jinja", {}).render([ASK])
-    assert time.process_time() - began < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_500_000  # KiB
-
-
-def test_long_conversations_are_left_alone():
-    template = ChatTemplate(templates.QWEN3, "here", {"bos_token": "<s>", "eos_token": "</s>"})
-    long = [{"role": ("user", "assistant")[index % 2], "content": "w " * 500} for index in range(2000)]
-    assert len(template.render(long)) > 2_000_000
-
-
-@pytest.mark.slow
-def test_the_limit_is_the_same_each_time(monkeypatch):
-    assert sandbox.ROUNDS == 4_000_000
-    monkeypatch.setattr(sandbox, "ROUNDS", sandbox.ROUNDS // 20)
-    loop = "{% for a in range(150) %}{% for b in range(COUNT) %}{% endfor %}{% endfor %}"
-    assert ChatTemplate(loop.replace("COUNT", "400"), "here", {}).render([ASK]) == ""
-    with pytest.raises(UserError, match="it takes more than 200,000 rounds"):
-        ChatTemplate(loop.replace("COUNT", "700"), "here", {}).render([ASK])
-
-
-def test_what_counts_changes_nothing_of_what_is_written():
-    source = (
-        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.previtem is defined }}"
-        "{% for k, v in m | dictsort %}{{ k ~ '=' ~ v ~ 3 }}{% endfor %}{% endfor %}{{ messages[::-1][0].role }}"
-        "{{ messages | map(attribute='role') | join(', ') }}{{ 'a-%s' % 'b' }}{{ '{:>4}'.format(7) }}{{ [1, (2, 3)] }}"
-        "{{ 'x' * 3 }}{{ 2 ** 5 }}{{ 'ab'.replace('a', 'c') }}"
-        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
-        "{{ 'user' in messages[0].values() | list }}{{ 1 < 2 <= 3 }}{{ 'a\nb' | indent(2) }}{{ namespace(a=1).a }}"
-    )
-    expected = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    assert ChatTemplate(source, "here", {}).render([ASK, ASK]) == expected.render(messages=[ASK, ASK])
-
-
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [
-        ("{{ 'Today: {}, {}: {}'.format(1, 2, 3) }}", "Today: 1, 2: 3"),
-        ('{{ \'{"f": {"name": "%s"}}\' % \'x\' }}', '{"f": {"name": "x"}}'),
-        ('{{ \'{"year": 1000000000, "name": "%s"}\' | format(\'x\') }}', '{"year": 1000000000, "name": "x"}'),
-        ("{{ 'in %d%% 300000000' % 3 }}", "in 3% 300000000"),
-        ("{{ '%05.1f|{:>6}'.format('a') % 2 }}", "002.0|     a"),
-    ],
-)
-def test_ordinary_formats_are_no_work(text, written):
-    assert ChatTemplate(text, "here", {}).render([ASK]) == written

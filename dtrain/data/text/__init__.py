@@ -2,7 +2,7 @@
 
 tokenizer                  tokenizer.json with its special tokens
 control_tokens             control tokens that a user writes as text
-template, sandbox          a chat template, and the limits within which it runs
+template                   a model's chat template and its rendering
 replies                    the parts of a rendered conversation that the model wrote, and how they end
 tool_format, tool_calls    the form in which a template writes calls of tools; calls read back
 """

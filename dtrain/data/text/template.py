@@ -1,8 +1,9 @@
 """Chat templates: the choice of a model's template, and its rendering.
 
-A template is jinja2, run in a sandbox of bounded time and memory (`sandbox`) and with the extras that the field's
-templates count on (transformers' `apply_chat_template`): `render` writes what transformers writes. Torch is not
-imported.
+A template is jinja2, run in jinja2's `ImmutableSandboxedEnvironment` with the extras that transformers'
+`apply_chat_template` adds, so that `render` writes what transformers writes. The sandbox keeps a template away from the
+machine. It does not limit time or memory: a template that loops for hours makes its own run slow, which the threat
+model (docs/security.md) leaves to the user. Torch is not imported.
 
 The template is compiled with marks that are silent in `render`: at the start of each round of a loop over messages,
 after such a loop, and around `{% generation %}` blocks. `marked` lets them speak, so that one more rendering tells
@@ -23,12 +24,12 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
 from dtrain.data.text.control_tokens import ControlTokens
-from dtrain.data.text.sandbox import Sandbox
 from dtrain.data.text.tokenizer import Tokenizer
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -47,7 +48,6 @@ FAILURES = (
     AttributeError,
     ArithmeticError,
     RecursionError,
-    MemoryError,
 )
 
 
@@ -86,16 +86,12 @@ class ChatTemplate:
         if taken:
             raise UserError(f"data.template_kwargs.{taken[0]} is set by dtrain itself; take it out of the recipe")
         self.variables = {**special_tokens, **(variables or {})}
-        self._sandbox = Sandbox(
-            {"tojson": _tojson},
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        self._environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        self._sandbox.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        }
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals["raise_exception"] = _raise_exception
+        self._environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = self._compiled(source)
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
 
@@ -127,7 +123,7 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Return whether the template knows a variable of this name that is not dtrain's to set."""
-        is_own = name in (*RESERVED, *self._arguments[2]) or name in self._sandbox.globals
+        is_own = name in (*RESERVED, *self._arguments[2]) or name in self._environment.globals
         return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in self._sources)
 
     def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> Marked:
@@ -185,7 +181,6 @@ class ChatTemplate:
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
-        self._sandbox.begin()
         try:
             return template.render(
                 **{**self.variables, **marks},
@@ -202,9 +197,8 @@ class ChatTemplate:
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:
-            if len(source) > SOURCE_BYTES:
-                raise ValueError(f"it is longer than {SOURCE_BYTES:,} characters")
-            return self._sandbox.compiled(source, _LoopMarks())
+            tree = self._environment.parse(source)
+            return self._environment.from_string(_LoopMarks().visit(tree))
         except (*FAILURES, SyntaxError, AssertionError) as problem:
             line = f", line {problem.lineno}" if isinstance(problem, jinja2.TemplateSyntaxError) else ""
             reason = str(getattr(problem, "message", problem))[:LONGEST_REASON] or type(problem).__name__
