@@ -11,7 +11,7 @@ compiled, fused                 functions of tensors that torch.compile makes ke
 run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
-name_patterns                   patterns of parameter names; regular expressions for names, in bounded time
+name_patterns                   patterns of parameter names: regular expressions and globs
 import_paths, exports           the search path of users' code; names of packages that are imported late
 addresses, orphans              addresses to listen at; children that end with their parent
 gpus, host_memory               the table of GPUs; free memory, of a device and of this host

@@ -14,7 +14,7 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import is_natural, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, is_adapter_directory
-from dtrain.base.name_patterns import endmatch, fullmatch, of_end, pattern_error
+from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import PREFIX
 from dtrain.models.common.adapter_config import (
@@ -163,7 +163,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
     """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by ours."""
     values = {name: by_pattern(patterns, name, otherwise) for name in outer}
-    met = {name: {value for key, value in patterns.items() if endmatch(key, outer[name])} for name in outer}
+    met = {name: {value for key, value in patterns.items() if matches_suffix(key, outer[name])} for name in outer}
     if all((met[name] or {otherwise}) == {values[name]} for name in outer):
         return dict(patterns)
     return {re.escape(outer[name]): value for name, value in values.items() if value != otherwise}
@@ -241,7 +241,7 @@ def _reason(key: str, value: Any) -> str:
     """Return why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
     patterns = [value] if isinstance(value, str) and key.endswith("_modules") else []
     if isinstance(value, dict) and key.endswith("_pattern"):
-        patterns = [of_end(pattern) for pattern in value]
+        patterns = [suffix_pattern(pattern) for pattern in value]
     error = next((error for pattern in patterns if (error := pattern_error(pattern))), None)
     return "" if error is None else f" ({error})"
 
@@ -274,7 +274,7 @@ def _is_names(value: Any) -> bool:
 def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
     if not isinstance(value, dict):
         return value is None
-    return all(key and _is_pattern(of_end(key)) and holds(entry) for key, entry in value.items())
+    return all(key and _is_pattern(suffix_pattern(key)) and holds(entry) for key, entry in value.items())
 
 
 def _means_layers(value: Any) -> bool:
@@ -284,8 +284,10 @@ def _means_layers(value: Any) -> bool:
         return True
     if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
         return False
-    whole, layer = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns], "model.layers.0.self_attn.q_proj"
-    return any(not pattern_error(pattern) and fullmatch(pattern, layer) for pattern in whole)
+    # PEFT finds a layer's number with this expression (peft.tuners.tuners_utils.check_target_module_exists).
+    layer_patterns = [rf"(?:^|.*?\.){pattern}\.\d+\..*" for pattern in patterns]
+    valid_patterns = [pattern for pattern in layer_patterns if pattern_error(pattern) is None]
+    return any(re.fullmatch(pattern, "model.layers.0.self_attn.q_proj") for pattern in valid_patterns)
 
 
 _LAYERS = "a list of names of layers, or a regular expression for them"

@@ -17,7 +17,7 @@ import yaml
 from dtrain.base.errors import UserError
 from dtrain.base.hub import hub_errors
 from dtrain.base.json_files import LARGE, read_text
-from dtrain.base.name_patterns import fullmatch, pattern_error
+from dtrain.base.name_patterns import pattern_error
 from dtrain.data.formats.formats import ENDINGS, ending_of
 
 if TYPE_CHECKING:
@@ -239,7 +239,9 @@ def _fits(path: str, pattern: str) -> bool:
         pieces.get(part) or (part.replace("[!", "[^") if part[0] == "[" and len(part) > 1 else re.escape(part))
         for part in parts
     )
-    return path == pattern if pattern_error(text) else fullmatch(text, path)
+    if pattern_error(text):
+        return path == pattern
+    return re.fullmatch(text, path) is not None
 
 
 def _refuse_parts(name: str, files: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.base.name_patterns import endmatch, fullmatch
+from dtrain.base.name_patterns import matches_suffix
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
@@ -181,13 +181,13 @@ def owners(name: str) -> list[str]:
 def matches(name: str, wanted: Names) -> bool:
     """Return whether a module of this name is meant by `wanted`."""
     if isinstance(wanted, str):
-        return fullmatch(wanted, name)
+        return re.fullmatch(wanted, name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in wanted)
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     """Return what a `rank_pattern` or `alpha_pattern` says of the module of this name: its first key that means it."""
-    return next((value for pattern, value in patterns.items() if endmatch(pattern, name)), otherwise)
+    return next((value for pattern, value in patterns.items() if matches_suffix(pattern, name)), otherwise)
 
 
 def is_adapter(name: str) -> bool:

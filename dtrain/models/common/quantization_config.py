@@ -1,9 +1,10 @@
 """Quantized weights: `quantization_config` of a config.json, as bitsandbytes' checkpoints have it. Imports no torch."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from dtrain.base.name_patterns import fullmatch, pattern_error
+from dtrain.base.name_patterns import pattern_error
 from dtrain.models.common.config_fields import shown
 
 _READ = "of quantized weights only bitsandbytes' nf4, mxfp4, and fp8 in blocks of 128 × 128 are read"
@@ -54,7 +55,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
 def skips(patterns: Iterable[str], name: str) -> bool:
     """Return whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
     beginning up to a dot, as it stands or as a regular expression, or its end."""
-    return any(fullmatch(_from_start(pattern), name) or name.endswith(pattern) for pattern in patterns)
+    return any(re.fullmatch(_from_start(pattern), name) or name.endswith(pattern) for pattern in patterns)
 
 
 def _from_start(pattern: str) -> str:

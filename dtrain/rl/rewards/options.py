@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.base.name_patterns import python_error
+from dtrain.base.name_patterns import pattern_error
 from dtrain.base.ranges import NUMBER, Range, is_finite
 from dtrain.rl.rewards.find import BUILT_IN
 
@@ -50,7 +50,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "column": (lambda v: isinstance(v, str) and v != "", "the name of a column"),
         "absolute": _NOT_NEGATIVE,
         "relative": _NOT_NEGATIVE,
-        "pattern": (lambda v: isinstance(v, str) and python_error(v) is None, "a regular expression of Python's re"),
+        "pattern": (lambda v: isinstance(v, str) and pattern_error(v) is None, "a regular expression of Python's re"),
         "full": _SWITCH,
         "ignore_case": _SWITCH,
         "tags": (lambda v: _WORDS[0](v) and len(v) > 0 and all(v), "a list of at least one tag's name"),

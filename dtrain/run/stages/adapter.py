@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.name_patterns import endmatch, of_end, pattern_error
+from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
@@ -141,7 +141,7 @@ def _expressions(section: Lora) -> list[str]:
     named += [(f"lora.{key}", name) for key in ("rank_pattern", "alpha_pattern") for name in getattr(section, key)]
     errors = []
     for key, text in named:
-        if error := pattern_error(of_end(text) if "pattern" in key else text):
+        if error := pattern_error(suffix_pattern(text) if "pattern" in key else text):
             names = "" if "pattern" in key else "; names alone are written [q_proj, v_proj]"
             hint = f"`.*` stands for any text, \\. for a dot{names}"
             errors.append(f"{key}: {text[:200]} is no regular expression ({error}); {hint}")
@@ -234,7 +234,7 @@ def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
     errors = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
-            if not any(endmatch(pattern, name) for name in adapted):
+            if not any(matches_suffix(pattern, name) for name in adapted):
                 hint = _meant(pattern, _ends_of(adapted))
                 errors.append(f"lora.{key}: {pattern} matches the end of no adapted layer's name; {hint}")
     return errors
