@@ -276,14 +276,14 @@ BAD = {
     "no file": (lambda at: user(part("none.png"), TEXT), ["rows.jsonl:1", "image 1 of 1", "none.png", "no such image"]),
     "torn header": (
         lambda at: (at / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0") and user(part("torn.png"), TEXT),
-        ["rows.jsonl:1", "torn.png", "damaged"],
+        ["rows.jsonl:1", "torn.png", "is the file complete?"],
     ),
     "torn pixels": (
         lambda at: (at / "0.png").write_bytes((at / "0.png").read_bytes()[:-5]) and user(TEXT, part("0.png")),
-        ["rows.jsonl:1", "image 1 of 1: 0.png: the image is torn", "is the file whole?"],
+        ["rows.jsonl:1", "image 1 of 1: 0.png: the image is torn", "is the file complete?"],
     ),
     "empty": (lambda at: (at / "no.png").write_bytes(b"") or user(part("no.png"), TEXT), ["no.png", "0 bytes"]),
-    "no image": (lambda at: user(part("rows.jsonl"), TEXT), ["rows.jsonl", "no image"]),
+    "no image": (lambda at: user(part("rows.jsonl"), TEXT), ["rows.jsonl", "cannot read this file as an image"]),
     "a bomb": (claims(9000, 9000), ["big.png", "81.0 megapixels", "data.image_most_pixels"]),
     "an aspect": (claims(1, 500), ["big.png", "200 times"]),
     "more placeholders": (

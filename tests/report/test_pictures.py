@@ -13,7 +13,6 @@ from dtrain.commands.report import pictures
 from dtrain.commands.report.page import page, state
 from dtrain.commands.report.pictures import Pictures
 from dtrain.commands.report.run_files import open_runs
-from dtrain.data.images import decoding
 from dtrain.run.metrics.answers import Answer, ImageOfPrompt, prompt_text
 from tests.report.test_report import HOSTILE, ROWS, Read, write_run
 
@@ -70,7 +69,6 @@ def test_pictures_of_a_page_are_bounded(tmp_path, monkeypatch):
     assert [picture.uri is not None for picture in Pictures().of(images)] == [True, True, True, False]
     monkeypatch.setattr(pictures, "MOST_BYTES", 2 * size)
     assert sum(picture.uri is not None for picture in Pictures().of([images[0]] * 3)) == 2
-    decoding._formats.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert [picture.name for picture in Pictures().of(images)] == ["0.png", "1.png", "2.png", "3.png"]
 

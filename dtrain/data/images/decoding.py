@@ -1,17 +1,17 @@
-"""Headers and values of image files, by Pillow: JPEG, PNG, GIF, WebP, BMP, TIFF and AVIF.
+"""Sizes and pixels of image files, read by Pillow: JPEG, PNG, GIF, WebP, BMP, TIFF and AVIF.
 
-A header is read without decoding, and every bound holds by it before anything is decoded. Pillow's own bound of pixels,
-a setting of the whole process, is neither read nor changed. Torch and Pillow are imported when they are used.
+A data set's images are first only opened, which reads their headers, and decoded when a batch needs them. `header` and
+`verify` find the mistakes that Pillow can see without decoding (an unknown format, too many pixels, a PNG whose
+checksums are wrong); a file that is cut short elsewhere is found by `decode`. Torch and Pillow are imported when they
+are used, because both are optional for a run without images.
 """
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dtrain.base.errors import UserError
 
@@ -27,19 +27,12 @@ ANIMATED = "an image has several frames: the first is used"
 CMYK = "a CMYK image becomes RGB without its colour profile"
 DEEP = "a grey image has more than 8 bits: values above 255 become white; save it with 8 bits to keep its shades"
 
+# Pillow's other formats are left out: some of them run programs.
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
-_PLUGINS = ("Jpeg", "Png", "Gif", "WebP", "Bmp", "Tiff", "Avif")
-_ORIENTATION = 0x0112  # EXIF's tag
-_TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
-# Pillow's plugins raise these for files that are not whole.
+_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257  # tags of EXIF and TIFF
+# The chunks of a PNG that may hold its EXIF data.
+_PNG_EXIF_CHUNKS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+# Pillow's plugins raise any of these for files that are cut short or damaged.
 _DAMAGED = (
     OSError,
     SyntaxError,
@@ -53,8 +46,8 @@ _DAMAGED = (
     struct.error,
     zlib.error,
 )
-# Beginnings of files that stand where an image should, and the fix.
-_OTHERS = (
+# First bytes of files that people have in the place of an image, with the explanation and the fix.
+_OTHER_FILES = (
     (b"version https://git-lfs", "it is a pointer of Git LFS; `git lfs pull` fetches the image"),
     (b"<svg", "it is an SVG drawing; save it as PNG"),
     (b"<?xml", "it is XML, perhaps an SVG drawing; save it as PNG"),
@@ -65,7 +58,7 @@ _OTHERS = (
 
 
 class Header(NamedTuple):
-    """Size of the upright image, in pixels, and sentences to say once for all images that have them."""
+    """Height and width of the upright image in pixels, and notes that are printed once for all images."""
 
     height: int
     width: int
@@ -73,16 +66,24 @@ class Header(NamedTuple):
 
 
 def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
-    """Return the size of the image after its EXIF orientation, from its header alone. Only a PNG that has its EXIF
-    behind its pixels is decoded.
+    """Return an image's size after its EXIF orientation, without decoding its pixels.
 
-    Raises UserError that begins with `name`: no image, damaged, more than `most_pixels`, a side 200 times the other,
-    no Pillow.
+    A PNG that has its EXIF data after its pixels is decoded, because Pillow finds that data only then.
+
+    Args:
+        data: The bytes of the image's file.
+        name: The image's name in error messages.
+        most_pixels: The largest number of pixels that is accepted.
+
+    Raises:
+        UserError: If the bytes are not an image, the image is larger than `most_pixels`, one side is more than 200
+            times the other, or Pillow is not installed.
     """
     image = _open(data, name)
     width, height = image.size
-    if image.format == "TIFF":  # whose size some versions of Pillow turn, and others do not
-        width, height = _tiff_tags(image)[256], _tiff_tags(image)[257]
+    if image.format == "TIFF":
+        # Whether Pillow has already turned `size` depends on its release; the tags always hold the stored size.
+        width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]  # type: ignore[attr-defined]
     if width * height > most_pixels:
         raise UserError(
             f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
@@ -92,16 +93,33 @@ def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
         raise UserError(
             f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
         )
-    with _user_errors(name, "the image is torn"):
-        swaps = _orientation(image, data) >= 5
-    deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
-    notes = [(ANIMATED, _is_animated(image)), (CMYK, image.mode == "CMYK"), (DEEP, deep)]
-    height, width = (width, height) if swaps else (height, width)
-    return Header(height, width, tuple(note for note, applies in notes if applies))
+    notes = []
+    with _as_user_error(name, "the image is torn"):
+        swaps_sides = _orientation(image, data) >= 5
+        # The second frame of an MPO file is a camera's preview.
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            notes.append(ANIMATED)
+    if image.mode == "CMYK":
+        notes.append(CMYK)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        notes.append(DEEP)
+    if swaps_sides:
+        height, width = width, height
+    return Header(height, width, tuple(notes))
+
+
+def verify(data: bytes, name: str) -> None:
+    """Raise UserError if Pillow can tell, without decoding it, that an image's file is damaged.
+
+    Pillow compares the checksums of a PNG. For other formats, it checks no more than `header` does.
+    """
+    image = _open(data, name)
+    with _as_user_error(name, "the image is torn"):
+        image.verify()
 
 
 def decode(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
-    """Return the image as RGB, uint8 [3, H, W], of the height and width that `header` gives: see `upright`."""
+    """Return the upright image as RGB, uint8 [3, H, W], of the height and width that `header` returns."""
     import torch
 
     rgb = upright(data, name, most_pixels)
@@ -110,21 +128,23 @@ def decode(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
 
 
 def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
-    """Return the image as Pillow's, in RGB, of the size that `header` gives.
+    """Return the image in RGB, turned by its EXIF orientation.
 
-    EXIF's orientation is applied, an animation's first frame is taken, transparency lies on white. All other modes are
-    converted as Pillow does, which is what transformers' processors make of Pillow's images.
-    Raises UserError as `header` does, and for a torn image.
+    The first frame of an animation is used, and transparent pixels are placed on white. Other modes are converted as
+    Pillow converts them, which is what transformers' processors do with Pillow's images.
+
+    Raises:
+        UserError: As `header`, and if the file is cut short or damaged.
     """
     height, width, _ = header(data, name, most_pixels)
     image = _open(data, name)
-    from PIL import Image
+    from PIL import ImageOps
 
-    with _user_errors(name, "the image is torn"):
+    with _as_user_error(name, "the image is torn"):
         image.load()
-        turn = None if image.format == "TIFF" else _TURNS.get(_orientation(image, data))  # Pillow turns a TIFF
-        turned = image if turn is None else image.transpose(Image.Transpose[turn])
-        rgb = _on_white(turned) if _has_alpha(turned) else turned.convert("RGB")
+        turned = ImageOps.exif_transpose(image)
+        has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
+        rgb = _on_white(turned) if has_alpha else turned.convert("RGB")
     if rgb.size != (width, height):
         raise UserError(
             f"{name}: the image is damaged: it has {rgb.width} × {rgb.height} pixels, and {width} × {height} by its "
@@ -134,71 +154,45 @@ def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
 
 
 def _open(data: bytes, name: str) -> "ImageFile":
-    """Return the image, not decoded: Pillow's `Image.open`, but for its bound of pixels and its other formats, some of
-    which run programs."""
-    for factory, accepts in _formats():
-        if accepts(data[:16]) is True:
-            with _user_errors(name, "the image is damaged"):
-                return factory(BytesIO(data), "")
-    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    why = next((fix for beginning, fix in _OTHERS if start.startswith(beginning)), "")
-    if data[4:8] == b"ftyp":
-        why = "it looks like HEIC or a video; save it as JPEG"
-    raise UserError(f"{name}: this is no image of the kinds {', '.join(_FORMATS)}" + (f": {why}" if why else ""))
-
-
-@cache
-def _formats() -> list[tuple[Callable[[BytesIO, str], "ImageFile"], Callable[[bytes], bool | str]]]:
-    """Return Pillow's opener of each format, and its check of a file's first 16 bytes."""
+    """Open the image with Pillow, which reads its header."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise UserError("images need Pillow, which is not installed: pip install 'dtrain[images]'") from error
-    for plugin in _PLUGINS:
-        with suppress(ImportError):  # AVIF, before Pillow 11.3
-            import_module(f"PIL.{plugin}ImagePlugin")
-    return [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]  # type: ignore[misc]
+    Image.init()
+    installed = [kind for kind in _FORMATS if kind in Image.OPEN]  # AVIF came with Pillow 11.3
+    try:
+        return Image.open(BytesIO(data), formats=installed)
+    except UnidentifiedImageError as error:
+        explanation = _other_file(data) or "is the file complete?"
+        kinds = ", ".join(installed)
+        raise UserError(f"{name}: Pillow cannot read this file as an image ({kinds}): {explanation}") from error
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{name}: the image has more pixels than Pillow opens ({error}); shrink it") from error
+    except _DAMAGED as error:
+        raise UserError(f"{name}: the image is damaged ({_text_of(error)}); is the file complete?") from error
+
+
+def _other_file(data: bytes) -> str:
+    """Return what a file that is not an image is, and the fix, by its first bytes; "" if they are unknown."""
+    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for beginning, explanation in _OTHER_FILES:
+        if start.startswith(beginning):
+            return explanation
+    if data[4:8] == b"ftyp":
+        return "it looks like HEIC or a video; save it as JPEG"
+    return ""
 
 
 def _orientation(image: "ImageFile", data: bytes) -> int:
-    """Return EXIF's orientation, 1 to 8; 1 where there is none that can be read."""
-    from PIL import Image
-
-    if image.format == "PNG" and _has_late_exif(data):
-        image.load()
-    with suppress(*_DAMAGED):
-        tags: Any = _tiff_tags(image) if image.format == "TIFF" else Image.Image.getexif(image)  # a PNG's own decodes
-        value = tags.get(_ORIENTATION, 1)
-        return value if value in _TURNS else 1
-    return 1
-
-
-def _tiff_tags(image: Any) -> Any:
-    return image.tag_v2
-
-
-def _has_late_exif(data: bytes) -> bool:
-    """Return whether a PNG has a chunk behind its pixels that may say its orientation."""
-    position, is_behind = 8, False
-    while position + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, position)
-        start = data[position + 8 : position + 40]
-        keyword = start.partition(b"\0")[0] if kind in (b"tEXt", b"zTXt", b"iTXt") else b""
-        if is_behind and (kind == b"eXIf" or keyword in (b"Raw profile type exif", b"XML:com.adobe.xmp")):
-            return True
-        is_behind = is_behind or kind == b"IDAT"
-        position += 12 + length
-    return False
-
-
-def _is_animated(image: "ImageFile") -> bool:
-    with suppress(*_DAMAGED):
-        return image.format != "MPO" and bool(getattr(image, "is_animated", False))  # MPO: a camera's preview
-    return False
-
-
-def _has_alpha(image: "Image") -> bool:
-    return "A" in image.getbands() or image.info.get("transparency") is not None
+    """Return EXIF's orientation, 1 to 8; 1 if there is none that can be read."""
+    if image.format == "TIFF":
+        value = image.tag_v2.get(_ORIENTATION, 1)  # type: ignore[attr-defined]
+    elif image.format == "PNG" and not any(chunk in data for chunk in _PNG_EXIF_CHUNKS):
+        value = 1  # getexif would decode a PNG without EXIF data in search of it
+    else:
+        value = image.getexif().get(_ORIENTATION, 1)
+    return value if value in range(1, 9) else 1
 
 
 def _on_white(image: "Image") -> "Image":
@@ -209,14 +203,14 @@ def _on_white(image: "Image") -> "Image":
     return white.convert("RGB")
 
 
-@contextmanager
-def _user_errors(name: str, what: str) -> Iterator[None]:
-    """Raise what Pillow raises in the block as a UserError of `name` and `what`."""
-    from PIL import Image
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
+
+@contextmanager
+def _as_user_error(name: str, problem: str) -> Iterator[None]:
+    """Convert Pillow's errors in the block to a UserError."""
     try:
         yield
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{name}: the image has more pixels than Pillow opens ({error}); shrink it") from error
     except _DAMAGED as error:
-        raise UserError(f"{name}: {what} ({str(error) or type(error).__name__}); is the file whole?") from error
+        raise UserError(f"{name}: {problem} ({_text_of(error)}); is the file complete?") from error

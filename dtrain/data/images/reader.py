@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.images.decoding import MOST_PIXELS
+from dtrain.data.images.decoding import MOST_PIXELS, verify
 from dtrain.data.images.families import read_processor
 from dtrain.data.images.files import ImageBytes, ImageRecord, read_image
 from dtrain.data.images.processor import ImageProcessor, Layout
-from dtrain.data.images.whole import check_whole
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class ImageReader:
         """Return an image, as of `read_image`, with its layout by its header. Raises UserError, for a torn one too."""
         processor, image = self.processor, read_image(value, directory, self.cache_dir)
         height, width, notes = image.header(self.most_pixels)
-        check_whole(image.data, image.name)
+        verify(image.data, image.name)
         return LaidOutImage(image, processor.layout(height, width), notes)
 
     def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:
