@@ -171,7 +171,7 @@ def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
         str(photo): "files and addresses are not read here",
         "file://" + str(photo): "files and addresses are not read here",
         data_uri(png_that_claims(9_000, 9_000)): "81.0 megapixels, more than the 64",
-        data_uri(b"hello"): "this is no image",
+        data_uri(b"hello"): "cannot read this file as an image",
         "data:image/png;base64,!!": "not whole base64",
         torn: "the image is torn",
     }
