@@ -114,8 +114,8 @@ def learn_call_form(template: ChatTemplate, kind: CallKind, before: Sequence[Mes
         text = written(form)
         if text is None or not _writes(text, probe, form):
             continue
-        # Qwen3.5's and GLM 4.5's templates loop over a content that is absent, and a mark in that loop changes what they
-        # write, so that `ChatTemplate.marked` does not find the message. An empty text comes out the same without.
+        # Qwen3.5's and GLM 4.5's templates loop over a content that is absent. The marks of `ChatTemplate.marked` in
+        # that loop change what they write, so that it does not find the message. An empty text needs no loop.
         empty = CallForm(form.takes_text, Content.EMPTY)
         if not kind.content and form.content is Content.AS_READ and written(empty) == text:
             return empty
