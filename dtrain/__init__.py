@@ -24,8 +24,12 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and not __file__.startswit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # for type checkers, which cannot follow `__getattr__`
+    from dtrain import models as models
 
 PACKAGES = (
     "commands",

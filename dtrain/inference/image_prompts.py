@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
+from dtrain.data.text.call_form import with_text_arguments
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord
@@ -61,10 +62,13 @@ class ImagePrompt:
                 f"the prompt lost {count - len(self.records)} of its {count} images when it was cut to its room, and "
                 "this server reads whole conversations: raise data.max_length, or set data.too_long=drop"
             )
-        return [
-            {**message, "content": [_sent(part, uris) for part in _parts(message)]} if _parts(message) else {**message}
-            for message in self.messages
-        ]
+        messages = []
+        for message in self.messages:
+            sent = with_text_arguments(message)
+            if _parts(message):
+                sent["content"] = [_sent(part, uris) for part in _parts(message)]
+            messages.append(sent)
+        return messages
 
     def difference(self, expected: Sequence[int], read: Sequence[int]) -> str | None:
         """Return how the ids that a server read differ from the prompt's, `expected`; None where they do not."""

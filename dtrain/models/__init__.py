@@ -13,10 +13,14 @@ common                       parts that the families share
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.models.common.config import ModelConfig, Rope
 from dtrain.models.read_config import parse_config, read_config
+
+if TYPE_CHECKING:  # for type checkers, which cannot follow `__getattr__`
+    from dtrain.checkpoint.huggingface.pretrained import from_pretrained
+    from dtrain.models.building import build, init_weights
 
 __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "parse_config", "read_config"]
 

@@ -72,7 +72,7 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
         local = local_tensor(parameter)
         kind = next(kind for pattern, kind in model.initial.items() if fnmatchcase(name, pattern))
         if kind == "normal":
-            _fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
+            fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
         elif kind == "decay":
             (held,) = local_slices(parameter)
             places = torch.arange(held.start, held.stop, device=local.device)
@@ -89,8 +89,16 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
         buffer.fill_(next((value for pattern, value in values.items() if fnmatchcase(name, pattern)), 1.0))
 
 
-def _fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:
-    """`local` is the slice `held` of a parameter of `shape`. In chunks: on a CPU the arithmetic stays in its cache."""
+def fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:
+    """Fill a slice of a parameter with normal(0, std), in chunks: on a CPU the arithmetic stays in its cache.
+
+    Args:
+        local: The slice.
+        shape: Shape of the whole parameter.
+        held: Where the slice is in it, a range for each dimension.
+        key: Key of the numbers; each is a function of it and of the element's flat index in the whole parameter.
+        std: Standard deviation.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = torch.zeros((), dtype=torch.int64, device=local.device)
     for bounds, stride in zip(held[1:], strides[1:], strict=True):

@@ -3,25 +3,31 @@
 A function that NeMo-RL's worker has and this one cannot raises a NotImplementedError that says why.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dtrain.base.gpus import free_memory
+from dtrain.base.randomness import key
+from dtrain.models.building import fill_normal
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel import context
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.placement import local_tensor
+from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.policy import Policy
+from dtrain.recipe.rollouts import RolloutSection
 
 MIB = 2**20
+NOISE = 0.01  # standard deviation of `_add_noise_to_weights`, NeMo-RL's
 _NO_ZMQ = (
     "weights leave by a broadcast (init_collective, broadcast_weights_for_collective) or by handles "
     "(prepare_weights_for_ipc, get_weights_ipc_handles)"
@@ -78,7 +84,7 @@ class DTensorPolicyWorker(Policy):
         if init_optimizer and recipe.train.steps is None:
             raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")
         super().__init__(recipe, config, mesh, runtime, build)
-        self._runtime = runtime
+        self._runtime, self._temperature = runtime, _temperature_of(recipe)
         if init_reference_model:
             self.init_reference_model()
         if init_optimizer:
@@ -163,8 +169,8 @@ class DTensorPolicyWorker(Policy):
     def get_gpu_info(self) -> dict[str, Any]:
         """Return this rank's numbers and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.
 
-        env_vars has a launcher's variables of the rank. global_device_id is None: the environment, which maps a
-        process's devices to the host's, is not read here.
+        env_vars has a launcher's variables of the rank, and the process's CUDA_VISIBLE_DEVICES, None if that is not
+        set. global_device_id is None: CUDA_VISIBLE_DEVICES may name devices by UUID or MIG instance.
         """
         rank, info, is_gpu = self._runtime, self.monitor.get_gpu_info(), self.device.type == "cuda"
         reserved = (torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
@@ -186,8 +192,32 @@ class DTensorPolicyWorker(Policy):
                 "RANK": str(rank.rank),
                 "WORLD_SIZE": str(rank.world_size),
                 "LOCAL_RANK": str(rank.local_rank),
+                "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
             },
         }
+
+    def _apply_temperature_scaling(self, logits: Tensor) -> Tensor:
+        """Divide logits in place by the temperature of the recipe's rollouts; without rollouts they stay as they are.
+
+        Returns:
+            `logits`, the same tensor.
+        """
+        return logits.div_(self._temperature)
+
+    @torch.no_grad()
+    def _add_noise_to_weights(self) -> None:
+        """Add noise from normal(0, 0.01) to each trained weight, so that a test can see new weights arrive elsewhere.
+
+        The noise of an element depends on its place in the unsharded weight and on the recipe's seed, so all ranks and
+        meshes agree. A second call adds the same noise again. No collective.
+        """
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                weight = local_tensor(parameter)
+                noise = torch.empty_like(weight)
+                number = key(self.recipe.run.seed, "noise", name)
+                fill_normal(noise, parameter.shape, local_slices(parameter), number, NOISE)
+                weight.add_(noise)
 
     def report_device_id(self) -> str:
         """Return the UUID of this rank's GPU, "GPU-...", as nvidia-smi has it; "cpu" on a CPU."""
@@ -206,6 +236,12 @@ class DTensorPolicyWorker(Policy):
     def shutdown(self) -> None:
         """Leave the receivers of `init_collective` and let go of shared weights. The process goes on."""
         self.weights.close()
+
+
+def _temperature_of(recipe: PolicyConfig) -> float:
+    """Return the temperature at which a recipe samples completions; 1 for a method that samples none."""
+    sections = (getattr(recipe, field.name) for field in fields(recipe))
+    return next((section.sampling.temperature for section in sections if isinstance(section, RolloutSection)), 1.0)
 
 
 def _described(parameter: Tensor) -> dict[str, Any]:

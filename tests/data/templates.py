@@ -49,3 +49,37 @@ PARTS = """{{ bos_token }}{% for message in messages %}
 {%- for call in message.tool_calls or [] %}{{ '[CALL]' + call.function.name }}{% endfor %}{{ eos_token }}
 {%- else %}{{ '[' + message.role + ']' + message.content + '[/]' }}{% endif %}
 {%- endfor %}"""
+
+# Writes an object of arguments in its own form, and a text as it is (Gemma 4).
+OWN_FORM = """{{ bos_token }}{% for message in messages %}{{ '<|turn>' + message.role + '\n' }}
+{%- for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '{' }}
+{%- if call.function.arguments is mapping %}
+{%- for name, value in call.function.arguments | dictsort %}{{ name }}:{{ value }}{{ '' if loop.last else ',' }}
+{%- endfor %}
+{%- elif call.function.arguments is string %}{{ call.function.arguments }}{% endif %}{{ '}</call>' }}{% endfor %}
+{{- message.content or '' }}{{ '<turn|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>assistant\n' }}{% endif %}"""
+# Joins arguments as text, writes calls only where the content is null, and closes the answers of tools at once, so that
+# the reply behind them needs no generation prompt (DeepSeek V3).
+JOINED = """{% set ns = namespace(told=false) %}{% for message in messages %}
+{%- if message.role == 'assistant' and message.content is none %}{% set ns.told = false %}{{ '<A><calls>' }}
+{%- for call in message.tool_calls %}{{ call.type + '<sep>' + call.function.name + '\n' }}
+{{- call.function.arguments + '\n' }}{% endfor %}{{ '</calls><E>' }}
+{%- elif message.role == 'assistant' %}{{ ('</told>' if ns.told else '<A>') + message.content + '<E>' }}
+{%- set ns.told = false %}
+{%- elif message.role == 'tool' %}{{ '<told>' + message.content }}{% set ns.told = true %}
+{%- else %}{{ '<' + message.role + '>' + message.content }}{% endif %}{% endfor %}
+{%- if ns.told %}{{ '</told>' }}{% elif add_generation_prompt %}{{ '<A>' }}{% endif %}"""
+# Loops over a content that is no text, also where there is none (Qwen3.5, GLM 4.5).
+LOOPED = """{% macro text(content) %}{% if content is string %}{{ content }}{% else %}
+{%- for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}
+{%- for message in messages %}{{ '<|' + message.role + '|>' }}{% set said = text(message.content) %}
+{%- if said %}{{ said + '\n' }}{% endif %}
+{%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}
+{{- '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+# Prints what it expects to be a text; of several calls only the first (gpt-oss writes one, too).
+PRINTED = """{% for message in messages %}{{ '<' + message.role + '>' + (message.content or '') }}
+{%- if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+{{- '<call>' ~ call.name ~ ' ' ~ call.arguments ~ '</call>' }}{% endif %}
+{{- '</>' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""

@@ -39,9 +39,9 @@ def test_a_template_that_leaves_calls_out_is_refused_where_rows_have_some(tools)
     """Phi-4-mini's has one form for all turns; nothing of it reads tool_calls."""
     replies = Replies(ChatTemplate(templates.ONE_FORM, "one form", {"eos_token": "<E>"}))
     with pytest.raises(UserError, match=r"messages\[1\] has tool_calls, .* one form, does not write"):
-        replies.with_objects([USER, ASK, TOLD, SAY], tools)
-    assert replies.with_objects([USER, SAY], tools) == [USER, SAY]
+        replies.with_calls([USER, ASK, TOLD, SAY], tools)
+    assert replies.with_calls([USER, SAY], tools) == [USER, SAY]
     text, spans = replies.find([USER, SAY, USER, SAY], tools, [1, 3])
     assert [text[start:end] for start, end in spans] == ["yes[/]", "yes[/]"]
     writing = Replies(ChatTemplate(templates.ANSWERS, "answers", {"bos_token": "<B>"}))
-    assert writing.with_objects([USER, ASK], tools) == [USER, ASK]
+    assert writing.with_calls([USER, ASK], tools) == [USER, ASK]

@@ -72,7 +72,7 @@ def test_function_calls_in_openai_s_former_way_are_kept():
         "functions": [tool],
     }  # fmt: skip
     sample = normalise(row, "messages")
-    assert sample.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
+    assert sample.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     assert "function_call" not in sample.messages[1]
     assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
     assert sample.tools == [{"type": "function", "function": tool}]

@@ -64,6 +64,11 @@ def answered(completion):
     return float(sum(one["role"] == "tool" for one in completion))
 
 
+def texts(prompt):
+    calls = [call for one in prompt for call in one.get("tool_calls") or []]
+    return float(sum(isinstance(call["function"]["arguments"], str) for call in calls))
+
+
 def load_environment(kind: str = "single", count: int = 3, system: str | None = None, **options):
     print("this is no row")
     rows = [{"question": f"w{40 + one} w5", "answer": f"w{one + 10}", "info": {"hint": one}} for one in range(count)]
@@ -72,6 +77,8 @@ def load_environment(kind: str = "single", count: int = 3, system: str | None = 
         return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[alike]), **given)
     if kind == "tools":
         return vf.ToolEnv(tools=[power], rubric=vf.Rubric(funcs=[answered, brief], weights=[1.0, 0.5]), **given)
+    if kind == "calls":
+        return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[texts]), **given)
     rubric = vf.Rubric(funcs=[right, brief, turns], weights=[1.0, 0.5, 0.0])
     if kind == "single":
         return vf.SingleTurnEnv(rubric=rubric, **given)

@@ -195,6 +195,10 @@ def test_a_turn_that_a_stop_text_ended_is_closed_by_the_template(tmp_path):
         {"role": "user", "content": "c"},
     ]
     assert "assistant\nb<|im_end|>" in tokenizer.decode(observations.encode(messages, Completion()))
+    function = {"name": "f", "arguments": '{"city": "Oslo"}'}
+    messages[1] |= {"content": None, "tool_calls": [{"type": "function", "function": function}]}
+    call = '<tool_call>\n{"name": "f", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    assert call in tokenizer.decode(observations.encode(messages, Completion()))
 
 
 def test_an_observation_of_a_plain_text_continues_it(tmp_path):

@@ -111,6 +111,20 @@ def test_conversations_and_tools_token_by_token(tmp_path, library):
     assert said == []
 
 
+def test_calls_in_a_prompt_reach_the_library_as_openai_s_api_has_them(tmp_path, stand_in):
+    """A row's calls have objects as arguments once they are read; the library expects JSON text."""
+    (row,) = rows_for("calls", count=1)
+    called = {"role": "assistant", "content": "", "tool_calls": calls_of(("power", {"base": 3}))}
+    row["prompt"] += [called, {"role": "tool", "tool_call_id": "call00000", "content": "9"}]
+    tokenizer, template = family(tmp_path, "qwen25")
+    with environments_of("calls", [], count=1) as environments:
+        environments.make([(row, 0)])
+        engine = Scripted(tokenizer, {0: ["no"]})
+        (sample,) = run_episodes(engine.generate, requests_for([7], 1), environments,
+                                 Observations(tokenizer, template), max_turns=1, max_length=999)  # fmt: skip
+    assert sample.earned == 1.0
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path, stand_in):
     for args, says in (
         ('{"kind": "group"}', "rewards all completions of a group together"),

@@ -10,7 +10,7 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import DTensorPolicyWorker, Policy
 from dtrain.recipe import sizes
-from tests.tiny import VOCAB, tiny_recipe
+from tests.tiny import VOCAB, tiny_grpo, tiny_recipe
 from tests.world import run_world
 
 
@@ -97,13 +97,41 @@ def weights_out(rank, recipe):
     assert (info["rank"], info["world_size"], info["local_rank"], info["device_name"]) == (rank, 2, rank, "cpu")
     ((name, sample),) = info["parameter_sample"].items()
     assert sample == {"device": "cpu", "shape": list(full[name].shape), "dtype": "torch.float64"}
-    assert info["env_vars"] == {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    assert info["env_vars"] == variables | {"CUDA_VISIBLE_DEVICES": "1,0"}
+    logits = torch.randn(3, 5)
+    assert torch.equal(worker._apply_temperature_scaling(logits.clone()), logits)  # a recipe without rollouts
     assert worker.return_model_config() is worker.model.config
     assert worker.is_alive() is True and worker.shutdown() is None and worker.is_alive()
 
 
-def test_weights_and_devices_have_nemo_rls_shapes(tmp_path):
+def test_weights_and_devices_have_nemo_rls_shapes(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     run_world(weights_out, 2, tiny_recipe(tmp_path))
+
+
+def noise(rank, recipe, world_size, at):
+    worker = DTensorPolicyWorker(*parts_of(rank, recipe, world_size), init_reference_model=False)
+    before = {name: tensor.clone() for name, tensor in worker.weights.full_tensors()}
+    worker._add_noise_to_weights()
+    added = {name: tensor - before[name] for name, tensor in worker.weights.full_tensors()}
+    logits = torch.randn(3, 5)
+    scaled = logits.clone()
+    assert worker._apply_temperature_scaling(scaled) is scaled and torch.equal(scaled, logits / 0.5)
+    if rank == 0:
+        torch.save(added, at / f"{world_size}.pt")
+
+
+def test_nemo_rls_helpers_for_tests(tmp_path):
+    """NeMo-RL adds normal(0, 0.01) to trained weights, and divides logits by the temperature of generation."""
+    run_world(noise, 1, tiny_grpo(tmp_path, "grpo.sampling.temperature=0.5"), 1, tmp_path)
+    run_world(noise, 2, tiny_grpo(tmp_path, "grpo.sampling.temperature=0.5", "parallel.tp=2"), 2, tmp_path)
+    one, two = (torch.load(tmp_path / f"{world_size}.pt") for world_size in (1, 2))
+    values = torch.cat([tensor.flatten() for tensor in one.values()])
+    error = 5 * 0.01 / len(values) ** 0.5  # five standard errors of the mean; those of the deviation are smaller
+    assert abs(values.mean()) < error and abs(values.std() - 0.01) < error
+    assert all(tensor.abs().max() > 0 for tensor in one.values())
+    assert all(torch.allclose(tensor, two[name], rtol=0, atol=1e-12) for name, tensor in one.items())
 
 
 def saved(rank, recipe, at):

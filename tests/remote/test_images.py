@@ -221,6 +221,14 @@ def test_images_that_a_cut_took_from_a_conversation_are_told(of_qwen):
         replace(prompt, records=prompt.records[1:]).chat()
 
 
+def test_calls_in_a_conversation_are_sent_as_openai_s_api_has_them(of_qwen):
+    prompt = requests_of(of_qwen, True)[0].image_prompt
+    function = {"name": "f", "arguments": {"city": "Oslo"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    (sent,) = replace(prompt, messages=[*prompt.messages, call]).chat()[-1]["tool_calls"]
+    assert sent == {"type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
+
+
 def test_an_image_that_has_changed_since_is_told_before_it_is_sent(of_qwen, vllm, tmp_path):
     request = requests_of(of_qwen, True)[0]
     vllm.reads = trainers([request])

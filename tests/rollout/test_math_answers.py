@@ -12,7 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.rewards import BUILT_IN
-from dtrain.rl.rewards.form import format_tags, json_valid, regex, repetition_penalty
+from dtrain.rl.rewards.form import format_tags, json_valid, length_penalty, regex, repetition_penalty
 from dtrain.rl.rewards.math_answers import answer_in, read
 from dtrain.rl.rewards.right_answers import cosine_length, math_exact, numeric, text_exact
 
@@ -221,6 +221,18 @@ def test_length_and_repetition_as_trl_has_them():
         cosine_length(["#### 7"], [[1]], max_tokens=9, gold=[7])
     ids = [[1, 2, 1, 2, 1, 3], [4], [5, 5], [6, 6, 6]]
     assert repetition_penalty(ids, ngram_size=2, max_penalty=-0.5) == [-0.2, 0.0, 0.0, -0.25]
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda: repetition_penalty([[1, 1]], max_penalty=1.0), "max_penalty=1.0 must be a finite number, at most 0"),
+    (lambda: repetition_penalty([[1, 1]], ngram_size=0), "ngram_size=0 must be a whole number, at least 1"),
+    (lambda: length_penalty([[1]], target_tokens=9, max_tokens=9), "target_tokens=9 must be below max_tokens=9"),
+    (lambda: cosine_length(["4"], [[1]], max_tokens=0, answer=[4]), "max_tokens=0 must be a whole number, at least 1"),
+])  # fmt: skip
+def test_a_reward_that_is_called_directly_refuses_what_a_recipe_may_not_say(call, says):
+    """TRL's get_repetition_penalty_reward refuses a positive max_penalty too."""
+    with pytest.raises(UserError, match=says):
+        call()
 
 
 def test_what_a_recipe_may_say():

@@ -84,7 +84,7 @@ def _data_uri(value: Any, name: str) -> str:
 
 
 def _arguments(value: Any, name: str) -> Any:
-    """Return the arguments of a tool call: an object, or a text of JSON, which the template may parse."""
+    """Return the arguments of a tool call: an object, or JSON text, which `read_messages` parses."""
     if isinstance(value, str):
         check_json(value.encode(errors="replace"), name)
         return value

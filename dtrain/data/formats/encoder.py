@@ -244,7 +244,7 @@ class RowEncoder:
         parts have images. Raises UserError."""
         if not images:
             self.refuse_images(messages)
-        messages = self.replies.with_objects(without_images(messages), tools)
+        messages = self.replies.with_calls(without_images(messages), tools)
         text = self.replies.template.render(messages, tools, add_generation_prompt, variables)
         if images and self.images:
             return self.images.expand(text, [image.layout for image in images]).text
@@ -385,7 +385,7 @@ class Encoder(RowEncoder):
 
     def _conversation(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> tuple[list[int], bytearray]:
         replies = self.replies
-        messages = replies.with_objects(without_images(sample.messages), sample.tools)
+        messages = replies.with_calls(without_images(sample.messages), sample.tools)
         if self.loss_on == "all":
             shut = [index for index, flag in enumerate(sample.train) if flag is False]
             if not shut and not images:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of, loads, read_list
-from dtrain.base.ranges import nearest, plural
+from dtrain.base.ranges import nearest, plural, shown
 from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
 
 ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
@@ -64,6 +64,7 @@ SHAREGPT_ROLES = {
 }
 THOUGHTS = "; only an assistant's content begins with thoughts"
 CALL_ROLES = ("function_call", "tool_call")
+CALL_KEYS = ("type", "id", "index")  # keys of a call next to its function
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 
 
@@ -277,7 +278,7 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if "function_call" in message:  # OpenAI's former way
         message = {"tool_calls": [{"type": "function", "function": message.pop("function_call")}], **message}
     if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
+        message["tool_calls"] = read_tool_calls(message["tool_calls"], f"{key}.tool_calls")
     if role == "assistant" and isinstance(message.get("content"), list):
         message = _with_thoughts(message, f"{key}.content")
     if "content" in message:
@@ -347,15 +348,49 @@ def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
     return message
 
 
-def _tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
+def read_tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
+    """Return calls of tools in OpenAI's shape, with objects as arguments. Raises UserError, naming `key`."""
     calls = read_list(value, key)
-    for index, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    return [_tool_call(call, f"{key}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, key: str) -> dict[str, Any]:
+    """Return a call as `{"type": "function", "function": {"name", "arguments"}}`; it may be the function by itself."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f'{key} must be like {{"type": "function", "function": {{"name": "...", "arguments": {{}}}}}}')
+    rest = {name: item for name, item in call.items() if item is not None}
+    if function is call:
+        own = {name: item for name, item in rest.items() if name not in CALL_KEYS}
+        rest = {name: item for name, item in rest.items() if name in CALL_KEYS} | {"function": own}
+    if "type" not in rest:
+        rest = {"type": "function", **rest}
+    inside = f"{key}.arguments" if function is call else f"{key}.function.arguments"
+    arguments = _call_arguments(function.get("arguments"), inside)
+    return {**rest, "function": {**rest["function"], "arguments": arguments}}
+
+
+def _call_arguments(value: Any, key: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object.
+
+    OpenAI's API and most data sets write them as JSON text. An empty text and null mean no arguments, as servers read
+    them (vLLM).
+    """
+    if isinstance(value, str) and not value.strip():
+        return {}
+    if isinstance(value, str):
+        try:
+            value = loads(value)
+        except ValueError as problem:
             raise UserError(
-                f'{key}[{index}] must be like {{"type": "function", "function": {{"name": "...", "arguments": {{}}}}}}'
-            )
-    return [{name: item for name, item in call.items() if item is not None} for call in calls]
+                f"{key} is {shown(value)}, which cannot be read as JSON ({problem}). Give the arguments as an object, "
+                'such as {"city": "Oslo"}, or as its JSON text'
+            ) from problem
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{key} must be an object of the arguments by name, or its JSON text, not {kind_of(value)}")
+    return value
 
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:

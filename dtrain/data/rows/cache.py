@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from dtrain.data.rows.pool import Job
 
 META = "meta.json"
-VERSION = 9
+VERSION = 10
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}

@@ -18,16 +18,11 @@ from os.path import commonprefix
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import loads
+from dtrain.data.text.call_form import QUESTION, TOOL, CallForm, CallKind, learn_call_form, why_refused
 from dtrain.data.text.template import ChatTemplate, Marked
 from dtrain.data.text.tokenizer import Tokenizer
 
-QUESTION = {"role": "user", "content": "dtrain asks"}
 REPLY = "dtrain replies"
-TOOL = {
-    "type": "function",
-    "function": {"name": "dtrain_tool", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
 CALL = {"type": "function", "id": "call00000"}
 _SHOWN = 40  # characters of an ending in a note
 Span = tuple[int, int]
@@ -54,7 +49,7 @@ class Replies:
     def __init__(self, template: ChatTemplate):
         self.template = template
         self._headers: dict[bool, Headers] = {}
-        self._calls: dict[bool, str | None] = {}
+        self._call_forms: dict[CallKind, CallForm | None] = {}
 
     def headers(self, with_tools: bool = False) -> Headers:
         """Return the headers of conversations with or without tools; probed once each."""
@@ -62,29 +57,23 @@ class Replies:
             self._headers[with_tools] = self._probe([TOOL] if with_tools else None)
         return self._headers[with_tools]
 
-    def with_objects(self, messages: Messages, tools: Messages | None) -> Messages:
-        """Return `messages`, arguments of tool calls as objects where the template would quote a JSON string twice.
+    def with_calls(self, messages: Messages, tools: Messages | None) -> Messages:
+        """Return `messages`, whose calls have objects as arguments, with the calls in the form that the template reads.
 
-        OpenAI's files hold arguments as a string of JSON; most templates write `arguments | tojson`. Raises UserError
-        where the template leaves calls out (Phi-3's, Phi-4-mini's): an empty turn would be trained in their place.
+        Raises:
+            UserError: If the template does not write calls, or not these. An empty turn would be trained otherwise.
         """
-        calling = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
-        if calling is None:
-            return messages
-        written = self._written_call(tools is not None)
-        if written is not None and "dtrain_tool" not in written:
-            raise UserError(
-                f"messages[{calling}] has tool_calls, and the chat template, {self.template.origin}, does not write "
-                "them: name a template that does with data.chat_template, or write the calls into the content"
-            )
-        if written is not None and '\\"dtrain\\"' not in written:
-            return messages
-        return [
-            {**message, "tool_calls": [_object_call(call) for call in message["tool_calls"]]}
-            if message.get("tool_calls")
-            else message
-            for message in messages
-        ]
+        prepared: list[Mapping[str, Any]] = []
+        for index, message in enumerate(messages):
+            if message.get("tool_calls"):
+                kind = CallKind.of(message, tools)
+                form = self._call_form(kind) or learn_call_form(self.template, kind, prepared)
+                if form is None:
+                    why = why_refused(self.template, kind, len(message["tool_calls"]))
+                    raise UserError(f"messages[{index}] {why}")
+                message = form.apply(message)
+            prepared.append(message)
+        return prepared
 
     def find(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
         """Return the conversation's text and the spans of the replies messages[i], i in `wanted`, in order.
@@ -123,20 +112,10 @@ class Replies:
         header, reply_text, rest = marked.text[start:end].partition(REPLY)
         return Headers(prompt, header if reply_text else None, rest.strip() if reply_text else None)
 
-    def _written_call(self, with_tools: bool) -> str | None:
-        """Return a turn that calls a tool, arguments as a string, as the template writes it; None if it refuses."""
-        if with_tools not in self._calls:
-            function = {"name": "dtrain_tool", "arguments": '{"dtrain": 1}'}
-            asking = {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": function}]}
-            tools, none = ([TOOL] if with_tools else None), {"role": "assistant", "content": "0"}
-            try:
-                text = self.template.render([QUESTION, asking], tools)
-                # What is there without the call too, the tool's description, is none of it.
-                same = commonprefix([text, self.template.render([QUESTION, none], tools)])
-                self._calls[with_tools] = text[len(same) :]
-            except UserError:
-                self._calls[with_tools] = None
-        return self._calls[with_tools]
+    def _call_form(self, kind: CallKind) -> CallForm | None:
+        if kind not in self._call_forms:
+            self._call_forms[kind] = learn_call_form(self.template, kind)
+        return self._call_forms[kind]
 
     def _block(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
         """Return the span of messages[index]: by the marks, else between two prefixes of the conversation."""
@@ -197,8 +176,11 @@ class Replies:
             silent = self.template.render(messages[:index], tools)
         except UserError as problem:
             raise self._unknown(index, "its turn begins unlike its generation prompt") from problem
-        if prompt == silent and marked.blocks[index - 1] is None and messages[index - 1]["role"] == "tool":
-            return start  # the turn that called a tool goes on after the answer
+        if prompt == silent and messages[index - 1]["role"] == "tool":
+            if marked.blocks[index - 1] is None:
+                return start  # the turn that called a tool goes on after the answer
+            if marked.text.startswith(prompt) and start < len(prompt) <= end:
+                return len(prompt)  # the answers are closed at once, before the reply (DeepSeek V3)
         if prompt != silent and marked.text.startswith(prompt) and start <= len(prompt) <= end:
             return len(prompt)
         raise self._unknown(index, "its turn begins unlike its generation prompt")
@@ -249,16 +231,3 @@ def note_on_ending(replies: Replies, tokenizer: Tokenizer, is_all_trained: bool)
         f"note: the chat template ends a reply with {shown}, which is no EOS token of the model ({known}): generation "
         "does not stop there. Add the id of the token to eos_token_id in generation_config.json"
     )
-
-
-def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return dict(call)
-    try:
-        value = loads(arguments)
-    except ValueError:
-        return dict(call)
-    changed = {**function, "arguments": value if isinstance(value, dict) else arguments}
-    return {**call, "function": changed} if "function" in call else changed

@@ -35,6 +35,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
+KEPT_NULL = object()  # a content that the template sees as null; null itself is left out, as transformers does
 PROBE = "A thought that no template has."
 SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
 SOURCE_BYTES = 1 << 20
@@ -260,6 +261,8 @@ def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     prepared = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
+        if message.get("content") is KEPT_NULL:
+            message["content"] = None
         reasoning = next((message[name] for name in REASONING if name in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}

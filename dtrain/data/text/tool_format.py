@@ -1,17 +1,17 @@
 """The form in which a chat template writes tools, calls and answers: learnt by rendering a call that is known."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.text.replies import CALL, QUESTION, Messages, Replies
+from dtrain.data.text.call_form import NAME, QUESTION
+from dtrain.data.text.replies import CALL, Messages, Replies
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tool_calls import FORMS, Parameters, ToolCall, read_calls
 
-NAME, MARK, ANSWER = "dtrain_tool", "dtrain calls", "dtrain answers"
+MARK, ANSWER = "dtrain calls", "dtrain answers"
 _ARGUMENTS = {"text": MARK, "number": 2, "items": ["a", 'b "c"']}
 _KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "items": {"type": "array"}}
 _PARAMETERS: Parameters = {NAME: {"type": "object", "properties": _KINDS}}
@@ -87,22 +87,22 @@ def _behind(plain: str, text: str) -> str:
 
 def _conversation(replies: Replies, tools: Messages, count: int) -> Messages:
     calls = [_call(f"call{number:05}", NAME, _ARGUMENTS) for number in range(count)]
-    return _objects(replies, tools, [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}])
+    return _prepared(replies, tools, [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
 def _with_answers(replies: Replies, tools: Messages, answers: Messages) -> str:
     results = [answer for answer in answers if answer["role"] == "tool"]
     calls = [_call(result["tool_call_id"], result["name"], {"text": MARK}) for result in results]
     messages: Messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *answers]
-    return replies.template.render(_objects(replies, tools, messages), tools, add_generation_prompt=True)
+    return replies.template.render(_prepared(replies, tools, messages), tools, add_generation_prompt=True)
 
 
 def _call(number: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return CALL | {"id": number, "function": {"name": name, "arguments": json.dumps(arguments)}}
+    return CALL | {"id": number, "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def _objects(replies: Replies, tools: Messages, messages: Messages) -> Messages:
+def _prepared(replies: Replies, tools: Messages, messages: Messages) -> Messages:
     try:
-        return replies.with_objects(messages, tools)
+        return replies.with_calls(messages, tools)
     except UserError:
         raise _unfit(replies.template, "does not write calls of tools") from None

@@ -12,7 +12,9 @@ from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.data import Tokenizer
-from dtrain.data.text.replies import QUESTION, REPLY
+from dtrain.data.formats.formats import read_tool_calls
+from dtrain.data.text.call_form import QUESTION
+from dtrain.data.text.replies import REPLY, Replies
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
@@ -40,6 +42,7 @@ class Observations:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, calls: ToolFormat | None = None):
         self.tokenizer, self._template, self._calls = tokenizer, template, calls
+        self._replies = None if template is None else Replies(template)
 
     def text_of(self, completion: Completion) -> str:
         """Return the text of a completion, without special tokens; where tools are, with them, since they may mark a
@@ -50,9 +53,12 @@ class Observations:
     def encode(self, observation: Observation, completion: Completion, room: float = math.inf) -> list[int]:
         """Return the ids that follow `completion`. Of an observation of more than `room` ids it may be the first
         ones alone, more than `room`. Raises UserError as the template does."""
-        if self._template is not None:
-            messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-            text = self._behind_a_reply(self._template, messages)
+        if self._replies is not None:
+            if isinstance(observation, str):
+                messages = [{"role": "user", "content": observation}]
+            else:
+                messages = [_with_calls_read(message, index) for index, message in enumerate(observation)]
+            text = self._behind_a_reply(self._replies, messages)
         elif isinstance(observation, str):
             text = observation
         else:
@@ -77,11 +83,13 @@ class Observations:
             return ids[end + 1 :]
         return ids
 
-    def _behind_a_reply(self, template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> str:
+    def _behind_a_reply(self, replies: Replies, messages: Sequence[dict[str, Any]]) -> str:
         if self._calls is not None and messages[0]["role"] == "tool":
             return self._calls.behind_a_call(messages)
         reply = {"role": "assistant", "content": REPLY}
-        text = template.render([QUESTION, reply, *messages], add_generation_prompt=True)
+        template = replies.template
+        conversation = replies.with_calls([QUESTION, reply, *messages], None)
+        text = template.render(conversation, add_generation_prompt=True)
         _, reply_text, rest = text.partition(REPLY)
         if not reply_text or not rest.strip():
             raise UserError(f"the chat template, {template.origin}, writes nothing after a reply")
@@ -92,6 +100,14 @@ class Observations:
         with."""
         head, whole = self.tokenizer.encode(REPLY), self.tokenizer.encode(REPLY + text)
         return whole[len(head) :] if whole[: len(head)] == head else self.tokenizer.encode(text)
+
+
+def _with_calls_read(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return an observed message, whose calls have objects as arguments. Raises UserError."""
+    if not message.get("tool_calls"):
+        return message
+    calls = read_tool_calls(message["tool_calls"], f"messages[{index}].tool_calls")
+    return {**message, "tool_calls": calls}
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.data.text.call_form import with_text_arguments
 from dtrain.data.text.tool_calls import read_calls
 from dtrain.rl.rewards.find import find_verifiers
 from dtrain.rl.worker import shown
@@ -77,11 +78,12 @@ class Library:
                 f"python -m dtrain.rl.environments.verifiers {self.made['name']}{arguments} > FILE"
             )
         talk = _Talk(self._loop)
-        inputs = {**columns[ROW], "prompt": row["prompt"]}
+        prompt = [with_text_arguments(message) for message in row["prompt"]]  # as the library's own client has them
+        inputs = {**columns[ROW], "prompt": prompt}
         rollout = self._environment.run_rollout(inputs, _client(talk), "dtrain", {})
         talk.run(rollout)
         read = partial(_message, specials=self._specials, calls=columns.get("calls"), tools=columns.get("tools") or [])
-        return Played(talk, row["prompt"], columns.get("tools") or [], read)
+        return Played(talk, prompt, columns.get("tools") or [], read)
 
 
 class Played:
@@ -256,7 +258,11 @@ def _call(call: Any) -> Any:
     """Return a call's id, name and arguments, from a conversation that was read from a file, or from a client's."""
     call = json.loads(call) if isinstance(call, str) else call
     function = call.get("function", call)
-    return [call.get("id"), function.get("name"), function.get("arguments")]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):  # what is not JSON is compared as text
+            arguments = json.loads(arguments or "{}")
+    return [call.get("id"), function.get("name"), arguments]
 
 
 def _tool(tool: Mapping[str, Any]) -> list[Any]:

@@ -5,6 +5,9 @@ import re
 from collections.abc import Sequence
 from itertools import islice
 
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import is_finite
+
 
 def regex(
     completions: Sequence[str], *, pattern: str, full: bool = False, ignore_case: bool = False
@@ -84,6 +87,8 @@ def length_penalty(
     >>> length_penalty([[0] * 10, [0] * 15, [0] * 40], target_tokens=10, max_tokens=20)
     [0.0, -0.5, -1.0]
     """
+    if not target_tokens < max_tokens:
+        raise UserError(f"length_penalty: target_tokens={target_tokens} must be below max_tokens={max_tokens}")
     span = max_tokens - target_tokens
     return [-min(max(len(ids) - target_tokens, 0) / span, 1.0) + 0.0 for ids in completion_ids]
 
@@ -97,6 +102,11 @@ def repetition_penalty(
     >>> repetition_penalty([[1, 2, 3, 4], [5, 5, 5, 5, 5], [7]], ngram_size=2)
     [0.0, -0.75, 0.0]
     """
+    if ngram_size < 1:
+        raise UserError(f"repetition_penalty: ngram_size={ngram_size} must be a whole number, at least 1")
+    if not is_finite(max_penalty) or max_penalty > 0:
+        # A positive value would reward repetition.
+        raise UserError(f"repetition_penalty: max_penalty={max_penalty} must be a finite number, at most 0")
     penalties: list[float | None] = []
     for ids in completion_ids:
         ngrams = list(zip(*(islice(ids, start, None) for start in range(ngram_size)), strict=False))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from dtrain.base.errors import UserError
 from dtrain.rl.rewards.columns import values_of
 from dtrain.rl.rewards.math_answers import MathAnswer, answer_in, equal, marked_answer, read
 
@@ -95,6 +96,8 @@ def cosine_length(
     >>> cosine_length(["#### 4", "#### 5", "#### 4"], [[0] * 5, [0] * 5, [0] * 30], max_tokens=10, answer=[4, 4, 4])
     [0.75, -0.75, 0.5]
     """
+    if max_tokens < 1:
+        raise UserError(f"cosine_length: max_tokens={max_tokens} must be a whole number, at least 1")
     values: list[float | None] = []
     for right, ids in zip(are_right("cosine_length", completions, column, columns), completion_ids, strict=True):
         first, last = (max_value_correct, min_value_correct) if right else (min_value_wrong, max_value_wrong)
