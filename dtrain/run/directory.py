@@ -23,7 +23,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dtrain.base.errors import UserError
@@ -38,15 +40,24 @@ WAIT_SECONDS = 30.0
 AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
-# Changes of these make another run; the rest of a recipe may change between a save and a resume.
+# Changes of these make another run; the rest of a recipe may change between a save and a resume. `method` is not among
+# them: `resume.compare` never lets it change.
 TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
-GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
+GUARDED = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
 # What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
 KEPT_IN = ("optimizer.state", "train.masters")
 
 Difference = tuple[str, Any, Any]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Keys of a recipe by which its trained tensors are not those of a checkpoint, and what to do about it."""
+
+    keys: tuple[str, ...]
+    advice: str
 
 
 class RunDirectory:
@@ -174,31 +185,44 @@ def guard(
     allow_changes: Sequence[str],
     known: Collection[str] = (),
     models: Sequence[str] = (),
+    misfit: "Misfit | None" = None,
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the lines to print of a resume with a changed recipe: one line per difference (key, saved value, new
-    value).
+    """Return the lines to print for a resume with a changed recipe, one per difference.
 
-    Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
-    key or a section above it, and for those of `KEPT_IN`. The digests of what files hold join `differences` under keys
-    of their own, such as "data.fingerprint"; `known` names the keys that say only where such files lie. models: keys of
-    a method's section that name models, which are guarded too.
+    Args:
+        differences: Key, saved value and new value. Digests of files have keys of their own, "data.fingerprint" for
+            example.
+        allow_changes: Keys, or sections above them, that may differ although they are `GUARDED`.
+        known: Keys that name only the place of a file whose content is the same.
+        models: Keys of the method's section that name models. They are guarded too.
+        misfit: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
+        details: Lines that explain a difference, by its key.
+
+    Raises:
+        UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
     """
     differences = list(differences)
-    refused = [
-        (key, old, new)
-        for key, old, new in differences
-        if key in KEPT_IN
-        or (_within(key, (*GUARDED, *models)) and key not in known and not _within(key, (*UNGUARDED, *allow_changes)))
-    ]
+    fixed = {*KEPT_IN, *(misfit.keys if misfit else ())}
+    refused = []
+    for key, old, new in differences:
+        is_guarded = _within(key, (*GUARDED, *models)) and key not in known and not _within(key, UNGUARDED)
+        if key in fixed or (is_guarded and not _within(key, allow_changes)):
+            refused.append((key, old, new))
     if refused:
-        lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]
-        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in KEPT_IN))
+        lines = []
+        for key, old, new in refused:
+            lines.append(f"  {key}: {_short(old)} -> {_short(new)}")
+            lines += [f"    {line}" for line in details.get(key, ())]
+        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in fixed))
         back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in KEPT_IN)
         if back:
             lines.append(
                 f"The saved tensors are in other bits, and no resume changes these: set {back} back, or start from the "
                 "weights alone, by checkpoint.init_from and another run.name"
             )
+        if misfit is not None:
+            lines.append(misfit.advice)
         if keys:
             lines.append(
                 f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
@@ -208,7 +232,11 @@ def guard(
             "the recipe, or what the files that it names hold, is not what this run was saved with:\n"
             + "\n".join(lines)
         )
-    return [f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in differences]
+    printed = []
+    for key, old, new in differences:
+        printed.append(f"{key}: {_short(old)} -> {_short(new)}")
+        printed += details.get(key, ())
+    return printed
 
 
 def _within(key: str, names: Sequence[str]) -> bool:
