@@ -464,7 +464,7 @@ class Checkpoint:
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections of model, data and optimizer that may differ from what a resumed run started with. Never
     `method`, and never what decides which tensors are saved and of which type: `optimizer.state`, `train.masters`, and
-    for example `lora.rank`. For these start a new run (`checkpoint.init_from`)."""
+    for example `lora.rank`. A change of these is a new run."""
 
 
 @dataclass
