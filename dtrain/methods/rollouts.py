@@ -294,8 +294,8 @@ class Rollouts(BatchSource):
         missing = [name for name in asdict(Position()) if name not in state]
         if missing:
             raise UserError(
-                f"the checkpoint was saved by a run without rollouts: it has no {', '.join(missing)}. Begin another run "
-                "with these weights (checkpoint.init_from, run.name)"
+                f"the checkpoint was saved by a run without rollouts, it has no {', '.join(missing)}: begin another "
+                "run with these weights (checkpoint.init_from, run.name)"
             )
         changed = list(changed)
         if "shapes" in state:

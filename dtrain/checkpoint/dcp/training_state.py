@@ -150,7 +150,8 @@ def restore_optimizer(
         if held != sorted(tensors):
             raise UserError(
                 f"the checkpoint's optimizer keeps {sorted(tensors)} for {name}, optimizer "
-                f"{type(optimizer).__name__} as the recipe has it keeps {held} (optimizer)"
+                f"{type(optimizer).__name__} as the recipe has it keeps {held}: set optimizer.name back, or begin "
+                "another run with these weights (checkpoint.init_from, run.name)"
             )
         entries.update(values)
     if state:
