@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, first
 from dtrain.base.files import set_aside
 from dtrain.base.json_files import digest, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -32,6 +32,7 @@ from dtrain.run.directory import Difference, Misfit, guard
 from dtrain.run.host import Host
 from dtrain.run.spec import RunSpec
 
+DIGEST_OF_SPLIT = {"train": "data.fingerprint", "val": "data.val.fingerprint"}
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -221,8 +222,37 @@ def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> l
         automatic = None if rows is None else packs_by_itself(rows, spec.method.kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
+    details = {}
+    for split, key in DIGEST_OF_SPLIT.items():
+        if split in spec.rows:
+            saved_files = state.get("data_files", {}).get(split)  # older versions did not save them
+            details[key] = _changed_files(saved_files, spec.rows[split].samples.file_digests)
     misfit = None if unfit is None else _misfit(spec, unfit, [each for each in differences if each[0] not in known])
-    return guard(differences, allow_changes, known, models, misfit)
+    return guard(differences, allow_changes, known, models, misfit, details)
+
+
+def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) -> list[str]:
+    """Return a line for each data file that is not what it was. Both: digests by path.
+
+    A file that only lies elsewhere, with the same content, is the same.
+    """
+    if saved is None:
+        return []
+    lines = []
+    for path in sorted({*saved, *found}):
+        if path in saved and path in found:
+            if saved[path] != found[path]:
+                lines.append(f"{path}: its content has changed")
+        elif path in found and found[path] not in saved.values():
+            lines.append(f"{path}: was not among the files")
+        elif path in saved and saved[path] not in found.values():
+            lines.append(f"{path}: is no longer among the files")
+    if not lines:
+        lines.append(
+            "every file has the content that it had: the tokenizer, the chat template, the images or another key of "
+            "data, such as data.max_length, makes other samples of them"
+        )
+    return first(lines)
 
 
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
