@@ -48,6 +48,10 @@ class Run:
     some sums are slower. An operation without a deterministic kernel ends the run with an error that names it. On CPUs
     runs give the same bits in any case. What a server draws is its own."""
 
+    lock: bool = True
+    """A lock on the run's directory keeps a second run out. false: no lock, for file systems that have none. Nothing
+    then keeps two runs from writing to one directory."""
+
     @property
     def directory(self) -> Path:
         """The run's own, of a loaded recipe."""

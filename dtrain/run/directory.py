@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import real, replace_text
+from dtrain.base.files import NO_LOCKS, can_sync_directories, real, replace_text
 from dtrain.base.model_directory import CHAT_TEMPLATE
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 
@@ -61,10 +61,13 @@ class Misfit:
 
 
 class RunDirectory:
-    """A run's directory, held from `hold` to `release`."""
+    """A run's directory, held from `hold` to `release`.
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    locks: Whether a lock keeps other runs out (`run.lock`).
+    """
+
+    def __init__(self, path: str | Path, locks: bool = True):
+        self.path, self.locks = Path(path), locks
         self.config, self.began, self.metrics = map(self.path.joinpath, ("config.yaml", "began.json", "metrics.jsonl"))
         self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
         self._lock: int | None = None
@@ -73,7 +76,8 @@ class RunDirectory:
         """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process
         (None: WAIT_SECONDS, or AWAY_SECONDS where the holder is, or was, on another host).
 
-        tell: called once, with a line for the user, when there is someone to wait for. The lock is a POSIX record lock:
+        tell: called with a line for the user, when there is someone to wait for, and where the file system does less
+        for a save than others. The lock is a POSIX record lock:
         the system drops it with the process, however that ends, and forked workers do not inherit it.
         """
         try:
@@ -81,6 +85,14 @@ class RunDirectory:
                 _refuse_unwritable(directory)
                 if directory == self.path or directory.is_symlink():  # to a disk where nothing is yet, perhaps
                     real(directory).mkdir(parents=True, exist_ok=True)
+            saves = self.checkpoints if self.checkpoints.is_dir() else self.path  # a link may lead to another disk
+            if tell is not None and not can_sync_directories(saves):
+                tell(
+                    f"note: the file system of {self.path} does not sync directories: if its server loses power, the "
+                    "newest checkpoint may be lost with it. Checkpoints before it stay whole"
+                )
+            if not self.locks:
+                return self
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
@@ -106,7 +118,7 @@ class RunDirectory:
         that holds the run: the system drops a lock where any look at its file ends."""
         for directory in (self.path, self.checkpoints, self.model):
             _refuse_unwritable(directory)
-        if (self.path / "lock").is_file():
+        if self.locks and (self.path / "lock").is_file():
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if not _try(lock):
@@ -176,7 +188,12 @@ def _try(lock: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        raise UserError(f"run.dir: this file system gives no locks ({error.strerror}); choose another") from error
+        if error.errno not in NO_LOCKS:
+            raise
+        raise UserError(
+            f"run.dir: this file system has no file locks ({error.strerror}), which keep two runs from writing to one "
+            "directory. Set run.lock=false and start each run once, or choose a run.dir on another file system"
+        ) from error
     return True
 
 
@@ -259,6 +276,8 @@ def is_held(directory: Path) -> bool | None:
         return None
     try:
         return not _try(lock)
+    except UserError:  # there are no locks
+        return None
     finally:
         os.close(lock)
 

@@ -48,7 +48,7 @@ EXPERT_NAMES_OF_PEFT = {
             "qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_text qwen3_omni_moe_thinker afmoe beam "
             "cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 Dots3NoteTextModel ernie4_5_moe exaone_moe "
             "flex_olmo glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum olmoe "
-            "sarvam_mla solar_open"
+            "sarvam_mla solar_open UnlimitedOcrTextModel"
         ).split(),
         _QWEN_EXPERTS,
     ),
