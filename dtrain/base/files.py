@@ -4,12 +4,13 @@ A checksum is CRC-32 (zlib), as eight hex digits: it finds damage by disks and n
 guard against someone who writes both the file and its manifest.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fcntl import LOCK_EX, flock
 from io import IOBase
 from pathlib import Path
 from typing import Any, TypedDict
@@ -17,6 +18,10 @@ from typing import Any, TypedDict
 from dtrain.base.errors import UserError
 
 _BLOCK = 1 << 22
+# What a file system answers to a call that it does not have.
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+# ENOLCK: NFS without its lock service.
+NO_LOCKS = (*_NOT_SUPPORTED, errno.ENOLCK)
 
 
 class Record(TypedDict):
@@ -105,12 +110,31 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file durable, or the names in a directory."""
+    """Make the content of a file durable, or the names in a directory if its file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # SMB, sshfs and other FUSE file systems refuse this for directories, where names are as durable as the server
+        # makes them. Files are synced there as anywhere, so a rename still shows a complete file.
+        if error.errno not in _NOT_SUPPORTED or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
+
+
+def can_sync_directories(directory: Path) -> bool:
+    """Return whether the file system of `directory` syncs the names in a directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def real(path: Path) -> Path:
@@ -168,7 +192,19 @@ def set_aside(path: Path, prefix: str = ".discarded-") -> Path:
 
 @contextmanager
 def lock(place: Path) -> Iterator[None]:
-    """Hold the lock file beside `place`, NAME.lock, until the block ends, or the process does; others wait."""
-    with open(place.with_name(f"{place.name}.lock"), "a") as held:
-        flock(held, LOCK_EX)
+    """Hold the lock file beside `place`, NAME.lock, until the block ends, or the process does; others wait.
+
+    Raises UserError if the file system has no locks.
+    """
+    path = place.with_name(f"{place.name}.lock")
+    with open(path, "a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            raise UserError(
+                f"{path}: this file system has no file locks ({error.strerror}), by which processes share a cache. Set "
+                "data.cache_dir to a directory on another one, such as this machine's own disk"
+            ) from error
         yield

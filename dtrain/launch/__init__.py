@@ -4,6 +4,7 @@ start            in place, in processes of its own, as a rank of torchrun's or s
 agent            several ranks on this machine: the launcher, and the worker that it starts
 watch            the watch over ranks, on one host and on many; the processes of one machine; the newest checkpoint
 job              the private directory that launcher and workers share
+consistency      checks that the ranks of a run agree on recipe, versions and directory
 rank             one rank: its process group, its log, what running out of memory means
 signals          the answer of a run to signals
 devices          the device of a rank, and what is wrong with it or with those of all ranks together

@@ -15,6 +15,7 @@ from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, total_memory
 from dtrain.base.orphans import descendants, kill
+from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.launch.signals import on_signals
@@ -107,6 +108,8 @@ def run_rank(
         if size > 1:
             store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
         meeting = place if met is None else replace(place, attempt=max(place.attempt, met.attempt))
+        if store is not None:
+            refuse_other_recipes(recipe, meeting, store)
         devices: list[DeviceFacts] = []
         if device.type == "cuda":
             start = partial(start_device, device, place)
@@ -126,8 +129,8 @@ def run_rank(
         wait = recipe.launch.collective_timeout
         if store is not None:
             init_process_group(device.type, store, place.rank, size, wait)
-        if met is not None:
-            importlib.import_module("dtrain.launch.hosts.consistency").same_on_all(recipe)
+        if place.watches:
+            refuse_other_hosts(recipe)
         peak = planned.peak if planned else None
         runtime = Runtime(
             place.rank, place.local_rank, place.world_size, device, stop, peak, wait, chosen, machine if is_open else {}

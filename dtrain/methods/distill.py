@@ -1,7 +1,7 @@
 """Distillation: the student learns the teacher's distribution at every trained token, not its label; those of the
 data, or of completions that it draws itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
+from dtrain.base.errors import UserError
 from dtrain.base.ranges import at_least, shown
 from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows
@@ -120,6 +121,17 @@ class DistillMethod(Method):
 
     def teacher_path(self) -> str | None:
         return self.section.teacher
+
+    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raise UserError if the checkpoint was saved with the other value of `distill.samples`, too."""
+        saved = "student" if "rollout" in state else "data"
+        if saved != self.section.samples:
+            raise UserError(
+                f"distill.samples={self.section.samples}: the checkpoint was saved with distill.samples={saved}, and a "
+                "resume cannot change it. Set it back, or begin another run with these weights (checkpoint.init_from, "
+                "run.name)"
+            )
+        super().refuse_state(state, changed)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         if self.section.teacher is not None:  # without one the recipe is refused

@@ -341,27 +341,17 @@ class GrpoMethod(MethodWithReference):
         measured = {"reward_mean": total / max(1, known)} | lengths_of(samples)
         return {f"val_{name}": value for name, value in measured.items()}
 
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"has_reference": bool(self._moving)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Raises UserError where the recipe has changed whether the reference moves, too."""
-        step, section = state["step"], self.section
-        if state["has_reference"] != bool(self._moving):
-            holds = "holds the reference that it had moved to" if state["has_reference"] else "holds no reference"
-            raise UserError(
-                f"grpo.sync_every={section.sync_every} with grpo.beta={section.beta}: the checkpoint of step {step} "
-                f"{holds}. Whether the reference moves stays as it was; for a change begin another run with these "
-                "weights (checkpoint.init_from, run.name)"
-            )
-        changed = []
+    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raise UserError if the recipe changes what the updates of a rollout under way depend on, too."""
+        changed = list(changed)
         if shapes := state.get("shapes"):
+            section = self.section
             replays, did = section.router_replay, "routed" in shapes
             if section.beta and "reference_logprobs" not in shapes:
                 changed.append(f"grpo.beta: 0.0 -> {section.beta}")
             if replays != did:
                 changed.append(f"grpo.router_replay: {did} -> {replays}".lower())
-        self.source.load(state, changed)
+        super().refuse_state(state, changed)
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch, collate
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import shown
 from dtrain.base.row_images import collate_with_images
 from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
@@ -67,6 +69,14 @@ class BatchSource:
         """Return tensors by name, [...] each."""
         return {}
 
+    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raise UserError if this source cannot go on from a saved `state`.
+
+        Args:
+            state: State of the method in the checkpoint.
+            changed: Changes that the method has found itself, one line each, which a resume does not allow.
+        """
+
     def load(self, state: Mapping[str, Any]) -> None:
         pass
 
@@ -101,6 +111,9 @@ class Method:
     load(state)  for a resume, before the first step: takes `state()` of the save back and makes room, so that
                  `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size
                  the ranks may ask for other pieces of them than were saved.
+
+    `refuse_state(state)` comes before `load`, also in `dtrain validate`: it raises UserError for a state that this
+    method, with this recipe, did not write or cannot go on from.
     """
 
     Section: type = NoKeys
@@ -314,7 +327,15 @@ class Method:
         """Return tensors by name, [...] each; see the class."""
         return self.source.tensors()
 
+    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raise UserError if the method cannot go on from the `state` of a checkpoint.
+
+        Needs the recipe only, so `dtrain validate` calls it too. `changed` is as of `BatchSource.refuse_state`.
+        """
+        self.source.refuse_state(state, changed)
+
     def load(self, state: Mapping[str, Any]) -> None:
+        """Take back a `state` that `refuse_state` has accepted."""
         self.source.load(state)
 
 
@@ -325,6 +346,10 @@ class MethodWithReference(Method):
 
     models: tuple[str, ...] = ("reference",)
     _moving: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def _reference_moves(self) -> bool:
+        return self.needs_reference() and self.section.sync_every is not None
 
     @property
     def needs_start(self) -> str | None:
@@ -364,6 +389,26 @@ class MethodWithReference(Method):
         every = self.section.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
             policy.reference.follow(self.section.sync_mix)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"has_reference": self._reference_moves}
+
+    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raise UserError if the recipe has changed whether the reference moves, too.
+
+        Only a reference that moves is in the checkpoint. One that stands still is read again where it came from.
+        """
+        moves = self._reference_moves
+        had_moved = state.get("has_reference", moves)  # older versions wrote it for GRPO only
+        if had_moved != moves:
+            name = self.recipe.method
+            holds = "holds the reference that it had moved to" if had_moved else "holds no reference"
+            raise UserError(
+                f"{name}.sync_every={shown(self.section.sync_every)}: the checkpoint {holds}, and a resume cannot "
+                f"change whether the reference moves. Take the change of section {name} back, or begin another run "
+                "with these weights (checkpoint.init_from, run.name)"
+            )
+        super().refuse_state(state, changed)
 
     def tensors(self) -> dict[str, Tensor]:
         """The reference's [...] by name, where it moves."""

@@ -283,17 +283,27 @@ class Rollouts(BatchSource):
         """The buffer's [N], [T] and [T, ..]."""
         return {f"buffer.{name}": tensor for name, tensor in self.buffer.tensors().items()} if self._is_begun else {}
 
-    def load(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raises UserError where the recipe has changed what the updates of a rollout that is begun depend on. changed:
-        more of that, a line each."""
+    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+        """Raise UserError if a checkpoint was saved without rollouts, or if the recipe changes what the updates of its
+        rollout depend on."""
         if "settings" in state and "shapes" not in state:
             raise UserError(
                 f"the checkpoint of step {state['step']} stands within a rollout, as another version of dtrain saved "
                 "it: resume from a step between two rollouts (checkpoint.resume=..)"
             )
+        missing = [name for name in asdict(Position()) if name not in state]
+        if missing:
+            raise UserError(
+                f"the checkpoint was saved by a run without rollouts, it has no {', '.join(missing)}: begin another "
+                "run with these weights (checkpoint.init_from, run.name)"
+            )
+        changed = list(changed)
         if "shapes" in state:
-            saved, own = state["settings"], self.settings
-            changed = [*(f"{name}: {saved[name]} -> {own[name]}" for name in own if saved[name] != own[name]), *changed]
+            for name, value in self.settings.items():
+                saved = state["settings"].get(name)
+                # A dry run does not read large data, so that train.global_batch=auto has no number there.
+                if value not in (saved, "auto"):
+                    changed.append(f"{name}: {saved} -> {value}")
         if changed:
             raise UserError(
                 f"the checkpoint of step {state['step']} stands within a rollout, whose updates go on as they began, "
@@ -302,6 +312,8 @@ class Rollouts(BatchSource):
                 + "\nTake the change back, resume from a step between two rollouts (checkpoint.resume=..), or begin "
                 "another run with these weights (checkpoint.init_from, run.name)"
             )
+
+    def load(self, state: Mapping[str, Any]) -> None:
         self.position = Position(**{name: state[name] for name in asdict(self.position)})
         self.position.cursor = Cursor(*state["cursor"]) if state["rollout"] else None
         self.measured = dict(state.get("measured", {}))

@@ -140,14 +140,16 @@ class PolicyCheckpoint:
         return {name: on_its_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
-        """Write the model as a Hugging Face directory, in the dtype that the run computes in; of an adapter that alone,
-        in PEFT's layout and its own dtype, or merged where no files hold its base. Collective.
+        """Write the model as a Hugging Face directory, in the dtype that the run computes in. Collective.
+
+        An adapter is written by itself, in PEFT's layout and its own dtype. It is merged if no files hold its base, or
+        if PEFT would misread it.
 
         source: gives config.json, the tokenizer, and weights that the model has no module for (a vision tower). held:
         as of `write_directory`. `out` is replaced once the new directory is complete.
         """
         dtype, template = self._dtype, self.chat_template
-        if self._model.adapters is None or self._base_name is None:
+        if self._model.adapters is None or self._base_name is None or self._is_misread_by_peft:
             from dtrain.checkpoint.huggingface.write import write_directory
 
             write_directory(
@@ -185,6 +187,14 @@ class PolicyCheckpoint:
         from dtrain.checkpoint.peft.files import AdapterFiles
 
         return lambda *step: AdapterFiles(adapters.config, self._model.config, self._base_name).beside(*step)
+
+    @property
+    def _is_misread_by_peft(self) -> bool:
+        """Return whether PEFT would load another adapter than the model has from files in its layout."""
+        from dtrain.checkpoint.peft.config import misread_problem  # a run without an adapter does not load it
+
+        adapters = self._model.adapters
+        return adapters is not None and misread_problem(adapters.config, self._model.config) is not None
 
     @property
     def _base_name(self) -> str | None:

@@ -48,6 +48,10 @@ class Run:
     some sums are slower. An operation without a deterministic kernel ends the run with an error that names it. On CPUs
     runs give the same bits in any case. What a server draws is its own."""
 
+    lock: bool = True
+    """A lock on the run's directory keeps a second run out. false: no lock, for file systems that have none. Nothing
+    then keeps two runs from writing to one directory."""
+
     @property
     def directory(self) -> Path:
         """The run's own, of a loaded recipe."""
@@ -463,7 +467,8 @@ class Checkpoint:
     it, in place of those of `model.path`. Later it resumes from its own checkpoints, and that step stays its start."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections of model, data and optimizer that may differ from what a resumed run started with. Never
-    `optimizer.state` and `train.masters`: they say which type the saved tensors have."""
+    `method`, and never what decides which tensors are saved and of which type: `optimizer.state`, `train.masters`, and
+    for example `lora.rank`. A change of these is a new run."""
 
 
 @dataclass

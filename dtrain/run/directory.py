@@ -23,11 +23,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import real, replace_text
+from dtrain.base.files import NO_LOCKS, can_sync_directories, real, replace_text
 from dtrain.base.model_directory import CHAT_TEMPLATE
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 
@@ -38,9 +40,10 @@ WAIT_SECONDS = 30.0
 AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
-# Changes of these make another run; the rest of a recipe may change between a save and a resume.
+# Changes of these make another run; the rest of a recipe may change between a save and a resume. `method` is not among
+# them: `resume.compare` never lets it change.
 TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
-GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
+GUARDED = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir")
 # What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
@@ -49,11 +52,22 @@ KEPT_IN = ("optimizer.state", "train.masters")
 Difference = tuple[str, Any, Any]
 
 
-class RunDirectory:
-    """A run's directory, held from `hold` to `release`."""
+@dataclass(frozen=True)
+class Misfit:
+    """Keys of a recipe by which its trained tensors are not those of a checkpoint, and what to do about it."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    keys: tuple[str, ...]
+    advice: str
+
+
+class RunDirectory:
+    """A run's directory, held from `hold` to `release`.
+
+    locks: Whether a lock keeps other runs out (`run.lock`).
+    """
+
+    def __init__(self, path: str | Path, locks: bool = True):
+        self.path, self.locks = Path(path), locks
         self.config, self.began, self.metrics = map(self.path.joinpath, ("config.yaml", "began.json", "metrics.jsonl"))
         self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
         self._lock: int | None = None
@@ -62,7 +76,8 @@ class RunDirectory:
         """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process
         (None: WAIT_SECONDS, or AWAY_SECONDS where the holder is, or was, on another host).
 
-        tell: called once, with a line for the user, when there is someone to wait for. The lock is a POSIX record lock:
+        tell: called with a line for the user, when there is someone to wait for, and where the file system does less
+        for a save than others. The lock is a POSIX record lock:
         the system drops it with the process, however that ends, and forked workers do not inherit it.
         """
         try:
@@ -70,6 +85,14 @@ class RunDirectory:
                 _refuse_unwritable(directory)
                 if directory == self.path or directory.is_symlink():  # to a disk where nothing is yet, perhaps
                     real(directory).mkdir(parents=True, exist_ok=True)
+            saves = self.checkpoints if self.checkpoints.is_dir() else self.path  # a link may lead to another disk
+            if tell is not None and not can_sync_directories(saves):
+                tell(
+                    f"note: the file system of {self.path} does not sync directories: if its server loses power, the "
+                    "newest checkpoint may be lost with it. Checkpoints before it stay whole"
+                )
+            if not self.locks:
+                return self
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
@@ -95,7 +118,7 @@ class RunDirectory:
         that holds the run: the system drops a lock where any look at its file ends."""
         for directory in (self.path, self.checkpoints, self.model):
             _refuse_unwritable(directory)
-        if (self.path / "lock").is_file():
+        if self.locks and (self.path / "lock").is_file():
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if not _try(lock):
@@ -165,7 +188,12 @@ def _try(lock: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        raise UserError(f"run.dir: this file system gives no locks ({error.strerror}); choose another") from error
+        if error.errno not in NO_LOCKS:
+            raise
+        raise UserError(
+            f"run.dir: this file system has no file locks ({error.strerror}), which keep two runs from writing to one "
+            "directory. Set run.lock=false and start each run once, or choose a run.dir on another file system"
+        ) from error
     return True
 
 
@@ -174,31 +202,44 @@ def guard(
     allow_changes: Sequence[str],
     known: Collection[str] = (),
     models: Sequence[str] = (),
+    misfit: "Misfit | None" = None,
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the lines to print of a resume with a changed recipe: one line per difference (key, saved value, new
-    value).
+    """Return the lines to print for a resume with a changed recipe, one per difference.
 
-    Raises UserError for differences of what makes another run (`GUARDED`) that `allow_changes` does not name, by their
-    key or a section above it, and for those of `KEPT_IN`. The digests of what files hold join `differences` under keys
-    of their own, such as "data.fingerprint"; `known` names the keys that say only where such files lie. models: keys of
-    a method's section that name models, which are guarded too.
+    Args:
+        differences: Key, saved value and new value. Digests of files have keys of their own, "data.fingerprint" for
+            example.
+        allow_changes: Keys, or sections above them, that may differ although they are `GUARDED`.
+        known: Keys that name only the place of a file whose content is the same.
+        models: Keys of the method's section that name models. They are guarded too.
+        misfit: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
+        details: Lines that explain a difference, by its key.
+
+    Raises:
+        UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
     """
     differences = list(differences)
-    refused = [
-        (key, old, new)
-        for key, old, new in differences
-        if key in KEPT_IN
-        or (_within(key, (*GUARDED, *models)) and key not in known and not _within(key, (*UNGUARDED, *allow_changes)))
-    ]
+    fixed = {*KEPT_IN, *(misfit.keys if misfit else ())}
+    refused = []
+    for key, old, new in differences:
+        is_guarded = _within(key, (*GUARDED, *models)) and key not in known and not _within(key, UNGUARDED)
+        if key in fixed or (is_guarded and not _within(key, allow_changes)):
+            refused.append((key, old, new))
     if refused:
-        lines = [f"  {key}: {_short(old)} -> {_short(new)}" for key, old, new in refused]
-        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in KEPT_IN))
+        lines = []
+        for key, old, new in refused:
+            lines.append(f"  {key}: {_short(old)} -> {_short(new)}")
+            lines += [f"    {line}" for line in details.get(key, ())]
+        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in fixed))
         back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in KEPT_IN)
         if back:
             lines.append(
                 f"The saved tensors are in other bits, and no resume changes these: set {back} back, or start from the "
                 "weights alone, by checkpoint.init_from and another run.name"
             )
+        if misfit is not None:
+            lines.append(misfit.advice)
         if keys:
             lines.append(
                 f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
@@ -208,7 +249,11 @@ def guard(
             "the recipe, or what the files that it names hold, is not what this run was saved with:\n"
             + "\n".join(lines)
         )
-    return [f"{key}: {_short(old)} -> {_short(new)}" for key, old, new in differences]
+    printed = []
+    for key, old, new in differences:
+        printed.append(f"{key}: {_short(old)} -> {_short(new)}")
+        printed += details.get(key, ())
+    return printed
 
 
 def _within(key: str, names: Sequence[str]) -> bool:
@@ -231,6 +276,8 @@ def is_held(directory: Path) -> bool | None:
         return None
     try:
         return not _try(lock)
+    except UserError:  # there are no locks
+        return None
     finally:
         os.close(lock)
 

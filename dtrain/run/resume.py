@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
+from dtrain.base.errors import UserError, first
 from dtrain.base.files import set_aside
 from dtrain.base.json_files import digest, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from dtrain.base.ranges import shown
 from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.origin import Origin
 from dtrain.checkpoint.dcp.rng import random_state, set_random_state
@@ -27,10 +28,11 @@ from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import REWARD_MODEL, Method, model_keys
 from dtrain.policy import Policy
-from dtrain.run.directory import guard
+from dtrain.run.directory import Difference, Misfit, guard
 from dtrain.run.host import Host
 from dtrain.run.spec import RunSpec
 
+DIGEST_OF_SPLIT = {"train": "data.fingerprint", "val": "data.val.fingerprint"}
 # What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -46,6 +48,12 @@ PLACES = {
     "lora.path": "lora.path",
     "data.chat_template": "data.chat_template",
 }
+
+# Keys that decide which tensors a run trains, and of which shapes.
+SHAPING = (
+    *("lora", "lora.path", "lora.rank", "lora.rank_pattern", "lora.target", "lora.exclude", "lora.modules_to_save"),
+    *("lora.dora", "train.vision", "train.train_only", "train.freeze", "model.path", "model.config"),
+)
 
 
 @dataclass(frozen=True)
@@ -173,17 +181,34 @@ def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
     return digest_of
 
 
-def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
+def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> list[str]:
     """Return the differences between the run that was saved at the start and this one, a line each: its recipe, and
-    what it reads (`spec.identities`). Raises UserError for differences that make another run of it, unless
-    `allow_changes` names them. Another place with the same content makes none, nor does `data.packing=auto` in place of
-    what it comes to.
+    what it reads (`spec.identities`).
+
+    Another place with the same content makes no difference, nor does `data.packing=auto` in place of what it comes to.
+
+    Args:
+        spec: The run. Its start is not fresh.
+        allow_changes: Guarded keys that may differ.
+        unfit: How the trained tensors differ from those of the checkpoint (`first_misfit`), or None.
+
+    Raises:
+        UserError: For differences that make it another run, unless `allow_changes` names them, and for those that no
+            resume allows: another method, and a recipe that trains other tensors.
     """
     recipe, digest_of, rows = spec.written, spec.identities, spec.rows.get("train")
     _, state = spec.start.saved
     saved = state["identities"]
-    differences = config.diff(state["recipe"], recipe)
-    models = model_keys(recipe.method, *(old for key, old, _ in differences if key == "method"))
+    differences = _with_one_line_for_lora(config.diff(state["recipe"], recipe))
+    for key, old, new in differences:
+        if key == "method":
+            raise UserError(
+                f"{spec.start.path} was saved with method={old}, and the recipe has method={new}. Another method is a "
+                "new run, never a resume, whatever checkpoint.allow_changes names. To start it from these weights, "
+                f"set checkpoint.init_from={spec.start.path}, checkpoint.resume=auto and another run.name"
+            )
+    spec.method.refuse_state(state["method"])
+    models = model_keys(recipe.method)
     known = {
         key
         for key, of in {**PLACES, **dict(zip(models, models, strict=True))}.items()
@@ -197,7 +222,65 @@ def compare(spec: RunSpec, allow_changes: Sequence[str]) -> list[str]:
         automatic = None if rows is None else packs_by_itself(rows, spec.method.kind)
         packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
         known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
-    return guard(differences, allow_changes, known, models)
+    details = {}
+    for split, key in DIGEST_OF_SPLIT.items():
+        if split in spec.rows:
+            saved_files = state.get("data_files", {}).get(split)  # older versions did not save them
+            details[key] = _changed_files(saved_files, spec.rows[split].samples.file_digests)
+    misfit = None if unfit is None else _misfit(spec, unfit, [each for each in differences if each[0] not in known])
+    return guard(differences, allow_changes, known, models, misfit, details)
+
+
+def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) -> list[str]:
+    """Return a line for each data file that is not what it was. Both: digests by path.
+
+    A file that only lies elsewhere, with the same content, is the same.
+    """
+    if saved is None:
+        return []
+    lines = []
+    for path in sorted({*saved, *found}):
+        if path in saved and path in found:
+            if saved[path] != found[path]:
+                lines.append(f"{path}: its content has changed")
+        elif path in found and found[path] not in saved.values():
+            lines.append(f"{path}: was not among the files")
+        elif path in saved and saved[path] not in found.values():
+            lines.append(f"{path}: is no longer among the files")
+    if not lines:
+        lines.append(
+            "every file has the content that it had: the tokenizer, the chat template, the images or another key of "
+            "data, such as data.max_length, makes other samples of them"
+        )
+    return first(lines)
+
+
+def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
+    """Join the keys of `lora` into one difference if one of the two recipes has no such section."""
+    section = [each for each in differences if each[0].startswith("lora.")]
+    joined: Difference | None = None
+    if section and all(old is None for _, old, _ in section):
+        joined = ("lora", None, "an adapter")
+    elif section and all(new is None for _, _, new in section):
+        joined = ("lora", "an adapter", None)
+    if joined is None:
+        return differences
+    return [joined, *(each for each in differences if each not in section)]
+
+
+def _misfit(spec: RunSpec, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
+    """Return the keys by which the recipe trains other tensors than the checkpoint, and advice; None if none does."""
+    changed = [(key, old) for key, old, _ in differences if key in SHAPING]
+    if not changed:
+        return None
+    back = [f"{key}={'{...} as it was' if old == 'an adapter' else shown(old)}" for key, old in changed]
+    keys = tuple(key for key, _ in changed)
+    return Misfit(
+        keys,
+        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(back)} back, or go on from "
+        f"these weights in a new run: `dtrain export {spec.start.path} OUT`, then model.path=OUT, checkpoint.resume="
+        "auto and another run.name",
+    )
 
 
 def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ class RunSpec:
         self.written = self.recipe
         recipe = with_compile(self.recipe, self.world.device_type, self.world.is_here)
         recipe = self.recipe = without_auto(recipe, dp_of(recipe, self.world.size))
-        self.run, self.cache = RunDirectory(recipe.run.directory), recipe.cache
+        self.run, self.cache = RunDirectory(recipe.run.directory, recipe.run.lock), recipe.cache
         self.method, data = method_of(recipe), recipe.data
         options = (data.chat_template, data.template_kwargs)
         self.source = ModelDirectory(recipe.model.directory, self.method.labels(), *options)

@@ -301,6 +301,7 @@ class Trainer:
             "cursor": list(cursor),
             "recipe": self._recipe_text,
             "identities": self.identities,
+            "data_files": {split: rows.samples.file_digests for split, rows in self.spec.rows.items()},
             "began": self.start.began,
             "save": self._held["save"],
             "dtype": str(self.policy.precision.compute).removeprefix("torch."),

@@ -1,12 +1,16 @@
 """Checkpoints of a run with an adapter hold what is trained; they resume exactly, on the model that they were trained
 on and on no other."""
 
+import json
+import re
 import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
 from dtrain.models.common.adapter_config import is_adapter
 from tests.running import metrics, run, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -65,9 +69,50 @@ def test_another_base_is_refused_and_the_same_elsewhere_is_not(tmp_path, base):
 
 def test_another_adapter_is_refused(tmp_path, base):
     run(recipe_of(tmp_path, base, LORA, "train.steps=4"))
-    for change in ("lora.rank=4", "lora.dora=false", "lora=null", "lora.dropout=0.0"):
+    for change in ("lora.alpha=64", "lora.dropout=0.0"):
         with pytest.raises(UserError, match=r"(?s)lora.*checkpoint\.allow_changes=\[lora"):
             run(recipe_of(tmp_path, base, LORA, change))
+
+
+OTHER_TENSORS = {
+    "another rank": ([LORA], ["lora.rank=4"], "lora.rank=3"),
+    "no magnitudes": ([LORA], ["lora.dora=false"], "lora.dora=true"),
+    "other layers": ([LORA], ["lora.target=[q_proj]"], "lora.target=all-linear"),
+    "no adapter": ([LORA], ["lora=null"], "lora={...} as it was"),
+    "an adapter": ([], [LORA], "lora=null"),
+    "fewer layers": ([], ["train.freeze=[model.layers.0.*]"], "train.freeze=[]"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_other_trained_tensors_are_no_resume_and_the_advice_works(tmp_path, base, case):
+    """No key to allow is named, for it would not help. What the message names does: the first loss of the new run is
+    that of the exported model in transformers."""
+    before, change, back = OTHER_TENSORS[case]
+    first = run(recipe_of(tmp_path, base, *before, "train.steps=4"))
+    step = first.run.directory / "checkpoints" / "step-4"
+    changed = [*before, *change, "train.steps=6"]
+    for allowed in ("[]", "[lora,train]"):
+        with pytest.raises(UserError, match=re.escape(f"Set {back} back")) as caught:
+            run(recipe_of(tmp_path, base, *changed, f"checkpoint.allow_changes={allowed}"))
+        assert f"dtrain export {step} OUT" in str(caught.value) and "allow_changes=" not in str(caught.value)
+    assert main(["export", str(step), str(tmp_path / "out")]) == 0
+    one_batch = ("data.packing=false", "train.global_batch=60", "train.steps=2")
+    new = run(recipe_of(tmp_path, tmp_path / "out", *before, *change, *one_batch, name="new"))
+    assert losses(new)[0] == pytest.approx(loss_by_transformers(tmp_path / "out", tmp_path / "rows.jsonl"), rel=1e-5)
+
+
+def loss_by_transformers(directory, rows):
+    """Return the mean loss of all trained tokens of tokenized rows."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for row in map(json.loads, rows.read_text().split("\n")[:-1]):
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    return total / count
 
 
 def test_one_run_s_adapter_is_where_another_begins(tmp_path, base):

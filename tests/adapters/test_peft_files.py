@@ -16,14 +16,24 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, peft_config, read_adapter_config
+from dtrain.checkpoint.huggingface.export import export
+from dtrain.checkpoint.peft.config import (
+    EXPERT_NAMES_OF_PEFT,
+    adapter_of,
+    adapter_problems,
+    misread_layers,
+    peft_config,
+    read_adapter_config,
+)
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.shapes import linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora
+from dtrain.run.preflight import notes
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
+from tests.running import run, run_directory
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -62,6 +72,74 @@ def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, var
     assert read_adapter_config(tmp_path / "ours").adapted(["x"]) == {}
     again = models.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(again(IDS), model(IDS))
+
+
+def test_names_that_peft_takes_for_experts_are_those_of_its_tables():
+    from peft.utils import transformers_weight_conversion as theirs
+
+    names = {kind: set(table) for kind, table in theirs._MOE_TARGET_MODULE_MAPPING.items()}
+    types = {own: kind for own, kind in theirs._MODEL_TO_CONVERSION_PATTERN.items() if kind in names}
+    assert {own: set(found) for own, found in EXPERT_NAMES_OF_PEFT.items()} == {
+        own: names[kind] for own, kind in {**types, **{kind: kind for kind in names}}.items()
+    }
+
+
+def random_adapter(base, directory, config):
+    """Write a random adapter of the model at `base`, and return the model with it."""
+    read = models.read_config(base)
+    model, weights = models.build(read, adapter=config).eval(), models.from_pretrained(base).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            is_new = name not in weights
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1 if is_new else weights[name])
+    write_adapter(directory, model_tensors(model), config, read, str(base))
+    return model
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral", "gpt-oss", "granite4", "qwen3.5-moe", "gemma4-moe"])
+@pytest.mark.slow
+def test_adapters_of_models_whose_files_transformers_converts(tmp_path, variant):
+    """All of dtrain's types in that table, but for those with dense layers beside experts of the same names."""
+    base = save_base(tmp_path / "base", variant)
+    model = random_adapter(base, tmp_path / "ours", AdapterConfig(rank=4, alpha=12))
+    assert misread_layers(model.adapters.config, model.config) == []
+    assert (logits(load_adapter(base, tmp_path / "ours")) - model(IDS)).abs().max() < 5e-5
+    export(tmp_path / "ours", tmp_path / "copy", form="adapter")
+
+
+def test_dense_layers_beside_experts_are_exported_merged_alone(tmp_path):
+    """PEFT drops their adapter: it takes gate_proj for a matrix of experts, in any layer."""
+    base = save_base(tmp_path / "base", "qwen3-moe-mixed")
+    model = random_adapter(base, tmp_path / "ours", AdapterConfig(rank=4, alpha=12))
+    with pytest.raises(UserWarning, match="missing adapter keys"):
+        load_adapter(base, tmp_path / "ours")
+    with pytest.raises(UserError, match=r"--adapter: PEFT drops the adapter of model\.layers\.\d\.mlp\.gate_proj"):
+        export(tmp_path / "ours", tmp_path / "copy", form="adapter")
+    assert not (tmp_path / "copy").exists()
+    export(tmp_path / "ours", tmp_path / "merged")
+    assert (logits(load_base(tmp_path / "merged")) - model(IDS)).abs().max() < 5e-5
+    attention = AdapterConfig(rank=4, alpha=12, target=("q_proj", "v_proj"))
+    model = random_adapter(base, tmp_path / "attention", attention)
+    export(tmp_path / "attention", tmp_path / "copy", form="adapter")
+    assert (logits(load_adapter(base, tmp_path / "copy")) - model(IDS)).abs().max() < 5e-5
+
+
+def test_a_run_over_them_exports_the_merged_model(tmp_path):
+    shape = (
+        "lora={rank: 4}",
+        "model.init=pretrained",
+        "checkpoint.export=final",
+        "train.steps=3",
+        "train.dtype=float32",
+    )
+    save_weights(write_model(tmp_path / "qwen3-moe-untied", "qwen3-moe", tied=False))
+    recipe = tiny_recipe(tmp_path, *shape, family="qwen3-moe", tied=False)
+    assert any("export/ is written with the adapter merged" in note for note in notes(recipe))
+    run(recipe)
+    written = run_directory(recipe) / "export"
+    assert not (written / ADAPTER_CONFIG).exists()
+    assert logits(load_base(written)).isfinite().all()
 
 
 @pytest.mark.parametrize("shape", ["lora", "dora"])

@@ -7,6 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("peft")
+
+import peft
+
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
@@ -14,8 +17,9 @@ from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.peft.config import adapter_problems, base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.run.preflight import notes, preflight
-from tests.adapters.by_peft import save_adapter, save_base
+from tests.adapters.by_peft import IDS, load_base, logits, save_adapter, save_base
 from tests.adapters.test_peft_files import change
+from tests.models.oracle import save
 from tests.tiny import tiny_recipe
 
 REFUSED = {
@@ -48,6 +52,31 @@ def test_fields_that_cannot_be_used_are_refused_by_name(made, field):
 def test_all_of_them_at_once(made):
     change(made / "adapter", **{field: value for field, (value, _) in REFUSED.items()})
     assert len(adapter_problems({"path": made / "adapter"}, models.read_config(made / "base"))) == len(REFUSED)
+
+
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
+def test_an_adapter_with_a_grown_vocabulary_says_so_and_the_advice_works(tmp_path, more):
+    """PEFT writes the grown embedding and head whether or not modules_to_save names them."""
+    base = save_base(tmp_path / "base", "qwen3")
+    model = load_base(base)
+    vocab = model.config.vocab_size
+    model.resize_token_embeddings(vocab + 3, mean_resizing=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more)
+    grown = peft.get_peft_model(model, config).eval()
+    grown.save_pretrained(tmp_path / "adapter")
+    words = (
+        f"the adapter was trained with a vocabulary of {vocab + 3} tokens, and the model has {vocab}. Merge it in PEFT"
+    )
+    [problem] = adapter_problems({"path": tmp_path / "adapter"}, models.read_config(base))
+    assert words in problem
+    with pytest.raises(UserError, match=words):
+        models.from_pretrained(tmp_path / "adapter")
+    expected = logits(grown)
+    again = load_base(base)
+    again.resize_token_embeddings(vocab + 3)
+    merged = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter")).merge_and_unload()
+    save(merged, tmp_path / "merged")
+    assert (models.from_pretrained(tmp_path / "merged").eval()(IDS) - expected).abs().max() < 5e-5
 
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])

@@ -134,6 +134,8 @@ REFUSED = {
         ["lora.target=[q_proj,lm_head]"],
         "lora.target names lm_head, which gets no adapter: put it in lora.modules_to_save, [lm_head]",
     ),
+    "only the head": (["lora.target=[lm_head]"], "it is trained whole, and name linear layers in lora.target"),
+    "only the head, as a text": (["lora.target=lm_head"], "and name linear layers in lora.target, or all-linear"),
     "the embedding, by its whole name": (
         ["lora.target=[q_proj,model.embed_tokens]"],
         "lora.target names embed_tokens, which gets no adapter: put it in lora.modules_to_save, [embed_tokens]",
@@ -180,6 +182,7 @@ def test_all_that_is_wrong_comes_at_once(problems):
     [
         [],
         ["lora.target=[q_proj,layers.1.mlp.down_proj]", "lora.rank_pattern={'layers.1.mlp.down_proj': 4}"],
+        ["lora.target=all-linear", "lora.modules_to_save=[lm_head]"],  # what target=[lm_head] is told
         ["lora.target=.*", "lora.exclude=[lm_head,embed_tokens]"],
         ["lora.target=.*", "lora.modules_to_save=[lm_head,embed_tokens]"],
         ["lora.modules_to_save=[norm,down_proj]", "lora.dropout=0.999"],

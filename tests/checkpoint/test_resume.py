@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.launch.start import validate
 from dtrain.methods import METHODS
 from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
@@ -270,6 +271,34 @@ def test_init_from_what_does_not_fit_is_refused_by_name(tmp_path):
 
 
 # ---- the guard
+
+
+def test_a_refused_change_of_data_names_the_files(tmp_path):
+    """In a run and in `dtrain validate`, by content: a file of another name with the same rows is no other data."""
+    one, two, three = (write_rows(tmp_path / f"{name}.jsonl", seed=seed) for seed, name in enumerate("abc"))
+    shape = ("checkpoint.every=10", "train.steps=12")
+
+    def refusal(*overrides):
+        recipe = tiny_recipe(tmp_path, *shape, *overrides)
+        with pytest.raises(UserError, match="data.fingerprint: ") as caught:
+            run(recipe)
+        with pytest.raises(RecipeError) as dry:
+            validate(recipe)
+        assert str(caught.value) in str(dry.value)
+        lines = str(caught.value).splitlines()
+        start = next(number for number, line in enumerate(lines) if "data.fingerprint: " in line)
+        return [line.strip() for line in lines[start + 1 :] if line.startswith("    ")]
+
+    run(tiny_recipe(tmp_path, "checkpoint.every=10", f"data.train.path=[{one}, {two}]"))
+    assert refusal(f"data.train.path=[{one}, {three}]") == [
+        f"{two}: is no longer among the files",
+        f"{three}: was not among the files",
+    ]
+    assert refusal(f"data.train.path=[{one}, {two}]", "data.max_length=8")[0].startswith("every file has the content")
+    moved = two.rename(tmp_path / "moved.jsonl")
+    run(tiny_recipe(tmp_path, "checkpoint.every=10", "train.steps=11", f"data.train.path=[{one}, {moved}]"))
+    write_rows(moved, seed=7)
+    assert refusal(f"data.train.path=[{one}, {moved}]") == [f"{moved}: its content has changed"]
 
 
 def test_the_override_that_the_guard_names_makes_the_change_deliberate(tmp_path):

@@ -1,8 +1,11 @@
 """The lock dies with its holder, changed recipes are guarded, metrics are cut."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -12,7 +15,10 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import replace_text
+from dtrain.launch.start import validate
 from dtrain.run.directory import RunDirectory, guard
+from tests.running import metrics, run, trajectory
+from tests.tiny import tiny_recipe, write_rows
 
 HOLDER = textwrap.dedent("""
     import os, sys, time
@@ -134,7 +140,7 @@ def test_named_changes_pass_and_are_printed():
     assert len(lines) == 5 and lines[0] == "train.steps: 10 -> 20" and lines[4] == "scheduler.name: cosine -> null"
     with pytest.raises(UserError, match="optimizer.lr"):
         guard(CHANGES, ["optimizer.l", "data"])
-    for key in ("model.path", "run.seed", "method", "tokenizer"):
+    for key in ("model.path", "run.seed", "tokenizer"):
         with pytest.raises(UserError, match=key):
             guard([(key, 1, 2)], [])
 
@@ -162,3 +168,50 @@ def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         replace_text(file, "new")
     assert file.read_text() == "old"
+
+
+# ---- file systems that do less
+
+
+def answer(monkeypatch, function, code):
+    """Let a system call answer as a file system without it does; fsync for directories only."""
+    module = os if function == "fsync" else fcntl
+    own = getattr(module, function)
+
+    def answered(file, *arguments):
+        if function == "fsync" and not stat.S_ISDIR(os.fstat(file if isinstance(file, int) else file.fileno()).st_mode):
+            return own(file, *arguments)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(module, function, answered)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_does_not_sync_directories_is_noted(tmp_path, monkeypatch, capsys, code):
+    shape = ("checkpoint.every=5", "checkpoint.export=final")
+    usual = run(tiny_recipe(tmp_path, *shape, name="usual"))
+    assert "does not sync directories" not in capsys.readouterr().out
+    answer(monkeypatch, "fsync", code)
+    recipe = run(tiny_recipe(tmp_path, *shape, f"data.cache_dir={tmp_path}/cache"))
+    assert capsys.readouterr().out.count("does not sync directories") == 1
+    assert trajectory(recipe) == trajectory(usual)
+    longer = run(tiny_recipe(tmp_path, *shape, "train.steps=12"))
+    assert [row["step"] for row in metrics(longer)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EINVAL])
+def test_a_file_system_without_locks_is_named_with_the_key(tmp_path, monkeypatch, code):
+    write_rows(tmp_path / "rows.jsonl")
+    run(tiny_recipe(tmp_path, "train.steps=3", name="cached"))
+    answer(monkeypatch, "lockf", code)
+    with pytest.raises(UserError, match="run.dir: this file system has no file locks .*Set run.lock=false"):
+        run(tiny_recipe(tmp_path))
+    shape = ("run.lock=false", "checkpoint.every=10")
+    run(tiny_recipe(tmp_path, *shape))
+    validate(tiny_recipe(tmp_path, *shape, "train.steps=12"))
+    again = run(tiny_recipe(tmp_path, *shape, "train.steps=12"))
+    assert [row["step"] for row in metrics(again)] == list(range(1, 13))
+    answer(monkeypatch, "flock", code)
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() * 2)
+    with pytest.raises(UserError, match=r"\.lock: this file system has no file locks .*Set data\.cache_dir"):
+        run(tiny_recipe(tmp_path, "run.lock=false", name="other"))

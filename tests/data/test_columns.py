@@ -221,13 +221,13 @@ def test_a_blank_that_is_missing_is_named():
 
 class Begun:
     def __init__(self, recipe: str, identities: dict):
-        self.saved = (None, {"recipe": recipe, "identities": identities})
+        self.saved = (None, {"recipe": recipe, "identities": identities, "method": {}})
 
 
 def differences(recipe, start, identities, rows):
     spec = RunSpec(recipe, World(1), identities=identities, rows={"train": rows} if rows else {})
     spec.start = start
-    return compare(spec, [])
+    return compare(spec, [], None)
 
 
 def test_recipes_that_were_saved_without_the_key(tmp_path):

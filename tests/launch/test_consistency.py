@@ -14,7 +14,8 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.launch.hosts.consistency import same_on_all
+from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
+from dtrain.launch.place import RankPlace
 from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import train
@@ -37,33 +38,50 @@ def two_hosts(root, act):
     return run_world(on_rank, 2)
 
 
+def compare(recipe, rank, store_file):
+    """What a rank does where it has met the others, before anything is decided for all."""
+    refuse_other_recipes(recipe, RankPlace(rank, rank, 2, 2), torch.distributed.FileStore(str(store_file), 2))
+
+
 def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
     recipe = tiny_recipe(tmp_path)
 
     def act(rank):  # what is read by one rank alone, or is a matter of speed, may differ
-        same_on_all(load_recipe(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]))
+        compare(
+            load_recipe(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]),
+            rank,
+            tmp_path / "store",
+        )
+        refuse_other_hosts(recipe)
 
     assert two_hosts(tmp_path, act) == [None, None]
     assert not list((tmp_path / "runs" / "run").iterdir())
 
 
-def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "first, second, line",
+    [
+        ("optimizer.lr=0.01", "optimizer.lr=0.02", "optimizer.lr: 0.01 on rank 0, 0.02 here"),
+        # What rank 0 decides must not hide it, and rank 1 must not wait for a decision that does not come.
+        ("train.micro_batch=auto", "train.micro_batch=4", "train.micro_batch: auto on rank 0, 4 here"),
+        ("train.micro_batch=4", "train.micro_batch=auto", "train.micro_batch: 4 on rank 0, auto here"),
+    ],
+)
+def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path, first, second, line):
     recipe = tiny_recipe(tmp_path)
-
-    def act(rank):
-        same_on_all(replace(recipe, optimizer=replace(recipe.optimizer, lr=0.01 * (1 + rank))))
-
-    told = two_hosts(tmp_path, act)
+    told = two_hosts(
+        tmp_path, lambda rank: compare(load_recipe(recipe, [(first, second)[rank]]), rank, tmp_path / "store")
+    )
     assert told[0] == told[1]
     assert told[0].startswith("rank 1 on ") and "another recipe than rank 0" in told[0]
-    assert told[0].splitlines()[1:] == ["  optimizer.lr: 0.01 on rank 0, 0.02 here"]
+    assert told[0].splitlines()[1:] == [f"  {line}"]
 
 
 def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.launch.hosts.consistency.SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("dtrain.launch.consistency.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
-    told = two_hosts(tmp_path, lambda rank: same_on_all(recipe))
+    told = two_hosts(tmp_path, lambda rank: refuse_other_hosts(recipe))
     assert told[0] == told[1] and told[0].startswith("rank 1 on ")
     assert "does not see what rank 0 writes to runs/run: set run.dir to a directory that all hosts share" in told[0]
     assert not list((tmp_path / "0" / "runs" / "run").iterdir())

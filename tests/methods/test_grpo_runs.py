@@ -293,7 +293,7 @@ def test_whether_the_reference_moves_cannot_change(tmp_path):
     shape = ("train.steps=4", "checkpoint.every=20", "grpo.beta=0.1")
     with pytest.raises((Exception, AssertionError), match="stopped after step"):
         interrupt(tiny_grpo(tmp_path, *shape), 1, 2)
-    with pytest.raises(UserError, match="grpo.sync_every=3 with grpo.beta=0.1: the checkpoint of step 2 holds no ref"):
+    with pytest.raises(UserError, match="grpo.sync_every=3: the checkpoint holds no reference"):
         run(tiny_grpo(tmp_path, *shape, "grpo.sync_every=3"))
 
 

@@ -93,6 +93,42 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"groups": groups, "state": state}
 
 
+def first_misfit(
+    model: nn.Module, saved: Mapping[str, Any], sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> str | None:
+    """Return how the first parameter that `model` trains differs from what a checkpoint has trained, or None.
+
+    Args:
+        model: The model that would be resumed, which may be on meta.
+        saved: What `optimizer_state` returned when the checkpoint was saved.
+        sizes: Shape and dtype of the checkpoint's tensors, by name.
+    """
+    groups, _ = _groups_and_state(saved)
+    saved_names = {name for params, _ in groups for name in params}
+    trained = {}
+    for name, tensor in model_tensors(model).items():
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            trained[name] = tuple(tensor.shape)
+    for name, shape in trained.items():
+        if name not in saved_names:
+            return f"{name} is trained, and the checkpoint has not trained it"
+        saved_shape = tuple(sizes[f"model.{name}"][0]) if f"model.{name}" in sizes else None
+        if saved_shape is not None and saved_shape != shape:
+            return f"{name} is {list(shape)}, and {list(saved_shape)} in the checkpoint"
+    only_saved = sorted(saved_names - trained.keys())
+    return f"the checkpoint has trained {only_saved[0]}, and this recipe does not" if only_saved else None
+
+
+def _groups_and_state(saved: Mapping[str, Any]) -> tuple[list[tuple[list[str], dict]], dict[str, tuple[list, dict]]]:
+    """Return the groups (names, options) and the state (names of tensors, scalars) of a saved `optimizer_state`."""
+    try:
+        groups = [(group["params"], group["values"]) for group in saved["groups"]]
+        state = {name: (entries["tensors"], entries["values"]) for name, entries in saved["state"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError("the checkpoint's optimizer state is damaged, or not written by dtrain") from error
+    return groups, state
+
+
 def restore_optimizer(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], *, keep: Collection[str] = ()
 ) -> None:
@@ -101,11 +137,7 @@ def restore_optimizer(
     Parameters keep their values. No collective of its own; the optimizer's step may have some. Raises UserError where
     the groups or the kind of state do not fit."""
     names = _parameter_names(model)
-    try:
-        groups = [(group["params"], group["values"]) for group in saved["groups"]]
-        state = {name: (entries["tensors"], entries["values"]) for name, entries in saved["state"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError("the checkpoint's optimizer state is damaged, or not written by dtrain") from error
+    groups, state = _groups_and_state(saved)
     _check_groups(optimizer, names, groups)
     allocate_state(optimizer)
     for parameter, entries in list(optimizer.state.items()):
@@ -118,7 +150,8 @@ def restore_optimizer(
         if held != sorted(tensors):
             raise UserError(
                 f"the checkpoint's optimizer keeps {sorted(tensors)} for {name}, optimizer "
-                f"{type(optimizer).__name__} as the recipe has it keeps {held} (optimizer)"
+                f"{type(optimizer).__name__} as the recipe has it keeps {held}: set optimizer.name back, or begin "
+                "another run with these weights (checkpoint.init_from, run.name)"
             )
         entries.update(values)
     if state:

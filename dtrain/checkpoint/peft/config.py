@@ -30,10 +30,29 @@ from dtrain.models.common.adapter_config import (
 )
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import is_number
+from dtrain.models.registry import FAMILIES
 
 ADAPTER = "adapter"  # the folder of a step
 BASE = "base_model_name_or_path"
 _LONGEST = 200  # characters of a value that messages show
+
+# Model types whose experts PEFT converts when it loads an adapter, and the names that it takes for experts' matrices:
+# peft.utils.transformers_weight_conversion (_MOE_TARGET_MODULE_MAPPING) with transformers.conversion_mapping. The types
+# that dtrain does not have are for families that a user registers.
+_QWEN_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
+_MIXTRAL_EXPERTS = frozenset({"gate", "w1", "w2", "w3"})
+EXPERT_NAMES_OF_PEFT = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL_EXPERTS),
+    **dict.fromkeys(
+        (
+            "qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_text qwen3_omni_moe_thinker afmoe beam "
+            "cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 Dots3NoteTextModel ernie4_5_moe exaone_moe "
+            "flex_olmo glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum olmoe "
+            "sarvam_mla solar_open UnlimitedOcrTextModel"
+        ).split(),
+        _QWEN_EXPERTS,
+    ),
+}
 
 # Fields that change no number of an adapter that is there: how it began, or where it came from.
 _FREE = frozenset(
@@ -88,7 +107,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
         return module not in ENDS and bool(config.saved([module]))
 
-    return tensors.mismatches(directory, stored, wanted, may_be_there, is_tied=model.tie_word_embeddings)
+    return tensors.mismatches(directory, stored, wanted, may_be_there, model=model)
 
 
 def base_of(directory: Path) -> Path:
@@ -158,6 +177,32 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
+    """Return the adapted layers that PEFT drops when it loads the adapter from files in its own layout.
+
+    transformers 5 stores experts as stacks, so PEFT (0.21) takes every target with the name of an expert's matrix for
+    the stack, by that name only. In a model with dense layers too, such as Qwen3-MoE with `mlp_only_layers`, these
+    layers have the same names: PEFT then gives experts a fresh adapter and leaves out that of the dense layers. No
+    way of writing `target_modules` avoids this.
+    """
+    from dtrain.models.shapes import adaptable  # loads torch
+
+    family = FAMILIES.get(model.architecture)
+    expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset()) if family else frozenset()
+    adapted = [name for name in config.adapted(adaptable(model)) if not is_parameter(name)]
+    return [name for name in adapted if name.rpartition(".")[2] in expert_names]
+
+
+def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
+    """Return why an adapter in PEFT's layout would be another one in PEFT, or None if PEFT reads it right."""
+    if not (layers := misread_layers(config, model)):
+        return None
+    return (
+        f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type "
+        f"{FAMILIES[model.architecture].model_type} it takes {layers[0].rpartition('.')[2]} for a matrix of experts"
+    )
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge, sto
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.stored import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
-from dtrain.checkpoint.peft.config import BASE, read_adapter_config
+from dtrain.checkpoint.peft.config import BASE, misread_problem, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import adapter_shapes, peft_names
 from dtrain.models.common.adapter_config import AdapterConfig, shapes_of
@@ -38,7 +38,7 @@ class StoredAdapter:
         self.whole = tuple(self.config.saved(linears(model.config)))
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         wanted = adapter_shapes(self.config, model.config, self.parameters)
-        self.files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
+        self.files = adapter_weights(directory, wanted, model.config)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -73,8 +73,12 @@ class StoredAdapter:
         return merge(base(), a, b, layer.scale, magnitude, dtype)
 
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
-        """Write it to the directory `out` as it is, in `dtype` or its own."""
+        """Write it to the directory `out` as it is, in `dtype` or its own.
 
+        Raises UserError if PEFT would misread it.
+        """
+        if problem := misread_problem(self.config, self.model.config):
+            raise UserError(f"--adapter: {problem}. Export it --merged")
         entries = [stored_weight(self.files, name, dtype) for name in self.files.stored]
         fields = read_json(self.directory / ADAPTER_CONFIG)
         fields |= {BASE: self._base} if BASE in fields else {}

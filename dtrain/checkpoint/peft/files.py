@@ -54,7 +54,7 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
         sources |= rows
         wanted |= dict.fromkeys([first, *others], shape)
         copies |= dict.fromkeys(others, first)
-    files = adapter_weights(directory, wanted, is_tied=model.config.tie_word_embeddings)
+    files = adapter_weights(directory, wanted, model.config)
     for second, first in copies.items():  # every rank compares all of the two, so that all find the same
         if files.differ(first, second):
             raise UserError(
@@ -68,13 +68,15 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
             source.fill(files, local, local_slices(tensors[name]))
 
 
-def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], *, is_tied: bool = False) -> WeightFiles:
-    """The tensors of an adapter, which are those `wanted`: PEFT's names and shapes. Raises UserError that lists all
-    names that are missing or unexpected, all shapes that differ and all dtypes that are not read. is_tied: the model's
-    head is its embedding."""
+def adapter_weights(directory: Path, wanted: Mapping[str, tuple[int, ...]], model: ModelConfig) -> WeightFiles:
+    """Open the tensors of an adapter of `model`, which must be those `wanted`: PEFT's names and shapes.
+
+    Raises UserError that lists all names that are missing or unexpected, all shapes that differ and all dtypes that are
+    not read.
+    """
     files = WeightFiles(directory, ADAPTER_WEIGHTS)
     shapes = {name: entry.shape for name, entry in files.stored.items()}
-    problems = mismatches(directory, shapes, wanted, is_tied=is_tied)
+    problems = mismatches(directory, shapes, wanted, model=model)
     problems += [
         f"{entry.file}: dtype: {name} is {entry.kind}; quantized adapters are not read"
         for name, entry in files.stored.items()

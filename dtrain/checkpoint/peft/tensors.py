@@ -14,6 +14,7 @@ from dtrain.models.common.adapter_config import (
     is_adapter,
     is_of_vision,
     is_stack,
+    out_of_tower,
     shapes_of,
 )
 from dtrain.models.common.config import STACKS, ModelConfig
@@ -68,10 +69,27 @@ def mismatches(
     wanted: Mapping[str, tuple[int, ...]],
     free: Callable[[str], bool] = lambda name: False,
     *,
-    is_tied: bool = False,
+    model: ModelConfig,
 ) -> list[str]:
-    """Return what of an adapter's tensors, by PEFT's names, does not fit a model that wants others. free: names of
-    tensors that are no mistake beside these. is_tied: the model's head is its embedding."""
+    """Return what does not fit between an adapter's tensors and those that a model wants, by PEFT's names.
+
+    An adapter whose embedding or head has another number of rows than the model's gets one line that says so.
+
+    Args:
+        directory: The adapter's directory, for the messages.
+        stored: Shapes of its tensors.
+        wanted: Shapes that the model has for it.
+        free: Whether a stored tensor that is not wanted is no mistake.
+        model: The model's config.
+    """
+    if (rows := _rows_of_another_vocabulary(stored, model)) is not None:
+        return [
+            f"{directory / ADAPTER_WEIGHTS}: the adapter was trained with a vocabulary of {rows} tokens, and the model "
+            f"has {model.vocab_size}. Merge it in PEFT: base.resize_token_embeddings({rows}), then "
+            f"PeftModel.from_pretrained(base, '{directory}').merge_and_unload(); save the result together with the "
+            "adapter's tokenizer, and give it as model.path"
+        ]
+    is_tied = model.tie_word_embeddings
     missing, shapes = [], []
     for name, shape in wanted.items():
         if name not in stored:
@@ -81,6 +99,19 @@ def mismatches(
     unexpected = [f"unexpected: {name}{_hint(name)}" for name in sorted(stored.keys() - wanted) if not free(name)]
     problems = [problem for group in (missing, shapes, unexpected) for problem in first(group, by_kind=True)]
     return [f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?" for problem in problems]
+
+
+def _rows_of_another_vocabulary(stored: Mapping[str, tuple[int, ...]], model: ModelConfig) -> int | None:
+    """Return the rows of an adapter's embedding or head if they are not those of the model, else None.
+
+    PEFT saves both, whether or not `modules_to_save` names them, where `resize_token_embeddings` was called.
+    """
+    for name, shape in stored.items():
+        module = out_of_tower(name.removeprefix(PREFIX)).removesuffix(".weight")
+        is_another = shape[1:] == (model.hidden_size,) and shape[0] != model.vocab_size
+        if module in ENDS and is_another:
+            return shape[0]
+    return None
 
 
 _TIED = " (the head is tied to the embedding: PEFT's ensure_weight_tying writes both, with equal values)"

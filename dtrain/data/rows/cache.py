@@ -108,10 +108,11 @@ class Samples:
     meta                   content of meta.json: rows, samples, truncated, too_long, untrained, tokens, left_out ...
     shares                 the samples of each source, with its weight
     fingerprint            a hash of ids, masks, weights and documents per sample
+    file_digests           digest of the content of each file, by its path
     """
 
-    def __init__(self, directory: Path, weights: Sequence[float]):
-        self.directory, self.weights = directory, tuple(weights)
+    def __init__(self, directory: Path, weights: Sequence[float], file_digests: Mapping[str, str]):
+        self.directory, self.weights, self.file_digests = directory, tuple(weights), dict(file_digests)
         self.meta: dict[str, Any] = json.loads((directory / META).read_text())
         self._tokens, self._trained, self._offsets, origins = self._mapped(ARRAYS)
         self._columns, self._images = self._mapped(COLUMNS), self._mapped(IMAGES)
@@ -154,7 +155,7 @@ class Samples:
         return [(self._tokens[start:end], self._trained[start:end].bool()) for start, end in pairwise(bounds)]
 
     def __reduce__(self):
-        return Samples, (self.directory, self.weights)
+        return Samples, (self.directory, self.weights, self.file_digests)
 
     def lengths(self, indices: Tensor) -> Tensor:
         """Return the number of tokens of the samples `indices`, all documents of each. Both int64 [n]."""
@@ -211,13 +212,14 @@ def open_cache(
     meanwhile, and where no sample is left.
     """
     weights = [source.weight for source in sources]
+    file_digests = _digests_of_files(sources, Ranks())
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as scratch:
             meta = _build(Path(scratch), sources, encoder, num_workers, progress, label)
             (Path(scratch) / META).write_text(json.dumps(meta))
-            return Samples(Path(scratch), weights)
+            return Samples(Path(scratch), weights, file_digests)
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
-    place = root / _key(sources, encoder, Ranks())
+    place = root / _key(sources, encoder, file_digests)
     for damage in drop_damaged(place, Ranks()):
         say(f"{label}: {damage}; it is made anew")
     try:
@@ -231,7 +233,7 @@ def open_cache(
                     beside = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
                     try:
                         seal(beside, place.name, _build(beside, sources, encoder, num_workers, progress, label))
-                        if root / _key(sources, encoder, Ranks(alone=True)) != place:
+                        if _digests_of_files(sources, Ranks(alone=True)) != file_digests:
                             raise UserError(f"a file of the {label} changed while it was tokenised: start again")
                         publish(beside, place)
                     finally:
@@ -241,15 +243,22 @@ def open_cache(
             f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}; "
             "mend that, or set data.cache_dir to another place"
         ) from problem
-    return Samples(place, weights)
+    return Samples(place, weights, file_digests)
 
 
-def _key(sources: Sequence[Source], encoder: RowEncoder, ranks: Ranks) -> str:
-    """Return the cache's key, by the files' content and their names, which messages use. Collective over `ranks`."""
+def _digests_of_files(sources: Sequence[Source], ranks: Ranks) -> dict[str, str]:
+    """Return a digest of the content of each file, by its path. Collective over `ranks`."""
+    files = [file for source in sources for file in source.files]
+    return dict(zip(map(str, files), digests(files, ranks=ranks), strict=True))
+
+
+def _key(sources: Sequence[Source], encoder: RowEncoder, file_digests: Mapping[str, str]) -> str:
+    """Return the cache's key, by the files' content and their names, which messages use."""
     files = [file for source in sources for file in source.files]
     readings = [source.reading for source in sources]
     names = [str(file.resolve()) for file in files]
-    return digest(VERSION, readings, names, digests(files, ranks=ranks), encoder.fingerprint)[:16]
+    contents = [file_digests[str(file)] for file in files]
+    return digest(VERSION, readings, names, contents, encoder.fingerprint)[:16]
 
 
 class _Writer:

@@ -5,5 +5,4 @@ launcher watches needs none of it.
 
 rendezvous   what `launch` calls: the ranks of a start meet, in a store, and are watched; the end of what cannot begin
 coordinator  heartbeats between hosts
-consistency  checks that the hosts of a run agree
 """

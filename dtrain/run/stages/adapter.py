@@ -5,10 +5,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
-from dtrain.checkpoint.peft.config import adapter_of, adapter_problems
+from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, misread_problem
 from dtrain.models.common.adapter_config import (
     ALL_LINEAR,
     ENDS,
@@ -87,14 +88,27 @@ def notes(spec: RunSpec) -> list[str]:
     recipe, section = spec.recipe, spec.recipe.lora
     low, usual = spec.method.adapter_rates
     assert section is not None
+    misread = _misread(spec, section)
     if section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
-        return base_notes(Path(section.path), recipe.model.directory)
+        return misread + base_notes(Path(section.path), recipe.model.directory)
     if section.path is not None or not 0 < recipe.optimizer.lr < low:
-        return []
-    return [
+        return misread
+    return misread + [
         f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 times "
         f"that of full fine-tuning is usual, such as optimizer.lr={usual}"
     ]
+
+
+def _misread(spec: RunSpec, section: Lora) -> list[str]:
+    """Return a note if PEFT would load another adapter from the run's files."""
+    model = spec.readable_config
+    if model is None or _expressions(section):
+        return []
+    try:
+        problem = misread_problem(adapter_of(asdict(section)), model)
+    except UserError:  # reported by check_models
+        return []
+    return [f"note: {problem}. So export/ is written with the adapter merged"] if problem else []
 
 
 def check_models(spec: RunSpec) -> list[str]:
@@ -121,12 +135,14 @@ def check_models(spec: RunSpec) -> list[str]:
             f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
             f"{experts[0]}, for which an adapter's files have no place: leave them out, or name experts in lora.target"
         )
-    if not errors and not config.adapted(layers) and config.saved(layers):
+    # For the embedding or the head in lora.target, `check_keys` says what to do.
+    leaves_none = not errors and not _ends(section) and not config.adapted(layers)
+    if leaves_none and config.saved(layers):
         errors.append(
             f"lora.modules_to_save={shown(section.modules_to_save)} trains whole what lora.target="
             f"{shown(section.target)} means, which leaves no layer to adapt: name fewer modules there"
         )
-    elif not errors and not config.adapted(layers):
+    elif leaves_none:
         errors.append(
             f"lora.exclude={shown(section.exclude)} leaves no layer of lora.target={shown(section.target)} to adapt: "
             "name fewer layers in lora.exclude, or more in lora.target"
@@ -152,22 +168,32 @@ def _ends(section: Lora) -> list[str]:
     """Targets that are the embedding or the head, which get no adapter."""
     if _expressions(section) or section.target == ALL_LINEAR:
         return []
+    # A text that is just a name, lora.target=lm_head, means the same as the list with it.
+    is_name = isinstance(section.target, str) and section.target in _names_of_ends()
+    names = [section.target] if is_name else section.target
     errors = []
     for end in ENDS:
         short, is_saved = end.rpartition(".")[2], any(end.endswith(name) for name in section.modules_to_save)
         if not _matches(end, section.target) or (section.exclude and _matches(end, section.exclude)):
             continue
-        if isinstance(section.target, str) and not is_saved:
+        if isinstance(names, str) and not is_saved:
             errors.append(
                 f"lora.target={section.target} matches {end} too, which gets no adapter: put it in "
                 f"lora.modules_to_save, [{short}], to train it whole, or in lora.exclude"
             )
-        elif not isinstance(section.target, str):
+        elif not isinstance(names, str):
+            has_others = not set(names) <= _names_of_ends()
+            rest = "take it out of lora.target" if has_others else "name linear layers in lora.target, or all-linear"
             errors.append(
                 f"lora.target names {short}, which gets no adapter: put it in lora.modules_to_save, [{short}], where "
-                "it is trained whole, and take it out of lora.target"
+                f"it is trained whole, and {rest}"
             )
     return errors
+
+
+def _names_of_ends() -> set[str]:
+    """Return the full and the short names of the embedding and the head."""
+    return {name for end in ENDS for name in (end, end.rpartition(".")[2])}
 
 
 def _matches(name: str, wanted: str | Sequence[str]) -> bool:

@@ -13,9 +13,8 @@ from dtrain.data.sources.files import Pick, absent_ids, away, entries, formats_o
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
+from dtrain.run.resume import DIGEST_OF_SPLIT
 from dtrain.run.spec import RunSpec
-
-DIGESTS = {"train": "data.fingerprint", "val": "data.val.fingerprint"}  # of the rows of each split
 
 
 def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
@@ -168,5 +167,5 @@ def open_splits(
     spec.recipe, spec.rows = recipe, opened
     accept_images(spec, any(rows.samples.meta["images"] for rows in opened.values()))
     spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
-    spec.identities |= {DIGESTS[split]: rows.samples.identity for split, rows in opened.items()}
+    spec.identities |= {DIGEST_OF_SPLIT[split]: rows.samples.identity for split, rows in opened.items()}
     spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

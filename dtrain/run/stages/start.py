@@ -12,6 +12,7 @@ from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
 from dtrain.base.ranges import hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data import Cursor
 from dtrain.methods import model_keys, recipe_keys
 from dtrain.models.common.adapter_config import AdapterConfig
@@ -119,7 +120,10 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     if start.weights is not None:
         host.first(partial(_check_weights, spec))
     if start.state is not None:
-        spec.changes = host.ask(_compare, spec, host) or []
+        changes = host.ask(_compare, spec, host)
+        if changes is None:
+            return False
+        spec.changes = changes
     if recipe.train.steps or "train" in spec.rows:
         spec.total_steps = recipe.train.steps or _last_step_of_epochs(spec)
     return True
@@ -173,14 +177,25 @@ def _check_adapter(spec: RunSpec, ours: AdapterConfig, saved: str, directory: Pa
 
 
 def _compare(spec: RunSpec, host: Host) -> list[str]:
-    """Return the changes since the save that the run goes on from. A dry run allows those of places whose content it
-    has not read: it may be the same. Raises UserError."""
+    """Return the changes since the save that the run goes on from.
+
+    A dry run allows those of places whose content it has not read: it may be the same. Collective: one broadcast.
+    Raises UserError.
+    """
+    unfit = host.ranks.first(lambda: _unfit(spec))
     section = spec.written.checkpoint
     if host.is_dry:
         unread = [key for key, of in resume.PLACES.items() if of not in spec.identities]
         unread += [key for key in model_keys(spec.recipe.method) if key not in spec.identities]
         section = replace(section, allow_changes=[*section.allow_changes, *unread])
-    return resume.compare(spec, section.allow_changes)
+    return resume.compare(spec, section.allow_changes, unfit)
+
+
+def _unfit(spec: RunSpec) -> str | None:
+    """Return how the tensors that the run would train differ from those of the start. Rank 0 only."""
+    assert spec.model is not None
+    store, state = spec.start.saved
+    return first_misfit(spec.model, state["policy"].get("optimizer", {}), store.tensors(spec.start.step))
 
 
 def _last_step_of_epochs(spec: RunSpec) -> int:
