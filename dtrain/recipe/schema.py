@@ -186,6 +186,11 @@ class Data:
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
+    special_tokens: Literal["structure", "all", "none"] = "structure"
+    """structure | all | none: which special tokens of the tokenizer are read as plain characters where a user or a tool
+    writes their text in a chat. structure: those that the chat template or the image processor writes itself, and
+    padding, begin and end of text. Others, such as Qwen-VL's `<|box_start|>` or reserved tokens, stay tokens. all: all
+    of them. none: none, as in transformers; a user who writes `<|im_end|>` then ends the turn."""
     prompts_as: Literal["text", "user"] | None = None
     """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
     chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.

@@ -154,7 +154,7 @@ class RunSpec:
         recipe = self.recipe = without_auto(recipe, dp_of(recipe, self.world.size))
         self.run, self.cache = RunDirectory(recipe.run.directory), recipe.cache
         self.method, data = method_of(recipe), recipe.data
-        options = (data.chat_template, data.template_kwargs)
+        options = (data.chat_template, data.template_kwargs, data.special_tokens)
         self.source = ModelDirectory(recipe.model.directory, self.method.labels(), *options)
         self.others = {
             key: ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None)

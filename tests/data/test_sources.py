@@ -25,6 +25,7 @@ CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "M
 def section(**more):
     plain = dict(max_length=64, packing=True, loss_on="assistant", shuffle=True, too_long="truncate", num_workers=0)
     unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={}, prompts_as=None)
+    plain["special_tokens"] = "structure"
     return SimpleNamespace(**{**plain, **unset, **more})
 
 

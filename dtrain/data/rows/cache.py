@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from dtrain.data.rows.pool import Job
 
 META = "meta.json"
-VERSION = 9
+VERSION = 10
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
-COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
+COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts escaped kept".split()
 IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
@@ -267,6 +267,7 @@ class _Writer:
         self.samples = 0
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.named: list[list[Any]] = []
+        self.special_tokens: dict[str, tuple[str, int, str]] = {}  # escaped, kept: file, line and text of the first row
         self.images: ImageWriter | None = None
         if encoder.images is not None:
             from dtrain.data.rows import image_cache
@@ -294,10 +295,15 @@ class _Writer:
             rows=chunk.rows,
             others=chunk.others,
             plain_prompts=chunk.plain_prompts,
+            escaped=len(chunk.escaped),
+            kept=len(chunk.kept),
             trained_tokens=chunk.trained.count(1),
             tokens_cut=sum(cut),
             truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
         )
+        for kind, written in (("escaped", chunk.escaped), ("kept", chunk.kept)):
+            if written and kind not in self.special_tokens:
+                self.special_tokens[kind] = (file, *written[0])
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason in TOO_LONG else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")
@@ -369,6 +375,7 @@ def _build(
         **writer.counts,
         **(writer.images.meta if writer.images else {"images": 0}),
         "left_out": writer.named,
+        "special_tokens": writer.special_tokens,
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }

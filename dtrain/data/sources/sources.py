@@ -11,6 +11,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
 from dtrain.data.formats.encoder import (
+    TEMPLATED,
     TEXT,
     TOO_LONG,
     EncodedChunk,
@@ -19,7 +20,7 @@ from dtrain.data.formats.encoder import (
     describe,
     refuse_without_template,
 )
-from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
+from dtrain.data.formats.formats import FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
@@ -43,8 +44,13 @@ ENCODERS = {
     "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
     "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
 }
-# Formats that the template may write, and whose rows may have images.
-TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
+# What is said of rows that spell special tokens, by the counter of the cache.
+SPECIAL_TOKENS = {
+    "escaped": "have the text of a special token in the words of a user or a tool; it is read as characters "
+    "(data.special_tokens)",
+    "kept": "have special tokens in their own text that are read as tokens (data.special_tokens=all reads them as "
+    "characters where users and tools write them)",
+}
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
 
@@ -176,7 +182,7 @@ def _opened(
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
     template = template or choose_template(
-        tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs
+        tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs, section.special_tokens
     )
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
     module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
@@ -301,6 +307,11 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
             f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"
             + (", ..." if meta["untrained"] > len(named[:5]) else "")
         )
+    for kind, what in SPECIAL_TOKENS.items():
+        if meta[kind]:
+            file, line, text = meta["special_tokens"][kind]
+            rows = f"{meta[kind]:,} {plural(meta[kind], 'row')}"
+            lines.append(f"{label}: {rows} ({file}:{line} with {text}, for one) {what}")
     if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
         lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
     return lines
