@@ -147,6 +147,7 @@ class RunSpec:
     start: "Start" = field(init=False)
     changes: list[str] = field(default_factory=list)  # since the save that the run goes on from
     total_steps: int = field(init=False)
+    validate_every: int | None = None  # steps, `auto` resolved; None: no validation
 
     def __post_init__(self) -> None:
         self.written = self.recipe

@@ -56,6 +56,8 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     )
     yield from trainer.runtime.chosen
     yield labelled("steps", _steps(trainer))
+    if recipe.train.validate_every == "auto" and trainer.spec.validate_every is not None:
+        yield labelled("", f"a validation every {trainer.spec.validate_every} of them (auto), and at the end")
     yield from trainer.method.choices
     yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
     if policy.device.type == "cuda":
@@ -113,7 +115,7 @@ def _vision(trainer: "Trainer") -> str:
 def _steps(trainer: "Trainer") -> str:
     recipe, total = trainer.recipe, trainer.total_steps
     schedule, epochs = recipe.scheduler, recipe.train.epochs
-    passes = "" if epochs is None else f", {epochs} pass{'es' if epochs != 1 else ''} over the data"
+    passes = "" if epochs is None else f", {epochs:g} pass{'es' if epochs != 1 else ''} over the data"
     if isinstance(schedule, list):
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:

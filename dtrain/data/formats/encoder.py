@@ -59,17 +59,30 @@ TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 
 
 class Part(NamedTuple):
-    """The validation rows, or the others: a `share` of all by content and `seed`, whatever their file."""
+    """The validation rows, or the others, chosen by the rows' content, whatever their file.
 
-    share: float
+    Each content draws a number from 0 to 1 by its hash. Rows that draw less than `bound` are validation rows.
+
+    Attributes:
+        size: The recipe's `data.val`: a share of the rows, or their number.
+        seed: Of the draws.
+        validated: Whether this is the part of the validation rows.
+        bound: The share. For a number of rows it is known once all rows have drawn (`cache.with_bound`); None before.
+    """
+
+    size: float
     seed: int
     validated: bool
+    bound: float | None = None
+
+    def draw(self, content: Any) -> float:
+        """Return the number that a row of that content, which JSON can write, draws."""
+        text = json.dumps([self.seed, content], sort_keys=True, default=str)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
     def has(self, content: Any) -> bool:
-        """Return whether this part has a row of that content, which JSON can write. Equal content is on one side."""
-        text = json.dumps([self.seed, content], sort_keys=True, default=str)
-        drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64  # from 0 up to 1
-        return (drawn < self.share) == self.validated
+        """Return whether this part has a row of that content; of a part whose bound is not known, True."""
+        return self.bound is None or (self.draw(content) < self.bound) == self.validated
 
 
 class WrittenToken(NamedTuple):
@@ -252,6 +265,13 @@ class RowEncoder:
         as_tokens = {control for control, _ in pieces}
         as_characters = {match[0] for _, text in pieces for match in control_tokens.find(text)}
         return sorted(spelled & as_characters), sorted((spelled & as_tokens) - control_tokens.escaped)
+
+    def draws_of(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> list[float]:
+        """Return the numbers that the rows of a chunk draw for `part`. Raises UserError with file and line."""
+        part = self.part
+        assert part is not None
+        self.directory = Path(chunk.file).absolute().parent
+        return [draw for _, _, draw in read_rows(chunk, columns, lambda row: part.draw(self.content_of(row, name)))]
 
     def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
         """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""

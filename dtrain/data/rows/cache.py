@@ -20,8 +20,11 @@ against their digests first: what is damaged, or of other images, is made anew. 
 with the set. Old caches are not removed; the directory may be deleted whenever no run uses it.
 """
 
+import copy
 import hashlib
+import heapq
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -325,6 +328,7 @@ class _Writer:
 def _build(
     directory: Path, sources: Sequence[Source], encoder: RowEncoder, num_workers: int | None, progress: bool, label: str
 ) -> dict[str, Any]:
+    encoder = with_bound(sources, encoder)
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     per_source = [0] * len(sources)
@@ -381,6 +385,28 @@ def _build(
     }
 
 
+def with_bound(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
+    """Return `encoder`, or a copy that knows which rows are validated where `data.val` is a number of rows.
+
+    The validation rows are those that draw the smallest numbers. Finding them takes one more reading of all rows, but
+    only while a cache is made. Raises UserError for a row that is wrong.
+    """
+    part = encoder.part
+    if part is None or part.bound is not None:
+        return encoder
+    draws = (
+        draw
+        for source in sources
+        for file, name in zip(source.files, source.formats, strict=True)
+        for chunk in read_chunks(file)
+        for draw in encoder.draws_of(chunk, name, source.columns)
+    )
+    smallest = heapq.nsmallest(int(part.size), draws)
+    encoder = copy.copy(encoder)
+    encoder.part = part._replace(bound=math.nextafter(smallest[-1], 2.0) if smallest else 0.0)
+    return encoder
+
+
 def _refuse_nothing(
     writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
 ) -> None:
@@ -390,7 +416,7 @@ def _refuse_nothing(
     rows, others = writer.counts["rows"], writer.counts["others"]
     if part is not None and others and not rows:
         raise UserError(
-            f"{label}: data.val={part.share} leaves it without a row: all of the {others} in {names} fall to the other "
+            f"{label}: data.val={part.size} leaves it without a row: all of the {others} in {names} fall to the other "
             f"side. Set data.val {'higher' if part.validated else 'lower'}, or to a file of its own (data.val.path)"
         )
     if not rows:

@@ -64,7 +64,7 @@ def open_rows(
     tokenizer: Tokenizer,
     template: ChatTemplate | None = None,
     seed: int = 0,
-    epochs: int | None = None,
+    epochs: float | None = None,
     cache_dir: str | Path | None = None,
     say: Say = print,
     progress: bool = True,
@@ -72,8 +72,8 @@ def open_rows(
     """Open the rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
 
     section     the recipe's `data` (its field names, as attributes)
-    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
-                parts of section.train's rows
+    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share or
+                a number of rows, both are parts of section.train's rows
     kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
                 (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
@@ -174,10 +174,12 @@ def _opened(
     cache_dir: str | Path | None = None,
     say: Say = lambda line: None,
 ) -> tuple[list[Source], RowEncoder]:
-    train, is_part = split == "train", isinstance(section.val, float)
+    train, is_part = split == "train", isinstance(section.val, float | int)
     whence = "train" if is_part else split
     tell = say if whence == split else lambda line: None  # whoever opened the other part has said it
     sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
+    if is_part and any(source.weight for source in sources):
+        sources = [source for source in sources if source.weight]  # the same rows for both parts
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
@@ -196,7 +198,9 @@ def _opened(
         images=None if formats.isdisjoint(TEMPLATED) else image_reader(section, tokenizer, cache_dir),
         **{option: options[option] for option in own},
     )
-    encoder.part = Part(section.val, seed, not train) if is_part else None
+    if is_part:
+        is_share = isinstance(section.val, float)
+        encoder.part = Part(section.val, seed, validated=not train, bound=section.val if is_share else None)
     for line in _notes_on_formats(section, template, formats, kind, label):
         tell(line)
     return sources, encoder
@@ -285,7 +289,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     rows = f"{meta['rows']:,} {'row' if meta['rows'] == 1 else 'rows'}"
     lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
-        lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
+        lines[0] += f" (data.val is taken from these: {meta['others']:,} rows are of the other part)"
     if noun == "samples" and 0 < meta["trained_tokens"] <= meta["samples"]:
         lines.append(
             f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "

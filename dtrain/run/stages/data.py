@@ -41,10 +41,10 @@ def check_keys(spec: RunSpec) -> list[str]:
             for option in ("columns", "split", "subset", "revision")
             if split.sources and getattr(split, option) != getattr(DataSource(), option)
         ]
-    if recipe.data.val is None and recipe.train.validate_every is not None:
+    if recipe.data.val is None and recipe.train.validate_every not in (None, "auto"):
         problems.append(
             f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
-            "or data.val=0.05 for a share of the training rows, or train.validate_every=null"
+            "or data.val=0.05 for a share of the training rows, or train.validate_every=auto"
         )
     return problems
 
@@ -62,8 +62,9 @@ def _paths(split: DataSource, key: str) -> list[str]:
 def notes(spec: RunSpec) -> list[str]:
     """Return a note on rows that are kept out of training for nothing."""
     share = spec.recipe.data.val
-    unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
-    return [unused] if isinstance(share, float) and spec.recipe.train.validate_every is None else []
+    if not isinstance(share, float | int) or spec.recipe.train.validate_every is not None:
+        return []
+    return [f"note: data.val={share} keeps rows out of training; set train.validate_every=auto to see their loss"]
 
 
 def check_files(spec: RunSpec) -> list[str]:

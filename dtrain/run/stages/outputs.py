@@ -40,6 +40,10 @@ def _best(spec: RunSpec) -> list[str]:
         return [f"checkpoint.keep_best={best} is none of {known}, nor null{meant}"]
     if best == "loss":
         return []
+    if best in BEST and recipe.data.val is None:
+        return [f"checkpoint.keep_best={best} needs a validation set: set data.val.path, or data.val=0.05"]
+    if best in BEST and recipe.train.validate_every == "auto":
+        return []  # it validates at every save
     key = f"{set_of[best].key}.every" if best in set_of else "train.validate_every"
     often = set_of[best].section.every if best in set_of else recipe.train.validate_every
     problems = []
