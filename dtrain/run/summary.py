@@ -17,6 +17,7 @@ from dtrain.run.metrics.terminal import one_line, plot
 from dtrain.run.sizing import MACHINE
 from dtrain.run.spec import RunSpec
 from dtrain.run.stages import schedule as scheduling
+from dtrain.run.stages import sizes as sizing
 
 if TYPE_CHECKING:
     from dtrain.run.trainer import Trainer
@@ -126,14 +127,9 @@ def _steps(trainer: "Trainer") -> str:
 
 
 def _notes(trainer: "Trainer") -> Iterator[str]:
-    recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
     yield from scheduling.warmup_notes(trainer.spec, trainer.total_steps)
     yield from trainer.spec.notes
-    if recipe.data.max_length > longest:
-        yield (
-            f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "
-            "made for (max_position_embeddings of its config.json)"
-        )
+    yield from sizing.position_notes(trainer.spec)
 
 
 def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:

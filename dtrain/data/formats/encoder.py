@@ -35,7 +35,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import plural
 from dtrain.data.formats.formats import CHAT_FORMATS, Conversation, Text, TokenizedRow, normalise
-from dtrain.data.formats.image_parts import image_parts, without_images
+from dtrain.data.formats.image_parts import has_images, image_parts, without_images
 from dtrain.data.sources.files import Chunk, read_rows
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
@@ -118,6 +118,7 @@ class EncodedChunk:
     images    each document's; image_notes: sentences on some of them, to be said once
     others    rows of the other part, which are none of `rows`
     plain_prompts   of `rows`, those whose prompt is a plain string
+    images_too_long   rows with images that are left out as too long
     escaped   of `rows`, those in which the text of a control token is read as characters
     kept      of `rows`, those whose own text has a control token that is read as a token, although it could have been
               escaped
@@ -136,6 +137,7 @@ class EncodedChunk:
     columns: list[bytes] = field(default_factory=list)
     images: "list[list[ImageRecord]]" = field(default_factory=list)
     image_notes: list[str] = field(default_factory=list)
+    images_too_long: int = 0
     escaped: list[WrittenToken] = field(default_factory=list)
     kept: list[WrittenToken] = field(default_factory=list)
 
@@ -235,6 +237,7 @@ class RowEncoder:
             result.plain_prompts += self.has_plain_prompt(row, name)
             if isinstance(documents, str):
                 result.left_out.append((line, documents))
+                result.images_too_long += documents in TOO_LONG and has_images(row)
                 continue
             for document in documents:
                 result.add(line, document)

@@ -47,7 +47,7 @@ from dtrain.base.files import lock, publish, sync, write_new
 from dtrain.base.host_memory import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.ranks import Ranks, digests, view
-from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ VERSION = 10
 SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
-COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts escaped kept".split()
+COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
+COUNTS += ["escaped", "kept", "images_too_long"]
 IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
@@ -300,6 +301,7 @@ class _Writer:
             plain_prompts=chunk.plain_prompts,
             escaped=len(chunk.escaped),
             kept=len(chunk.kept),
+            images_too_long=chunk.images_too_long,
             trained_tokens=chunk.trained.count(1),
             tokens_cut=sum(cut),
             truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
@@ -366,7 +368,7 @@ def _build(
             bar.update(chunk.size)
         if writer.images is not None:
             writer.images.close(directory)
-    _refuse_nothing(writer, files, label, encoder.noun, encoder.part)
+    _refuse_nothing(writer, files, label, encoder)
     return {
         "version": VERSION,
         "documents_per_sample": encoder.documents,
@@ -407,13 +409,11 @@ def with_bound(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
     return encoder
 
 
-def _refuse_nothing(
-    writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
-) -> None:
+def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str, encoder: RowEncoder) -> None:
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
-    rows, others = writer.counts["rows"], writer.counts["others"]
+    rows, others, part, noun = writer.counts["rows"], writer.counts["others"], encoder.part, encoder.noun
     if part is not None and others and not rows:
         raise UserError(
             f"{label}: data.val={part.size} leaves it without a row: all of the {others} in {names} fall to the other "
@@ -424,8 +424,14 @@ def _refuse_nothing(
     file, line, reason = writer.named[0]
     is_pair = noun == "pairs"
     if writer.counts["too_long"] == rows:
-        fix = "raise data.max_length, or set data.too_long=truncate"
-    elif "max_length" in reason:
+        limit = f"data.max_length={encoder.max_length}"
+        truncate = "" if encoder.too_long == "truncate" else ", or set data.too_long=truncate"
+        pixels = ", or lower data.image_max_pixels" if writer.counts["images_too_long"] else ""
+        raise UserError(
+            f"{label}: all {rows} rows are left out, longer than {limit} ({names}); {file}:{line}, for one: {reason}. "
+            f"Raise data.max_length{truncate}{pixels}"
+        )
+    if "max_length" in reason:
         fix = "raise data.max_length: what each row teaches lies beyond it"
     elif is_pair:
         fix = "chosen and rejected must differ; `dtrain preview` shows them"

@@ -221,6 +221,14 @@ def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | Non
     )
 
 
+def _images_left_out(meta: Mapping[str, Any], label: str) -> str:
+    rows = f"{meta['images_too_long']:,} {plural(meta['images_too_long'], 'row')}"
+    fix = f"raise data.max_length={meta['max_length']}, or lower data.image_max_pixels for fewer tokens an image"
+    if meta["images"]:
+        return f"{label}: {rows} of these have images; {fix}"
+    return f"note: {label}: every row with an image is left out as too long ({rows}), so no image is trained on: {fix}"
+
+
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
     sources = []
     if split is None:
@@ -299,11 +307,20 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
         count = f"{meta['images']:,} {plural(meta['images'], 'image')}"
         lines.append(f"{label}: {count} in {meta['image_tokens']:,} of the tokens, which are not trained")
         lines += [f"note: {label}: {note}" for note in meta["image_notes"]]
+    return [*lines, *rows_left_out(samples, label, too_long)]
+
+
+def rows_left_out(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
+    """Return the lines on rows that a cache lacks or has in part, and on special tokens that rows spell."""
+    meta, noun = samples.meta, samples.noun
+    lines: list[str] = []
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
         lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
     if meta["too_long"]:
         lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
+    if meta["images_too_long"]:
+        lines.append(_images_left_out(meta, label))
     if meta["untrained"]:
         named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason not in TOO_LONG]
         why = "without a trained token" if noun != "pairs" else "that teach no preference"
