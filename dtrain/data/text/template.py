@@ -135,7 +135,7 @@ class ChatTemplate:
 
     def _constants(self, source: str) -> list[str]:
         """Return the texts that a template spells out, and the values of the variables that it names."""
-        tree = self._sandbox.parse(source)
+        tree = self._environment.parse(source)
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         values = [self.variables.get(node.name) for node in tree.find_all(nodes.Name)]
