@@ -173,6 +173,7 @@ def write_pictures(directory: Path, rows: int) -> None:
 
 def write_chat(directory: Path, model: Path, rows: Path, count: int) -> None:
     """Write the first `count` conversations of `rows` to rows.jsonl as tokens and labels, by the model's template."""
+    from dtrain.base.json_files import split_lines
     from dtrain.data.formats.encoder import Encoder
     from dtrain.data.formats.formats import normalise
     from dtrain.data.text.template import choose_template
@@ -181,7 +182,7 @@ def write_chat(directory: Path, model: Path, rows: Path, count: int) -> None:
     tokenizer = Tokenizer.from_directory(model)
     encoder = Encoder(tokenizer, choose_template(model, tokenizer), max_length=CHAT_LENGTH)
     with (directory / "rows.jsonl").open("w") as file:
-        for line in rows.read_text(encoding="utf-8").splitlines()[:count]:
+        for line in split_lines(rows.read_text(encoding="utf-8"))[:count]:
             ids, trained = encoder.encode(normalise({"messages": json.loads(line)["messages"]}, "messages"))
             labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
             file.write(json.dumps({"input_ids": ids[:CHAT_LENGTH], "labels": labels[:CHAT_LENGTH]}) + "\n")

@@ -18,6 +18,7 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
+from dtrain.base.json_files import split_lines
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.generate import Loaded, encode_prompt, generate, load
 
@@ -25,7 +26,7 @@ from dtrain.inference.generate import Loaded, encode_prompt, generate, load
 def read_problems(path: Path) -> list[tuple[str, str]]:
     """(prompt, answer) of each row."""
     problems = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in split_lines(path.read_text(encoding="utf-8")):
         messages = json.loads(line)["messages"]
         prompt = next(message["content"] for message in messages if message["role"] == "user")
         problems.append((prompt, messages[-1]["content"]))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
+from dtrain.base.json_files import split_lines
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.generate import generate, load
@@ -27,7 +28,7 @@ BATCH = 256  # problems sampled together
 
 def read_rows(path: Path) -> list[list[dict]]:
     """The messages of each row."""
-    return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [json.loads(line)["messages"] for line in split_lines(path.read_text(encoding="utf-8")) if line.strip()]
 
 
 def pairs(

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
+from dtrain.base.json_files import split_lines
 from dtrain.inference.generate import generate, load
 
 
 def prompts_of(path: Path, limit: int) -> list[list[dict]]:
     """Return the messages before the answer of the first `limit` rows."""
-    rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
+    rows = [json.loads(line)["messages"] for line in split_lines(path.read_text(encoding="utf-8"))[:limit]]
     return [messages[:1] for messages in rows]
 
 

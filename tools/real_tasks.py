@@ -15,6 +15,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtrain.base.json_files import split_lines
+
 TASKS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "family_relationships": {"min_family_size": 4, "max_family_size": 5},
@@ -76,7 +78,7 @@ def write(directory: Path, train: int, heldout: int) -> None:
 def write_pairs(directory: Path, drawn: Path) -> None:
     """Write pairs.jsonl: of each prompt that got right and wrong answers the first right one, and the first wrong."""
     answers: dict[int, list[dict]] = {}
-    for line in drawn.read_text(encoding="utf-8").splitlines():
+    for line in split_lines(drawn.read_text(encoding="utf-8")):
         row = json.loads(line)
         answers.setdefault(row["prompt_index"], []).append(row)
     pairs = []

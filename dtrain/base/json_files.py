@@ -82,6 +82,18 @@ def read_text(path: Path, most: int = SMALL) -> str:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
 
+def split_lines(text: str) -> list[str]:
+    r"""Return the lines of a text, which `\n` or `\r\n` ends.
+
+    `str.splitlines` also splits at characters that belong to a line's content, such as U+2028, which JSON writes as it
+    is, and the form feed.
+    """
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
 def read_json(path: Path, *, most: int = SMALL, constants: bool = False) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises UserError naming the file."""
     text = read_text(path, most)

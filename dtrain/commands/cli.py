@@ -17,7 +17,17 @@ from pathlib import Path
 
 from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
-from dtrain.commands.arguments import DIRECTORY, PROCESSES, RECIPE, add_device, add_recipe, add_sampling, at_least
+from dtrain.base.json_files import split_lines
+from dtrain.commands.arguments import (
+    DIRECTORY,
+    PROCESSES,
+    RECIPE,
+    add_device,
+    add_recipe,
+    add_sampling,
+    at_least,
+)
+from dtrain.commands.standard_input import keep_carriage_returns
 
 COMMANDS = {
     "plan": ("dtrain.commands.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
@@ -279,7 +289,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     is_piped = arguments.prompt is None
     if is_piped and sys.stdin.isatty():
         raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
-    prompts = sys.stdin.read().splitlines() if is_piped else arguments.prompt
+    if is_piped:
+        keep_carriage_returns()
+    prompts = split_lines(sys.stdin.read()) if is_piped else arguments.prompt
     options = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "raw", "dtype", "device")
     named = {name: getattr(arguments, name) for name in options} | {"images": arguments.image}
     for text in generate_text(arguments.directory, prompts, **named):

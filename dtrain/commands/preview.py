@@ -1,8 +1,8 @@
 """`dtrain preview`: rows as the model sees them, and what the set is like once it is tokenised and packed."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice, repeat
 from operator import itemgetter
 from typing import TextIO
@@ -24,6 +24,7 @@ from dtrain.run.stages.data import open_splits
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
+AS_CHARACTERS, AS_TOKEN = "{{{{{} as characters}}}}", "{{{{{} as a token}}}}"  # marks of special tokens in a row
 BUCKETS, BAR = 12, 40
 BLOCK = 1 << 16  # samples read at once
 
@@ -53,6 +54,7 @@ def preview(
     spec = RunSpec(recipe, World(recipe.launch.processes))
     open_splits(spec, spec.cache, say, True, ["train"])
     rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, spec.method.label()
+    shown = Shown(tokenizer, frozenset() if spec.source.template is None else spec.source.template.structure)
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
@@ -60,7 +62,7 @@ def preview(
         places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
         more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
         say(f"\n--- {unit} {number}{mark}: {places}{more}")
-        for document, text in enumerate(texts_of(rows, placement.samples, tokenizer, color)):
+        for document, text in enumerate(texts_of(rows, placement.samples, shown, color)):
             sample, side = divmod(document, 2 if noun == "pairs" else 1)
             if label is not None and side == 0:
                 value = rows.samples.row(placement.samples[sample])["columns"][label.column]
@@ -77,7 +79,37 @@ def preview(
         say(line)
 
 
-def texts_of(rows: Rows, samples: list[int], tokenizer: Tokenizer, color: bool) -> Iterator[str]:
+@dataclass(frozen=True)
+class Shown:
+    """How token ids are shown.
+
+    Attributes:
+        tokenizer: The model's.
+        structure: Special tokens that the chat template writes itself; these have no mark.
+    """
+
+    tokenizer: Tokenizer
+    structure: Collection[str]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode `ids` and mark special tokens that a row brings along.
+
+        Text that spells a special token but is read as characters gets one mark, a special token outside the
+        conversation's structure the other: `{{<|im_end|> as characters}}`, `{{<|box_start|> as a token}}`.
+        """
+        shown = []
+        for control, text in self.tokenizer.pieces(ids):
+            if control is not None:
+                shown.append(control if control in self.structure or not self.structure else AS_TOKEN.format(control))
+            end = 0
+            for match in self.tokenizer.control_tokens.find(text):
+                shown += [text[end : match.start()], AS_CHARACTERS.format(match[0])]
+                end = match.end()
+            shown.append(text[end:])
+        return "".join(shown)
+
+
+def texts_of(rows: Rows, samples: list[int], shown: Shown, color: bool) -> Iterator[str]:
     """Yield the text of each document of these samples. No image is decoded."""
     reader = rows.images
     images = [own for index in samples for own in rows.samples.images(index)] if reader is not None else []
@@ -85,11 +117,11 @@ def texts_of(rows: Rows, samples: list[int], tokenizer: Tokenizer, color: bool) 
     for row in replace(rows, images=None).build(samples):
         count = int(row["seq_ids"][-1]) + 1
         records = [next(left, []) for _ in range(count)]
-        yield from documents(row, tokenizer, color, records, None if reader is None else reader.token_id)
+        yield from documents(row, shown, color, records, None if reader is None else reader.token_id)
 
 
 def documents(
-    row: Row, tokenizer: Tokenizer, color: bool, images: Sequence[Sequence[ImageRecord]], image_id: int | None
+    row: Row, shown: Shown, color: bool, images: Sequence[Sequence[ImageRecord]], image_id: int | None
 ) -> Iterator[str]:
     """Yield the text of each document of a row, its trained tokens marked, and a mark in the place of the tokens of
     each image. images: of each document; image_id: the id of image tokens."""
@@ -100,12 +132,12 @@ def documents(
         inside = row["seq_ids"] == document
         ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
         numbers = chain.from_iterable(repeat(number, record.layout.tokens) for number, record in enumerate(records))
-        shown = [next(numbers, None) if token == image_id else None for token in ids]  # an image's number, or text
-        spans = groupby(zip(trained, shown, ids, strict=True), key=itemgetter(0, 1))
+        places = [next(numbers, None) if token == image_id else None for token in ids]  # an image's number, or text
+        spans = groupby(zip(trained, places, ids, strict=True), key=itemgetter(0, 1))
         texts = (
             (
                 is_trained,
-                tokenizer.decode([token for *_, token in span]) if number is None else image_mark(records[number]),
+                shown.text([token for *_, token in span]) if number is None else image_mark(records[number]),
             )
             for (is_trained, number), span in spans
         )

@@ -156,12 +156,16 @@ class Data:
     train: DataSource = field(default_factory=DataSource)
     """The training set."""
     val: Annotated[
-        DataSource | float | None,
-        (lambda v: not isinstance(v, float) or 0 < v < 1, "a section, or a share between 0 and 1"),
+        DataSource | float | int | None,
+        (
+            lambda v: isinstance(v, DataSource) or (v >= 1 if isinstance(v, int) else 0 < v < 1),
+            "a section, a share between 0 and 1, or a number of rows",
+        ),
     ] = None
-    """The validation set; null: none. Or a share of the training rows, such as 0.05, which then do not train. A hash of
-    its content and `run.seed` decides for each row, so that the share is about this large. Equal rows stay together,
-    and a row stays where it is when others join it."""
+    """The validation set; null: none. Or a share of the training rows, such as 0.05, or a number of them, such as 200;
+    these rows then do not train. A hash of its content and `run.seed` decides for each row. A share is about this
+    large, and a row stays where it is when others join it. A number is exact unless equal rows would be parted: they
+    stay together."""
     max_length: Annotated[
         int, (lambda v: 2 <= v < 2**31, "at least 2, a token and the one after it, and below 2 ** 31")
     ] = 4096
@@ -190,6 +194,11 @@ class Data:
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
+    special_tokens: Literal["structure", "all", "none"] = "structure"
+    """structure | all | none: which special tokens of the tokenizer are read as plain characters where a user or a tool
+    writes their text in a chat. structure: those that the chat template or the image processor writes itself, and
+    padding, begin and end of text. Others, such as Qwen-VL's `<|box_start|>` or reserved tokens, stay tokens. all: all
+    of them. none: none, as in transformers; a user who writes `<|im_end|>` then ends the turn."""
     prompts_as: Literal["text", "user"] | None = None
     """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
     chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.
@@ -247,9 +256,9 @@ class Train:
 
     steps: Annotated[int | None, (lambda v: 1 <= v <= 10**9, "at least 1, and at most a thousand million")] = None
     """Optimizer steps. Required, or `epochs`."""
-    epochs: Annotated[int | None, (lambda v: 1 <= v <= 10**6, "at least 1, and at most a million")] = None
-    """Passes over the training set; the last batch may be short. Stands in for `steps`; an override of one unsets the
-    other."""
+    epochs: Annotated[int | float | None, (lambda v: 0 < v <= 10**6, "more than 0, and at most a million")] = None
+    """Passes over the training set, such as 3 or 2.5; the last batch may be short. Stands in for `steps`; an override
+    of one unsets the other."""
     global_batch: Annotated[
         int | str,
         (
@@ -304,8 +313,12 @@ class Train:
     freeze: list[str] = field(default_factory=list)
     """Patterns of the parameters to freeze; they win over `train_only`. A frozen parameter is kept in `dtype`, and has
     no gradient, optimizer state or master copy."""
-    validate_every: Annotated[int | None, at_least(1, ", or null for no validation")] = None
-    """Steps between validations on `data.val`. null: never."""
+    validate_every: Annotated[
+        int | str | None, (COUNT[0], "a whole number, at least 1, auto, or null for no validation")
+    ] = "auto"
+    """Steps between validations on `data.val`; the last step is validated too. auto: with `data.val`, a fifth of the
+    steps, so four times on the way and at the end; with `checkpoint.keep_best` of a validation's field, at every save.
+    null: never."""
     skip_nonfinite: Annotated[int, at_least(0)] = 0
     """How many steps in a row may be skipped because a gradient is not finite. 0: the first one ends the run."""
     patience: Annotated[int | None, at_least(1, ", or null to go on to the last step")] = None

@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -161,7 +163,8 @@ def _fits(value: Any, kinds: list) -> bool:
 
 def _plain(kinds: list) -> Any:
     """Return the number, or text, that a section's key may hold in its place; None where there is none."""
-    return next((kind | None for kind in kinds if kind in (int, float, str, bool)), None)
+    plain = [kind for kind in kinds if kind in (int, float, str, bool)]
+    return reduce(or_, plain) | None if plain else None
 
 
 def _not_a_section(

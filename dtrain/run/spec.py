@@ -147,6 +147,7 @@ class RunSpec:
     start: "Start" = field(init=False)
     changes: list[str] = field(default_factory=list)  # since the save that the run goes on from
     total_steps: int = field(init=False)
+    validate_every: int | None = None  # steps, `auto` resolved; None: no validation
 
     def __post_init__(self) -> None:
         self.written = self.recipe
@@ -154,7 +155,7 @@ class RunSpec:
         recipe = self.recipe = without_auto(recipe, dp_of(recipe, self.world.size))
         self.run, self.cache = RunDirectory(recipe.run.directory, recipe.run.lock), recipe.cache
         self.method, data = method_of(recipe), recipe.data
-        options = (data.chat_template, data.template_kwargs)
+        options = (data.chat_template, data.template_kwargs, data.special_tokens)
         self.source = ModelDirectory(recipe.model.directory, self.method.labels(), *options)
         self.others = {
             key: ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None)

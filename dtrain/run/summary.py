@@ -17,6 +17,7 @@ from dtrain.run.metrics.terminal import one_line, plot
 from dtrain.run.sizing import MACHINE
 from dtrain.run.spec import RunSpec
 from dtrain.run.stages import schedule as scheduling
+from dtrain.run.stages import sizes as sizing
 
 if TYPE_CHECKING:
     from dtrain.run.trainer import Trainer
@@ -56,6 +57,8 @@ def opening(trainer: "Trainer") -> Iterator[str]:
     )
     yield from trainer.runtime.chosen
     yield labelled("steps", _steps(trainer))
+    if recipe.train.validate_every == "auto" and trainer.spec.validate_every is not None:
+        yield labelled("", f"a validation every {trainer.spec.validate_every} of them (auto), and at the end")
     yield from trainer.method.choices
     yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
     if policy.device.type == "cuda":
@@ -113,7 +116,7 @@ def _vision(trainer: "Trainer") -> str:
 def _steps(trainer: "Trainer") -> str:
     recipe, total = trainer.recipe, trainer.total_steps
     schedule, epochs = recipe.scheduler, recipe.train.epochs
-    passes = "" if epochs is None else f", {epochs} pass{'es' if epochs != 1 else ''} over the data"
+    passes = "" if epochs is None else f", {epochs:g} pass{'es' if epochs != 1 else ''} over the data"
     if isinstance(schedule, list):
         rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
     else:
@@ -124,14 +127,9 @@ def _steps(trainer: "Trainer") -> str:
 
 
 def _notes(trainer: "Trainer") -> Iterator[str]:
-    recipe, longest = trainer.recipe, trainer.policy.model.config.max_position_embeddings
     yield from scheduling.warmup_notes(trainer.spec, trainer.total_steps)
     yield from trainer.spec.notes
-    if recipe.data.max_length > longest:
-        yield (
-            f"note: data.max_length={recipe.data.max_length} is more than the {longest} positions that the model was "
-            "made for (max_position_embeddings of its config.json)"
-        )
+    yield from sizing.position_notes(trainer.spec)
 
 
 def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:

@@ -272,7 +272,7 @@ class Trainer:
     def measure(self, step: int, is_last: bool) -> bool:
         """Validate and evaluate after `step`, as far as due and not done yet. Return whether the run ends here: as
         `is_last` says, or by `train.patience`."""
-        every = self.recipe.train.validate_every
+        every = self.spec.validate_every
         if every and self._validated != step and (is_last or step % every == 0):
             self.validate(step)
             self._validated = step

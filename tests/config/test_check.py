@@ -56,8 +56,6 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (4, ["parallel.dp_shard=3"], "set parallel.dp_shard=4 or -1, or launch.nproc=3"),
         (3, ["parallel.tp=2"], "= 2 does not divide 3 processes"),
         (1, ["parallel.dp_shard=0"], "parallel.dp_shard=0 must be at least 1, or -1"),
-        (1, ["optimizer.lr=0"], "optimizer.lr=0 trains nothing: set a rate, such as 1e-5"),
-        (1, ["optimizer.name=muon", "optimizer.lr=0"], "optimizer.lr=0 trains nothing"),
         (1, ["sft.label_smoothing=1"], "sft.label_smoothing=1.0 must be from 0 to below 1"),
         (
             1,
@@ -136,8 +134,13 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
             "data.train.path and data.train.sources are both set",
         ),
         (1, ["checkpoint.keep_every=0"], "checkpoint.keep_every=0 must be at least 1, or null"),
+        (1, ["checkpoint.keep_best=val_loss"], "checkpoint.keep_best=val_loss needs a validation set"),
         (1, ["checkpoint.keep_best=loos"], "checkpoint.keep_best=loos is none of val_loss, loss, val_reward_mean, nor"),
-        (1, ["checkpoint.keep_best=val_loss"], "train.validate_every=null: set train.validate_every=100"),
+        (
+            1,
+            ["checkpoint.keep_best=val_loss", "train.validate_every=null", "data.val=9"],
+            "=null: set train.validate_every=100",
+        ),
         (1, ["data.train.format=preference"], "method=sft does not train on pairs; set method=dpo"),
         (1, ["method=dpo", "data.train.format=messages"], "method=dpo trains on pairs; set it to preference"),
         (1, ["method=dpo", "dpo.loss=sigmoyd"], "dpo.loss=sigmoyd is no preference loss; did you mean sigmoid?"),

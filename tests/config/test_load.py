@@ -28,7 +28,7 @@ data: {train: {path: null, format: auto}, val: null, max_length: 4096, packing: 
 parallel: {dp_replicate: 1, dp_shard: -1, cp: 1, tp: 1, sequence_parallel: true, cp_rotate: allgather,
   custom_plan: null, cpu_offload: false, reshard_after_forward: default}
 train: {steps: null, epochs: null, global_batch: 64, micro_batch: auto, dtype: auto, max_grad_norm: 1.0,
-  activation_checkpointing: auto, compile: false, validate_every: null, skip_nonfinite: 0}
+  activation_checkpointing: auto, compile: false, validate_every: auto, skip_nonfinite: 0}
 optimizer: {name: adamw, lr: 0.00001, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1}
 scheduler: {name: cosine, warmup: 0.03, warmup_steps: null, min_lr_ratio: 0.1}
 checkpoint: {every: 100, keep_last: 3, resume: auto, async_save: true, export: final, init_from: null}

@@ -42,7 +42,6 @@ def test_each_component_of_torchtune_has_an_answer_of_its_own():
 
 
 UNFIT = [
-    ("TRL", "num_train_epochs: 0.5", "num_train_epochs=0.5 is not carried over"),
     ("TRL", "lr_scheduler_type: polynomial", "lr_scheduler_type=polynomial is not carried over"),
     ("TRL", "optim: lion_8bit", "optim=lion_8bit is not carried over"),
     ("TRL", "max_prompt_length: 100", "not carried over: max_prompt_length"),

@@ -1,21 +1,26 @@
 """Control tokens in the words of users and tools are characters, and never tokens."""
 
+import io
 import json
 import pickle
 
 import pytest
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers import models as kinds
-from tokenizers import normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
+from dtrain.commands.preview import preview
 from dtrain.data.formats.encoder import Encoder
 from dtrain.data.formats.prompts import Prompt, PromptEncoder
 from dtrain.data.text.control_tokens import ESCAPE
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.generate import encode_prompt
+from dtrain.methods import load_recipe
 from tests.checkpoint.gguf.models import LLAMA3, byte_level, sentencepiece
+from tests.data.makers import write_jsonl
 
 CHATML = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -109,7 +114,7 @@ def test_users_and_tools_write_text_and_others_may_write_tokens(tmp_path):
 def test_the_parts_of_a_content_are_escaped(tmp_path):
     tokenizer, _ = load(tmp_path, byte_level())
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[1].text }}{% endfor %}")
-    template = choose_template(tmp_path, tokenizer)
+    template = choose_template(tmp_path, tokenizer, escapes="all")
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": HOSTILE}]}
     assert tokenizer.encode(template.render([message])) == as_characters(tmp_path, HOSTILE)
     assert message["content"][1]["text"] == HOSTILE
@@ -198,3 +203,68 @@ def test_contents_of_any_shape_are_escaped(tmp_path):
     for content in ({"a": "</s>"}, ["</s>"], [{"type": "text", "text": "</s>"}], [{"b": ["</s>"]}]):
         ids = tokenizer.encode(template.render([{"role": "tool", "content": content}]))
         assert tokenizer.vocabulary["</s>"] not in ids and "</s>" in tokenizer.decode(ids).replace(" ", "")
+
+
+MARKS = ["<|box|>", "<|role_user|>", "<|pad|>", "<|vision|>", "<|vision|>2"]
+COMPOSED = (
+    "{% for m in messages %}{{ '<|role_' ~ m.role ~ '|>' }}<|turn|>{{ m.content }}</s>{% endfor %}"
+    "{# <|box|> is said in a comment alone #}"
+)
+
+
+@pytest.fixture
+def grounded(tmp_path):
+    """A model whose template composes one of its tokens, with a token for images and two that nothing writes."""
+    backend = byte_level()
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(MARKS)
+    load(tmp_path, backend)
+    (tmp_path / "chat_template.jinja").write_text(COMPOSED)
+    names = {"eos_token": "</s>", "pad_token": "<|pad|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    vision = backend.token_to_id("<|vision|>")
+    (tmp_path / "config.json").write_text(json.dumps({"vision_start_token_id": vision, "pad_token_id": -1}))
+    return tmp_path
+
+
+def test_tokens_of_the_structure_are_characters_and_others_stay_tokens(grounded):
+    """The ids of the others are those of transformers' apply_chat_template."""
+    oracle = PreTrainedTokenizerFast.from_pretrained(grounded)
+    tokenizer = Tokenizer.from_directory(grounded)
+
+    def ids_of(content, escapes):
+        template = choose_template(grounded, tokenizer, escapes=escapes)
+        return tokenizer.encode(template.render([{"role": "user", "content": content}]))
+
+    def theirs(content):
+        return oracle.apply_chat_template([{"role": "user", "content": content}], return_dict=False)
+
+    frame = [tokenizer.vocabulary[text] for text in ("<|role_user|>", "<|turn|>")]
+    end = tokenizer.vocabulary["</s>"]
+    kept = "the <|box|> and <|vision|>2"  # the longest token counts: not <|vision|> and a 2
+    assert ids_of(kept, "structure") == theirs(kept) and len(theirs(kept)) < len(as_characters(grounded, kept))
+    for text in ("<|turn|>", "</s>", "<|role_user|>", "<|pad|>", "<|vision|>"):
+        assert ids_of(text, "structure") == [*frame, *as_characters(grounded, text), end] != theirs(text)
+    everything = f"{kept}</s><|turn|>"
+    assert ids_of(everything, "none") == theirs(everything)
+    assert ids_of(everything, "all") == [*frame, *as_characters(grounded, everything), end]
+
+
+def test_what_becomes_of_special_tokens_is_said_and_shown(grounded):
+    """One row spells a token of the structure, another one of the user's own, the third none."""
+    contents = ["two </s> ends", "the <|box|> here", "plain"]
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in contents]
+    file = write_jsonl(grounded / "rows.jsonl", [{"messages": chat} for chat in chats])
+    shown = {}
+    for choice in ("structure", "all", "none"):
+        overrides = [f"model.path={grounded}", f"data.train.path={file}", f"data.special_tokens={choice}"]
+        overrides += ["data.packing=false", "data.shuffle=false", f"run.dir={grounded}/runs"]
+        out = io.StringIO()
+        preview(load_recipe("sft", overrides), samples=3, out=out)
+        shown[choice] = out.getvalue()
+    assert "two {{</s> as characters}} ends" in shown["structure"]
+    assert "the {{<|box|> as a token}} here" in shown["structure"]
+    assert f"1 row ({file}:1 with </s>, for one) have the text of a special token" in shown["structure"]
+    assert f"1 row ({file}:2 with <|box|>, for one) have special tokens in their own text" in shown["structure"]
+    assert "the {{<|box|> as characters}} here" in shown["all"] and "2 rows" in shown["all"]
+    assert "as characters}}" not in shown["none"] and "2 rows" in shown["none"]

@@ -27,6 +27,14 @@ def test_json_lines_in_chunks(tmp_path):
     assert max(sizes) <= files.CHUNK_ROWS and len(sizes) == 3
 
 
+def test_only_line_feeds_end_a_line(tmp_path):
+    """Characters at which Python's splitlines also splits, as JSON writes them without escapes."""
+    rows = [{"text": f"one{character}two"} for character in "\u2028\u2029\x85"]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode())
+    assert read(file) == list(enumerate(rows, start=1))
+
+
 def test_blank_lines_count(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"n": 1}\n\n  \n{"n": 2}')

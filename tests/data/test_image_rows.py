@@ -314,6 +314,24 @@ def test_bad_input_is_refused_with_row_and_fix(models, tmp_path, name):
     assert all(word in str(error.value) for word in words), error.value
 
 
+def test_images_that_are_all_too_long_are_reported(models, tmp_path):
+    write_pictures(tmp_path)
+    image, text = (
+        user(part("0.png"), {"type": "text", "text": QUESTION * 9}),
+        {"messages": [user(TEXT)["messages"][0], ANSWER]},
+    )
+    length = len(only(models["qwen3-vl"], tmp_path, text)["input_ids"])
+    lines: list[str] = []
+    both = write_jsonl(tmp_path / "both.jsonl", [image, image, text])
+    rows_of(models["qwen3-vl"], both, lines=lines, max_length=length, too_long="drop")
+    assert any("every row with an image is left out as too long (2 rows)" in line for line in lines), lines
+    images = write_jsonl(tmp_path / "images.jsonl", [image, image])
+    with pytest.raises(
+        UserError, match=rf"all 2 rows are left out, longer than data.max_length={length}.*image_max_pixels"
+    ):
+        rows_of(models["qwen3-vl"], images, max_length=length, too_long="drop")
+
+
 def test_a_model_of_texts_refuses_images(models, tmp_path):
     write_pictures(tmp_path)
     model = write_model(tmp_path / "model", weights=False)

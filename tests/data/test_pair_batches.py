@@ -182,6 +182,7 @@ def test_processes_give_what_one_gives(tmp_path, monkeypatch):
 def section(file, **more):
     plain = dict(max_length=64, packing=True, loss_on="assistant", shuffle=True, too_long="truncate", num_workers=0)
     unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={}, prompts_as=None)
+    plain["special_tokens"] = "structure"
     split = SimpleNamespace(path=str(file), format=more.pop("format", "auto"), sources=None)
     return SimpleNamespace(**{**plain, **unset, "train": split, **more})
 

@@ -108,6 +108,18 @@ def test_resume_at_every_position(samples, packing):
     assert list(rows.placements(cursor)) == []
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_begun_epoch_is_the_beginning_of_a_whole_one(samples, packing):
+    whole = make(samples, packing=packing, epochs=3)
+    part = make(samples, packing=packing, epochs=2.5)
+    first, last = whole.rows_in_epoch(0) + whole.rows_in_epoch(1), whole.rows_in_epoch(2)
+    expected = list(whole.placements())[: first + -(-last // 2)]
+    assert list(part.placements()) == expected and part.total_rows() == len(expected)
+    assert list(part.placements(expected[-3].after)) == expected[-2:]
+    assert list(part.placements(expected[-1].after)) == []
+    assert make(samples, packing=False, epochs=0.1).total_rows() == 6  # of 60: no rounding up of 6.0000000001
+
+
 def test_cursor_beyond_the_data(samples):
     with pytest.raises(UserError, match="row 500 of epoch 1, which has only"):
         next(make(samples).iterate(Cursor(1, 500)))

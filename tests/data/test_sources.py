@@ -1,6 +1,7 @@
 """The data section to rows, what is said on the way, and the preview."""
 
 import io
+import json
 import re
 from types import SimpleNamespace
 
@@ -12,12 +13,15 @@ from dtrain.data.formats.labels import Label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.launch import validate
 from dtrain.methods import load_recipe
 from dtrain.run.host import DryHost
 from dtrain.run.spec import RunSpec, World
 from dtrain.run.stages import first_rows
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
+from tests.running import metrics, run
+from tests.tiny import tiny_recipe, write_model
 
 CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
 
@@ -25,6 +29,7 @@ CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "M
 def section(**more):
     plain = dict(max_length=64, packing=True, loss_on="assistant", shuffle=True, too_long="truncate", num_workers=0)
     unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={}, prompts_as=None)
+    plain["special_tokens"] = "structure"
     return SimpleNamespace(**{**plain, **unset, **more})
 
 
@@ -176,3 +181,54 @@ def test_preview(tmp_path, model):
     out = io.StringIO()
     preview(recipe, samples=1, color=True, out=out)
     assert "\033[32mMe.<|im_end|>\033[0m\n" in out.getvalue() and "[[Me" not in out.getvalue()
+
+
+def test_validate_tells_what_is_left_out_cut_and_doubled(tmp_path):
+    """As the run tells it, also of data that a dry run reads in part."""
+    model = write_model(tmp_path / "model")
+    file = tmp_path / "rows.jsonl"
+    whole, long, untrained = {"input_ids": [1, 2, 3]}, {"input_ids": [2] * 200}, {"input_ids": [1], "labels": [-100]}
+    write_jsonl(file, [whole, long, untrained] * 20)
+    shape = [
+        "model.init=scratch",
+        "train.steps=5",
+        "train.global_batch=2",
+        "data.max_length=150",
+        f"run.dir={tmp_path}",
+    ]
+    paths = [f"model.path={model}", f"data.train.path=[{file},{file}]", f"data.val.path={file}", "launch.device=cpu"]
+    said = validate("sft", [*shape, *paths])
+    assert "train data: 40 samples truncated to data.max_length=150; 2,000 tokens cut" in said
+    assert any("train data: 40 rows left out without a trained token" in line for line in said)
+    assert any("data.max_length=150 is more than the 128 positions" in line for line in said)
+    assert f"note: {file} is named twice (data.train.path, data.train.path): its rows count twice" in said
+    assert f"note: {file} is in data.train.path and in data.val.path: validation sees trained rows" in said
+    large = write_jsonl(tmp_path / "large.jsonl", [whole, long, untrained] * 9000)
+    assert large.stat().st_size > first_rows.SMALL_DATA
+    said = validate("sft", [*shape, *paths[:1], f"data.train.path={large}", "launch.device=cpu"])
+    assert "train data: 85 of the first 256 rows are left out (no trained token)" in said
+    assert "train data: 85 documents of the first 256 rows are cut to data.max_length=150" in said
+
+
+def test_a_rate_of_0_runs_with_a_note_and_moves_nothing(tmp_path, capfd):
+    settings = ["optimizer.lr=0", "train.steps=3", "checkpoint.every=3"]
+    recipe = tiny_recipe(tmp_path, *settings)
+    assert any("note: optimizer.lr=0" in line for line in validate(recipe))
+    run(recipe)
+    rows, before = metrics(recipe), tiny_recipe(tmp_path, *settings[1:], "optimizer.lr=1e-30", name="still")
+    assert [row["lr"] for row in rows] == [0.0] * 3 and all(row["grad_norm"] > 0 for row in rows)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in metrics(run(before))]
+
+
+@pytest.mark.parametrize(("column", "ours"), [("conversation", "messages"), ("chat", "conversations")])
+def test_messages_as_json_text_are_suggested_as_messages(tmp_path, model, column, ours):
+    names = ("role", "content") if ours == "messages" else ("from", "value")
+    speakers = ("user", "assistant") if ours == "messages" else ("human", "gpt")
+    chat = [dict(zip(names, pair, strict=True)) for pair in zip(speakers, ("Who?", "Me."), strict=True)]
+    file = write_jsonl(tmp_path / "a.jsonl", [{column: json.dumps(chat)}])
+    with pytest.raises(UserError, match=rf"or map them: 'data.train.columns={{{ours}: {column}}}'"):
+        opened(model, section(train=split(str(file))))
+    source = split(str(file))
+    source.columns = {ours: column}
+    rows, _ = opened(model, section(train=source))
+    assert rows.samples.meta["trained_tokens"] > 0

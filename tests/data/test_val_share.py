@@ -57,7 +57,7 @@ def test_both_sides_are_the_whole_and_share_nothing(tmp_path, model):
     assert held(train) + held(val) == held(whole) and not held(train) & held(val)
     assert abs(len(val) - SHARE * COUNT) < 4 * (COUNT * SHARE * (1 - SHARE)) ** 0.5
     assert f"train data: {len(train)} samples of {len(train)} rows" in said
-    assert f"(data.val is a share: {len(val)} rows are of the other part)" in said
+    assert f"(data.val is taken from these: {len(val)} rows are of the other part)" in said
 
 
 def test_the_rule_is_a_hash_of_content_and_seed(tmp_path, model):
@@ -146,7 +146,41 @@ def test_a_side_without_a_row_is_refused(tmp_path, model, split, val, fix):
     assert f"Set data.val {fix}" in str(error.value)
 
 
-@pytest.mark.parametrize("share", ["0", "1", "1.5", "-0.1", ".nan", ".inf", "true"])
+@pytest.mark.parametrize("kind", ["examples", "prompts"])
+def test_a_number_of_rows_takes_those_of_the_smallest_hashes(tmp_path, model, kind):
+    """Written anew: the 40 rows whose 64 bits of BLAKE2b are smallest, equal rows together, from all files."""
+    if kind == "examples":
+        rows, content = texts(), lambda row: row["text"]
+    else:
+        rows = [{"prompt": f"{number}?"} for number in range(COUNT)]
+        content = lambda row: [row["prompt"], None]  # noqa: E731
+
+    def drawn(row):
+        return hashlib.blake2b(json.dumps([3, content(row)]).encode(), digest_size=8).digest()
+
+    ordered = sorted(rows, key=drawn)
+    files = [write_jsonl(tmp_path / f"{at}.jsonl", rows[at::2]) for at in range(2)]
+    expected = write_jsonl(tmp_path / "b.jsonl", ordered[:40])
+    options = {"kind": kind, "cache_dir": tmp_path / "cache"}
+    val, said = opened(model, "val", *files, val=40, **options)
+    train, _ = opened(model, "train", *files, val=40, **options)
+    assert len(val) == 40 and held(val) == held(opened(model, "train", expected, val=None, **options)[0])
+    assert held(train) + held(val) == held(opened(model, "train", *files, val=None, **options)[0])
+    assert f"{COUNT - 40} rows are of the other part" in said
+    twice = write_jsonl(tmp_path / "twice.jsonl", rows * 2)
+    assert len(opened(model, "val", twice, val=39, **options)[0]) == 40
+    with pytest.raises(UserError, match=f"train data: data.val={COUNT} leaves it without a row"):
+        opened(model, "train", *files, val=COUNT, **options)
+
+
+def test_a_number_of_rows_counts_only_sources_that_train(tmp_path, model):
+    one, two = write_jsonl(tmp_path / "a.jsonl", texts()), write_jsonl(tmp_path / "b.jsonl", [{"text": "never"}] * 9)
+    sources = [schema.WeightedSource(str(two), weight=0.0), schema.WeightedSource(str(one), weight=2.0)]
+    val, train = (opened(model, split, sources=sources, val=30)[0] for split in ("val", "train"))
+    assert held(val) == held(opened(model, "val", one, val=30)[0]) and len(train) == COUNT - 30
+
+
+@pytest.mark.parametrize("share", ["0", "1.0", "1.5", "-0.1", ".nan", ".inf", "true"])
 def test_a_share_lies_between_0_and_1(tmp_path, share):
     try:
         found = check(tiny_recipe(tmp_path, f"data.val={share}"), 1)
@@ -176,6 +210,23 @@ def test_the_recipe_keeps_it(tmp_path):
 def measured(recipe):
     lines = (recipe.run.directory / "metrics.jsonl").read_text().splitlines()
     return [(row.get("loss"), row.get("val_loss")) for row in map(json.loads, lines)]
+
+
+def validated_at(recipe):
+    lines = map(json.loads, (recipe.run.directory / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in lines if "val_loss" in row]
+
+
+def test_a_run_with_validation_data_validates_five_times_by_default(tmp_path):
+    """Also with a number of rows and a part of a pass, and at each save that keep_best compares."""
+    write_rows(tmp_path / "rows.jsonl", count=47)
+    shape = ["train.steps=null", "train.epochs=2.5", "data.val=5", "data.packing=false", "train.global_batch=4"]
+    recipe = run(tiny_recipe(tmp_path, *shape, name="default"))
+    assert validated_at(recipe) == [6, 12, 18, 24, 27]  # (42 + 42 + 21) / 4 = 26.25 steps
+    best = ["checkpoint.keep_best=val_loss", "checkpoint.every=10", "train.steps=20", "train.epochs=null"]
+    assert validated_at(run(tiny_recipe(tmp_path, *shape, *best, name="best"))) == [10, 20]
+    never = ["train.validate_every=null", "train.steps=2", "train.epochs=null"]
+    assert validated_at(run(tiny_recipe(tmp_path, *shape, *never, name="never"))) == []
 
 
 def test_a_run_on_parts_is_one_on_files_of_them(tmp_path):

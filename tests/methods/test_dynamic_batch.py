@@ -10,7 +10,7 @@ from tests.methods.recipes import recipe_of
 from tests.running import interrupt, run
 from tests.tiny import tiny_recipe, write_rows
 
-SFT = ("train.steps=null", "train.epochs=2", "train.global_batch=6")  # 2 · 13 rows: the last batch has 2
+SFT = ("train.steps=null", "train.epochs=2.5", "train.global_batch=6")  # 13 + 13 + 7 rows: the last batch has 3
 VAL = ("data.val.path=${data.train.path}", "train.validate_every=2")
 
 

@@ -232,14 +232,14 @@ def test_groups_that_teach_nothing_are_left_out(tmp_path, mode):
 
 
 def test_epochs_end_with_a_short_rollout(tmp_path):
-    """24 prompts by 5: four rollouts of 20 completions and one of 16, 10 a step."""
+    """24 + 12 prompts by 5: seven rollouts of 20 completions and one of 4, 10 a step."""
     recipe = tiny_grpo(
-        tmp_path, "train.steps=null", "train.epochs=1", "grpo.prompts_per_step=5", "train.global_batch=10", name="one"
+        tmp_path, "train.steps=null", "train.epochs=1.5", "grpo.prompts_per_step=5", "train.global_batch=10", name="one"
     )
     run(recipe)
     rows = rows_of(recipe)
-    assert len(rows) == 10 and rows[-1]["epoch"] == 1.0
-    assert len(samples_of(recipe)) == 24 * 4
+    assert len(rows) == 15 and rows[-1]["epoch"] == 1.5
+    assert len(samples_of(recipe)) == 36 * 4
 
 
 @pytest.mark.trap(

@@ -146,6 +146,11 @@ def test_prompts_from_a_pipe_give_a_line_each(finished, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6 w7\nw9\n"))
     assert main([*arguments, "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.splitlines() == text_of(finished / "export")
+    # Only \n and \r\n end a line: a form feed, U+2028 and a lone \r belong to the prompt.
+    piped = io.TextIOWrapper(io.BytesIO("w5\rw6\u2028w7\x0c\r\nw9".encode()), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", piped)
+    assert main([*arguments, "--dtype", "float32"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
     monkeypatch.setattr("dtrain.inference.generate.generate_text", lambda *_, **__: iter(["one\ntwo", "three"]))
     monkeypatch.setattr("sys.stdin", io.StringIO("a\nb\n"))
     assert main(arguments) == 0

@@ -24,6 +24,11 @@ def test_the_share_of_tests_that_pass():
     found = reward(completions, tests=[TESTS, TESTS, pairs, TESTS[0], None])
     assert found == [1.0, 0.5, 0.5, 0.0, None]
     assert PythonTests(whole=True)([WRONG], tests=[TESTS]) == [0.0]
+    form_feed = "```py\nprint('1\\x0c2')\n```"  # is within a line, although Python's splitlines ends lines there
+    assert reward([form_feed] * 2, tests=[{"inputs": [""], "outputs": [out]} for out in ("1\n2", "1\x0c2")]) == [
+        0.0,
+        1.0,
+    ]
     spec = Reward(fn="python_tests", kwargs={"column": "asserts"})
     with Rewards([spec]) as rewards:
         assert rewards.score(["q"], [RIGHT], [[1]], {"asserts": [TESTS]}).total == [1.0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtrain.base.json_files import loads
+from dtrain.base.json_files import loads, split_lines
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Patience:
         """The values in a run's metrics.jsonl."""
         if not record.is_file():
             return []
-        rows = map(loads, record.read_text(encoding="utf-8").splitlines())
+        rows = map(loads, split_lines(record.read_text(encoding="utf-8")))
         return [row[self.name] for row in rows if self.name in row and math.isfinite(row[self.name])]
 
     @property

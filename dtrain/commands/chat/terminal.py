@@ -10,6 +10,7 @@ from pathlib import Path
 from dtrain.base.errors import UserError
 from dtrain.commands.chat.conversation import Conversation
 from dtrain.commands.serve.adapters import put_in, read_beside
+from dtrain.commands.standard_input import keep_carriage_returns
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.inference.request import Request, SamplingParams
@@ -66,6 +67,8 @@ class Terminal:
     def __init__(self, conversation: Conversation):
         self.conversation = conversation
         self.is_terminal = sys.stdin.isatty()
+        if not self.is_terminal:
+            keep_carriage_returns()
 
     def run(self) -> None:
         """Read lines until the end of input, or /exit."""

@@ -24,7 +24,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import plural
-from dtrain.data.formats.formats import Conversation, Text, TokenizedRow, normalise
-from dtrain.data.formats.image_parts import image_parts, without_images
+from dtrain.data.formats.formats import CHAT_FORMATS, Conversation, Text, TokenizedRow, normalise
+from dtrain.data.formats.image_parts import has_images, image_parts, without_images
 from dtrain.data.sources.files import Chunk, read_rows
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
@@ -54,20 +54,42 @@ UNTRAINED = "no trained token"
 CUT = "no trained token within data.max_length"
 CUT_IMAGE = "data.max_length would cut an image in half"
 TOO_LONG = (LONG, CUT_IMAGE)
+# Formats that the chat template may write, and whose rows may have images.
+TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 
 
 class Part(NamedTuple):
-    """The validation rows, or the others: a `share` of all by content and `seed`, whatever their file."""
+    """The validation rows, or the others, chosen by the rows' content, whatever their file.
 
-    share: float
+    Each content draws a number from 0 to 1 by its hash. Rows that draw less than `bound` are validation rows.
+
+    Attributes:
+        size: The recipe's `data.val`: a share of the rows, or their number.
+        seed: Of the draws.
+        validated: Whether this is the part of the validation rows.
+        bound: The share. For a number of rows it is known once all rows have drawn (`cache.with_bound`); None before.
+    """
+
+    size: float
     seed: int
     validated: bool
+    bound: float | None = None
+
+    def draw(self, content: Any) -> float:
+        """Return the number that a row of that content, which JSON can write, draws."""
+        text = json.dumps([self.seed, content], sort_keys=True, default=str)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
     def has(self, content: Any) -> bool:
-        """Return whether this part has a row of that content, which JSON can write. Equal content is on one side."""
-        text = json.dumps([self.seed, content], sort_keys=True, default=str)
-        drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64  # from 0 up to 1
-        return (drawn < self.share) == self.validated
+        """Return whether this part has a row of that content; of a part whose bound is not known, True."""
+        return self.bound is None or (self.draw(content) < self.bound) == self.validated
+
+
+class WrittenToken(NamedTuple):
+    """A row that has the text of a control token: its line, and the first such text."""
+
+    line: int
+    text: str
 
 
 class Document(NamedTuple):
@@ -96,6 +118,10 @@ class EncodedChunk:
     images    each document's; image_notes: sentences on some of them, to be said once
     others    rows of the other part, which are none of `rows`
     plain_prompts   of `rows`, those whose prompt is a plain string
+    images_too_long   rows with images that are left out as too long
+    escaped   of `rows`, those in which the text of a control token is read as characters
+    kept      of `rows`, those whose own text has a control token that is read as a token, although it could have been
+              escaped
     """
 
     rows: int = 0
@@ -111,6 +137,9 @@ class EncodedChunk:
     columns: list[bytes] = field(default_factory=list)
     images: "list[list[ImageRecord]]" = field(default_factory=list)
     image_notes: list[str] = field(default_factory=list)
+    images_too_long: int = 0
+    escaped: list[WrittenToken] = field(default_factory=list)
+    kept: list[WrittenToken] = field(default_factory=list)
 
     def add(self, line: int, document: Document) -> None:
         self.tokens.extend(document.ids)
@@ -165,7 +194,7 @@ class RowEncoder:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that decides what a row becomes."""
-        template = self.template.fingerprint if self.template else None
+        template = (self.template.fingerprint, sorted(self.template.control_tokens.escaped)) if self.template else None
         limits = self.max_length, *self.decides, self.too_long, self.prompts_as
         tokens = self.tokenizer.fingerprint, self.tokenizer.control_tokens.texts
         images = self.images.fingerprint if self.images else None
@@ -208,10 +237,44 @@ class RowEncoder:
             result.plain_prompts += self.has_plain_prompt(row, name)
             if isinstance(documents, str):
                 result.left_out.append((line, documents))
+                result.images_too_long += documents in TOO_LONG and has_images(row)
                 continue
             for document in documents:
                 result.add(line, document)
+            if self.is_templated(row, name):
+                escaped, kept = self.special_tokens_of(row, documents)
+                result.escaped += [WrittenToken(line, text) for text in escaped[:1]]
+                result.kept += [WrittenToken(line, text) for text in kept[:1]]
         return result
+
+    def is_templated(self, row: Mapping[str, Any], name: str) -> bool:
+        """Return whether the chat template writes a row in format `name`."""
+        if self.template is None or name not in TEMPLATED:
+            return False
+        return self.prompts_as == USER or not self.has_plain_prompt(row, name)
+
+    def special_tokens_of(self, row: Mapping[str, Any], documents: Sequence[Document]) -> tuple[list[str], list[str]]:
+        """Return the control tokens that a templated row spells: those read as characters, and those read as tokens.
+
+        A token that `data.special_tokens` escapes is not among the second ones: the assistant and the system message
+        may write it.
+        """
+        assert self.template is not None
+        control_tokens = self.template.control_tokens
+        spelled = {match[0] for text in texts_in(row) for match in control_tokens.find(text)}
+        if not spelled:  # almost always
+            return [], []
+        pieces = [piece for document in documents for piece in self.tokenizer.pieces(document.ids)]
+        as_tokens = {control for control, _ in pieces}
+        as_characters = {match[0] for _, text in pieces for match in control_tokens.find(text)}
+        return sorted(spelled & as_characters), sorted((spelled & as_tokens) - control_tokens.escaped)
+
+    def draws_of(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> list[float]:
+        """Return the numbers that the rows of a chunk draw for `part`. Raises UserError with file and line."""
+        part = self.part
+        assert part is not None
+        self.directory = Path(chunk.file).absolute().parent
+        return [draw for _, _, draw in read_rows(chunk, columns, lambda row: part.draw(self.content_of(row, name)))]
 
     def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
         """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""
@@ -432,6 +495,18 @@ class Encoder(RowEncoder):
         ids, trained = self._masked(text, [(start, len(text))])
         before, after = self.around(ids)
         return [*before, *ids, *after], bytearray(len(before)) + trained + b"\1" * len(after)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the strings in a value of JSON, names of columns and keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from texts_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
 
 
 def _has_target(trained: bytearray) -> bool:

@@ -119,8 +119,23 @@ def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
     return None
 
 
+def null_keys(row: Mapping[str, Any], kind: str = "examples") -> list[str]:
+    """Return the keys that are null in a row without a format, of the first format whose keys the row has."""
+    for keys in KINDS[kind].values():
+        if all(key in row for key in keys):
+            return [key for key in keys if row[key] is None]
+    return []
+
+
+def _describe_null(keys: list[str]) -> str:
+    verb = "is" if len(keys) == 1 else "are"
+    return f"{' and '.join(keys)} {verb} null in this row. Give the row a value there, or leave the row out"
+
+
 def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
     """Return the message for a row in which `detect` found no format."""
+    if keys := null_keys(row, kind):
+        return _describe_null(keys)
     if kind == "examples" and detect(row, "pairs") is not None:
         return PREFERENCES
     single = detect(row, "examples")
@@ -160,6 +175,8 @@ def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> N
     missing = [key for key in KINDS[kind][name] if row.get(key) is None]
     if missing:
         other = detect(row, kind)
+        if other is None and all(key in row for key in KINDS[kind][name]):
+            raise UserError(_describe_null(missing))
         looks = f"it looks like format {other}" if other else describe_unknown(row, kind)
         raise UserError(
             f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
@@ -261,6 +278,8 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
         raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {kind_of(entry)}')
     message = {name: value for name, value in entry.items() if value is not None}
     if "role" not in message and "from" in message:
+        if "value" not in message:
+            raise _no_text(entry, key, "value")
         message = _sharegpt_message(message, key)
     elif key.startswith("conversations[") and str(message.get("role")) in SHAREGPT_ROLES:
         message["role"] = SHAREGPT_ROLES[message["role"]]
@@ -284,14 +303,18 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if "content" in message:
         message["content"] = read_content(message["content"], f"{key}.content", THOUGHTS)
     elif not message.get("tool_calls"):
-        raise UserError(f"{key} has no content; give it a string")
+        raise _no_text(entry, key, "content")
     return message, train
+
+
+def _no_text(entry: Mapping[str, Any], key: str, name: str) -> UserError:
+    """Return the refusal of a message whose text `name` is null, or not there."""
+    state = f"{key}.{name} is null" if name in entry else f"{key} has no {name}"
+    return UserError(f"{state}; give it a string, or leave the row out")
 
 
 def _sharegpt_message(message: Mapping[str, Any], key: str) -> dict[str, Any]:
     speaker, rest = message["from"], {name: value for name, value in message.items() if name not in ("from", "value")}
-    if "value" not in message:
-        raise UserError(f"{key} has no value; give it a string")
     if speaker in CALL_ROLES:
         return {**rest, "role": "assistant", "tool_calls": _sharegpt_calls(message["value"], f"{key}.value")}
     if speaker not in SHAREGPT_ROLES:

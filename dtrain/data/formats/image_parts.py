@@ -86,6 +86,17 @@ def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [part for content in contents for part in content if part.get("type") == "image"]
 
 
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has images, in its column or in a part of any message."""
+
+    def has_part(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return value.get("type") in TYPES or any(map(has_part, value.values()))
+        return isinstance(value, list) and any(map(has_part, value))
+
+    return bool(row.get(COLUMN)) or has_part(row)
+
+
 def text_of(content: Any) -> str:
     """Return the text of a message's content, its images left out."""
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content

@@ -152,11 +152,15 @@ def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> T
     if prompt is not None:
         return TextPair(read_string(prompt, "prompt"), chosen, rejected)
     if not chosen or not rejected or chosen[0] != rejected[0]:
-        raise UserError(
-            f"chosen and rejected do not begin alike, and the row has no prompt (only {', '.join(map(str, row))}); "
-            "name the prompt's column prompt"
-        )
+        raise UserError(f"chosen and rejected do not begin alike, and {_no_prompt(row)}")
     return TextPair(None, chosen, rejected)
+
+
+def _no_prompt(row: Mapping[str, Any]) -> str:
+    """Return the end of a refusal of a row that needs a prompt of its own."""
+    if "prompt" in row:
+        return "prompt is null in this row: give the row a prompt, or leave it out"
+    return f"the row has no prompt (only {', '.join(map(str, row))}); name the prompt's column prompt"
 
 
 def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
@@ -167,10 +171,7 @@ def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> C
     if prompt is None:
         start = _shared(chosen, rejected)
         if not start:
-            raise UserError(
-                "chosen and rejected do not begin with the same message, and the row has no prompt; "
-                "give it one, named prompt"
-            )
+            raise UserError(f"chosen and rejected do not begin with the same message, and {_no_prompt(row)}")
         before = chosen[:start]
     elif isinstance(prompt, str):
         # Some files hold the prompt twice: as a string, and as the first messages of both completions.

@@ -7,11 +7,11 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG
+from dtrain.data.text.tokenizer import TOKEN_TABLES
 from dtrain.models.common.config_fields import Fields, is_number, shown
 
 PROCESSOR, PREPROCESSOR, TOKENIZER_CONFIG = "processor_config.json", "preprocessor_config.json", "tokenizer_config.json"
 MAX_PIXELS_KEY = "data.image_max_pixels"
-_TOKEN_TABLES = ("extra_special_tokens", "model_specific_special_tokens")
 _RESAMPLES = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _OTHER_RESAMPLES = {0: "nearest", 1: "lanczos", 4: "box", 5: "hamming"}
 
@@ -89,7 +89,7 @@ class ProcessorFiles:
 
     def token(self, key: str, default: str) -> str:
         """Return the text of a special token of tokenizer_config.json, such as `boi_token`."""
-        places = [self._tokenizer, *(self._tokenizer.get(name) for name in _TOKEN_TABLES)]
+        places = [self._tokenizer, *(self._tokenizer.get(name) for name in TOKEN_TABLES)]
         for place in places:
             value = place.get(key) if isinstance(place, dict) else None
             text = value.get("content") if isinstance(value, dict) else value

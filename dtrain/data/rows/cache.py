@@ -20,8 +20,11 @@ against their digests first: what is damaged, or of other images, is made anew. 
 with the set. Old caches are not removed; the directory may be deleted whenever no run uses it.
 """
 
+import copy
 import hashlib
+import heapq
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -44,7 +47,7 @@ from dtrain.base.files import lock, publish, sync, write_new
 from dtrain.base.host_memory import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.ranks import Ranks, digests, view
-from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, Part, RowEncoder
+from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ SMALL = 2 << 20  # bytes of data below which starting processes costs more than 
 NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
 COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
+COUNTS += ["escaped", "kept", "images_too_long"]
 IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
@@ -276,6 +280,7 @@ class _Writer:
         self.samples = 0
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self.named: list[list[Any]] = []
+        self.special_tokens: dict[str, tuple[str, int, str]] = {}  # escaped, kept: file, line and text of the first row
         self.images: ImageWriter | None = None
         if encoder.images is not None:
             from dtrain.data.rows import image_cache
@@ -303,10 +308,16 @@ class _Writer:
             rows=chunk.rows,
             others=chunk.others,
             plain_prompts=chunk.plain_prompts,
+            escaped=len(chunk.escaped),
+            kept=len(chunk.kept),
+            images_too_long=chunk.images_too_long,
             trained_tokens=chunk.trained.count(1),
             tokens_cut=sum(cut),
             truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
         )
+        for kind, written in (("escaped", chunk.escaped), ("kept", chunk.kept)):
+            if written and kind not in self.special_tokens:
+                self.special_tokens[kind] = (file, *written[0])
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason in TOO_LONG else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")
@@ -328,6 +339,7 @@ class _Writer:
 def _build(
     directory: Path, sources: Sequence[Source], encoder: RowEncoder, num_workers: int | None, progress: bool, label: str
 ) -> dict[str, Any]:
+    encoder = with_bound(sources, encoder)
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     per_source = [0] * len(sources)
@@ -365,7 +377,7 @@ def _build(
             bar.update(chunk.size)
         if writer.images is not None:
             writer.images.close(directory)
-    _refuse_nothing(writer, files, label, encoder.noun, encoder.part)
+    _refuse_nothing(writer, files, label, encoder)
     return {
         "version": VERSION,
         "documents_per_sample": encoder.documents,
@@ -378,21 +390,42 @@ def _build(
         **writer.counts,
         **(writer.images.meta if writer.images else {"images": 0}),
         "left_out": writer.named,
+        "special_tokens": writer.special_tokens,
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }
 
 
-def _refuse_nothing(
-    writer: _Writer, files: Sequence[tuple[int, Path]], label: str, noun: str, part: Part | None
-) -> None:
+def with_bound(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
+    """Return `encoder`, or a copy that knows which rows are validated where `data.val` is a number of rows.
+
+    The validation rows are those that draw the smallest numbers. Finding them takes one more reading of all rows, but
+    only while a cache is made. Raises UserError for a row that is wrong.
+    """
+    part = encoder.part
+    if part is None or part.bound is not None:
+        return encoder
+    draws = (
+        draw
+        for source in sources
+        for file, name in zip(source.files, source.formats, strict=True)
+        for chunk in read_chunks(file)
+        for draw in encoder.draws_of(chunk, name, source.columns)
+    )
+    smallest = heapq.nsmallest(int(part.size), draws)
+    encoder = copy.copy(encoder)
+    encoder.part = part._replace(bound=math.nextafter(smallest[-1], 2.0) if smallest else 0.0)
+    return encoder
+
+
+def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str, encoder: RowEncoder) -> None:
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
-    rows, others = writer.counts["rows"], writer.counts["others"]
+    rows, others, part, noun = writer.counts["rows"], writer.counts["others"], encoder.part, encoder.noun
     if part is not None and others and not rows:
         raise UserError(
-            f"{label}: data.val={part.share} leaves it without a row: all of the {others} in {names} fall to the other "
+            f"{label}: data.val={part.size} leaves it without a row: all of the {others} in {names} fall to the other "
             f"side. Set data.val {'higher' if part.validated else 'lower'}, or to a file of its own (data.val.path)"
         )
     if not rows:
@@ -400,8 +433,14 @@ def _refuse_nothing(
     file, line, reason = writer.named[0]
     is_pair = noun == "pairs"
     if writer.counts["too_long"] == rows:
-        fix = "raise data.max_length, or set data.too_long=truncate"
-    elif "max_length" in reason:
+        limit = f"data.max_length={encoder.max_length}"
+        truncate = "" if encoder.too_long == "truncate" else ", or set data.too_long=truncate"
+        pixels = ", or lower data.image_max_pixels" if writer.counts["images_too_long"] else ""
+        raise UserError(
+            f"{label}: all {rows} rows are left out, longer than {limit} ({names}); {file}:{line}, for one: {reason}. "
+            f"Raise data.max_length{truncate}{pixels}"
+        )
+    if "max_length" in reason:
         fix = "raise data.max_length: what each row teaches lies beyond it"
     elif is_pair:
         fix = "chosen and rejected must differ; `dtrain preview` shows them"

@@ -9,6 +9,7 @@ Feistel network over the next power of four, walked until it lands inside ("cycl
 with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -135,7 +136,7 @@ class Rows:
                 epoch's order), else one document
     capacity    tokens that a packed row has room for: max_length for each document of one sample
     shuffle     False: the order of the files, and rows in the order of their first sample within a window
-    epochs      None: without end
+    epochs      passes over the samples, such as 2 or 2.5; None: without end
     images      reader of the samples' images, where they have any
     fingerprint a hash of the tokens that these rows are made of: another one means other data
     """
@@ -146,7 +147,7 @@ class Rows:
     packing: bool = True
     shuffle: bool = True
     seed: int = 0
-    epochs: int | None = None
+    epochs: float | None = None
     images: "ImageReader | None" = None
 
     def __post_init__(self) -> None:
@@ -168,7 +169,18 @@ class Rows:
 
     def total_rows(self) -> int | None:
         """Return the number of placements in all epochs together; None where they do not end."""
-        return None if self.epochs is None else sum(self.rows_in_epoch(epoch) for epoch in range(self.epochs))
+        if self.epochs is None:
+            return None
+        begun = math.ceil(self.epochs)
+        return sum(self._rows_taken(epoch, self.epochs) for epoch in range(begun))
+
+    def _rows_taken(self, epoch: int, epochs: float) -> int:
+        """Return how many placements of `epoch` belong to the first `epochs` passes: all, or those of its begun part.
+
+        For example, the third pass of 10 rows has 5 that belong to 2.5 passes.
+        """
+        count, part = self.rows_in_epoch(epoch), epochs - epoch
+        return count if part >= 1 else math.ceil(count * part - 1e-9)  # 0.1 * 30 is 3.0000000000000004
 
     def rows_before(self, cursor: Cursor) -> int:
         """Return the number of placements before `cursor`."""
@@ -188,8 +200,10 @@ class Rows:
         Raises UserError for a cursor beyond its epoch: the data is not what it was.
         """
         epoch, skip = cursor
-        while self.epochs is None or epoch < self.epochs:
+        epochs = math.inf if self.epochs is None else self.epochs
+        while epoch < epochs:
             windows, total, row = self._windows(epoch), self._order(epoch).total, 0
+            end_row = self._rows_taken(epoch, epochs) if epochs - epoch < 1 else None
             for window in range(windows):
                 count = self._window_rows(epoch, window) if skip else 0
                 if skip and count <= skip:
@@ -198,6 +212,8 @@ class Rows:
                 packed = self._window(epoch, window)
                 begin, end = window * WINDOW, min(total, (window + 1) * WINDOW)
                 for number in range(skip, len(packed)):
+                    if end_row is not None and row + number >= end_row:
+                        return
                     last = window == windows - 1 and number == len(packed) - 1
                     after = Cursor(epoch + 1, 0) if last else Cursor(epoch, row + number + 1)
                     done = begin + (end - begin) * (number + 1) / len(packed)

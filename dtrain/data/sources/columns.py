@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.json_files import loads
 from dtrain.base.ranges import nearest
 from dtrain.data.formats.formats import KINDS, LABELS, detect
 
@@ -92,8 +93,12 @@ def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
         return ". If the first line is a row: a CSV file begins with the names of its columns; add prompt,completion"
     if detect(row, "examples" if kind == "pairs" else "pairs"):
         return ""
-    texts = [str(column) for column, value in row.items() if isinstance(value, str) and not _ABOUT.search(str(column))]
-    chats = {str(column): value for column, value in row.items() if isinstance(value, list) and value}
+    chats = {str(column): messages for column, value in row.items() if (messages := _list_in(value))}
+    texts = [
+        str(column)
+        for column, value in row.items()
+        if isinstance(value, str) and str(column) not in chats and not _ABOUT.search(str(column))
+    ]
     talks = [column for column, value in chats.items() if isinstance(value[0], dict) and {"role", "from"} & {*value[0]}]
     question = next((text for text in texts if text.lower() in _QUESTIONS), None)
     reply = next((text for text in texts if text.lower() in _REPLIES and text != question), None)
@@ -123,6 +128,16 @@ def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
         plain = " (a chat; as plain text: prompt and completion)"
         return _mapped({"instruction": question, **context, "output": reply}, key) + plain
     return _mapped({"text": texts[0]}, key) if len(texts) == 1 and not question and len(row) <= 3 else ""
+
+
+def _list_in(value: Any) -> list[Any]:
+    """Return a list, or the one that a string has as JSON, as CSV and some tables hold messages; else an empty one."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = loads(value)
+        except ValueError:
+            return []
+    return value if isinstance(value, list) else []
 
 
 _SPEAKING = ("assistant", "gpt", "model", "bot", "chatgpt")

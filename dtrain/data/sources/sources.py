@@ -11,6 +11,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
 from dtrain.data.formats.encoder import (
+    TEMPLATED,
     TEXT,
     TOO_LONG,
     EncodedChunk,
@@ -19,7 +20,7 @@ from dtrain.data.formats.encoder import (
     describe,
     refuse_without_template,
 )
-from dtrain.data.formats.formats import CHAT_FORMATS, FORMATS, KINDS
+from dtrain.data.formats.formats import FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
@@ -43,8 +44,13 @@ ENCODERS = {
     "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
     "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
 }
-# Formats that the template may write, and whose rows may have images.
-TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
+# What is said of rows that spell special tokens, by the counter of the cache.
+SPECIAL_TOKENS = {
+    "escaped": "have the text of a special token in the words of a user or a tool; it is read as characters "
+    "(data.special_tokens)",
+    "kept": "have special tokens in their own text that are read as tokens (data.special_tokens=all reads them as "
+    "characters where users and tools write them)",
+}
 FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
 
 
@@ -58,7 +64,7 @@ def open_rows(
     tokenizer: Tokenizer,
     template: ChatTemplate | None = None,
     seed: int = 0,
-    epochs: int | None = None,
+    epochs: float | None = None,
     cache_dir: str | Path | None = None,
     say: Say = print,
     progress: bool = True,
@@ -66,8 +72,8 @@ def open_rows(
     """Open the rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
 
     section     the recipe's `data` (its field names, as attributes)
-    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share, both are
-                parts of section.train's rows
+    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share or
+                a number of rows, both are parts of section.train's rows
     kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
                 (replies that are wanted or not) or prompts
     prompts     how prompts are made, where the method trains on these
@@ -168,15 +174,17 @@ def _opened(
     cache_dir: str | Path | None = None,
     say: Say = lambda line: None,
 ) -> tuple[list[Source], RowEncoder]:
-    train, is_part = split == "train", isinstance(section.val, float)
+    train, is_part = split == "train", isinstance(section.val, float | int)
     whence = "train" if is_part else split
     tell = say if whence == split else lambda line: None  # whoever opened the other part has said it
     sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
+    if is_part and any(source.weight for source in sources):
+        sources = [source for source in sources if source.weight]  # the same rows for both parts
     if not train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
     template = template or choose_template(
-        tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs
+        tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs, section.special_tokens
     )
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
     module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
@@ -190,7 +198,9 @@ def _opened(
         images=None if formats.isdisjoint(TEMPLATED) else image_reader(section, tokenizer, cache_dir),
         **{option: options[option] for option in own},
     )
-    encoder.part = Part(section.val, seed, not train) if is_part else None
+    if is_part:
+        is_share = isinstance(section.val, float)
+        encoder.part = Part(section.val, seed, validated=not train, bound=section.val if is_share else None)
     for line in _notes_on_formats(section, template, formats, kind, label):
         tell(line)
     return sources, encoder
@@ -209,6 +219,14 @@ def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | Non
         most_pixels=section.image_most_pixels,
         cache_dir=None if cache_dir is None else Path(cache_dir).expanduser(),
     )
+
+
+def _images_left_out(meta: Mapping[str, Any], label: str) -> str:
+    rows = f"{meta['images_too_long']:,} {plural(meta['images_too_long'], 'row')}"
+    fix = f"raise data.max_length={meta['max_length']}, or lower data.image_max_pixels for fewer tokens an image"
+    if meta["images"]:
+        return f"{label}: {rows} of these have images; {fix}"
+    return f"note: {label}: every row with an image is left out as too long ({rows}), so no image is trained on: {fix}"
 
 
 def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
@@ -279,7 +297,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
     rows = f"{meta['rows']:,} {'row' if meta['rows'] == 1 else 'rows'}"
     lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
     if meta.get("others"):
-        lines[0] += f" (data.val is a share: {meta['others']:,} rows are of the other part)"
+        lines[0] += f" (data.val is taken from these: {meta['others']:,} rows are of the other part)"
     if noun == "samples" and 0 < meta["trained_tokens"] <= meta["samples"]:
         lines.append(
             f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "
@@ -289,11 +307,20 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
         count = f"{meta['images']:,} {plural(meta['images'], 'image')}"
         lines.append(f"{label}: {count} in {meta['image_tokens']:,} of the tokens, which are not trained")
         lines += [f"note: {label}: {note}" for note in meta["image_notes"]]
+    return [*lines, *rows_left_out(samples, label, too_long)]
+
+
+def rows_left_out(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
+    """Return the lines on rows that a cache lacks or has in part, and on special tokens that rows spell."""
+    meta, noun = samples.meta, samples.noun
+    lines: list[str] = []
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
         lines.append(f"{label}: {meta['truncated']:,} {noun} truncated to {limit}; {meta['tokens_cut']:,} tokens cut")
     if meta["too_long"]:
         lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
+    if meta["images_too_long"]:
+        lines.append(_images_left_out(meta, label))
     if meta["untrained"]:
         named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason not in TOO_LONG]
         why = "without a trained token" if noun != "pairs" else "that teach no preference"
@@ -301,6 +328,11 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
             f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"
             + (", ..." if meta["untrained"] > len(named[:5]) else "")
         )
+    for kind, what in SPECIAL_TOKENS.items():
+        if meta[kind]:
+            file, line, text = meta["special_tokens"][kind]
+            rows = f"{meta[kind]:,} {plural(meta[kind], 'row')}"
+            lines.append(f"{label}: {rows} ({file}:{line} with {text}, for one) {what}")
     if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
         lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
     return lines

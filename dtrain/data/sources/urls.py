@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from dtrain.base.errors import UserError, first_line
 from dtrain.base.files import lock
-from dtrain.base.json_files import digest
+from dtrain.base.json_files import digest, split_lines
 
 # Servers' names of the marks by which content is known, in lower case.
 MARKS = {"etag", "content-md5", "md5hash", "crc32c", "digest", "checksum", "sha256", "size", "blob_id", "oid"}
@@ -113,7 +113,7 @@ def _keep(url: str, cache_dir: Path, remotes: list[Remote]) -> None:
 
 def _kept(url: str, cache_dir: Path) -> list[Path]:
     place = _list_of(url, cache_dir)
-    files = [cache_dir / line for line in place.read_text().splitlines()] if place.is_file() else []
+    files = [cache_dir / line for line in split_lines(place.read_text())] if place.is_file() else []
     return files if all(file.is_file() for file in files) else []
 
 

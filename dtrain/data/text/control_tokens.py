@@ -3,12 +3,17 @@
 A chat template writes control tokens (`<|im_end|>`, `<|image_pad|>`) and the words of users into one string, in which a
 tokenizer cannot tell them apart: a user who writes `<|im_end|>` would end the turn. So a control token in the content
 of a user or a tool is escaped before the template sees it, by a private character behind its first one. The tokenizer
-reads an escaped token as its characters. Torch is not imported.
+reads an escaped token as its characters.
+
+`data.special_tokens` chooses which tokens are escaped. By default these are the tokens of the conversation's structure:
+what the template writes itself, what stands for an image, and padding, begin and end of text. Other control tokens stay
+tokens, as in transformers' `apply_chat_template`, because users write them on purpose. For example, Qwen2-VL's
+`<|im_end|>` is escaped and its grounding mark `<|box_start|>` is not. Torch is not imported.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +27,16 @@ WRITERS = ("assistant", "system", "developer", "model")  # roles whose content m
 
 
 class ControlTokens:
-    """Texts of a tokenizer's control tokens, and their escaped form."""
+    """Texts of a tokenizer's control tokens, and their escaped form.
 
-    def __init__(self, texts: Sequence[str]):
+    Attributes:
+        texts: All of them, the longest first.
+        escaped: Those that `escape` escapes. By default all.
+    """
+
+    def __init__(self, texts: Sequence[str], escaped: Collection[str] | None = None):
         self.texts = tuple(sorted(texts, key=lambda text: (-len(text), text)))  # the longest match counts
+        self.escaped = frozenset(self.texts if escaped is None else escaped)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -36,13 +47,22 @@ class ControlTokens:
         escaped = "|".join(re.escape(text[0] + ESCAPE + text[1:]) for text in self.texts)
         return re.compile(f"(?P<escaped>{escaped})|(?P<control>{self._pattern.pattern})" if escaped else r"(?!)")
 
+    def find(self, text: str) -> list[re.Match[str]]:
+        """Return the matches of control tokens in `text`, in order."""
+        return list(self._pattern.finditer(text))
+
     def escape(self, text: str) -> str:
-        """Return `text` with each control token in its escaped form."""
-        return self._pattern.sub(lambda match: match[0][0] + ESCAPE + match[0][1:], text)
+        """Return `text` with each control token of `escaped` in its escaped form."""
+
+        def written(match: re.Match[str]) -> str:
+            token = match[0]
+            return token[0] + ESCAPE + token[1:] if token in self.escaped else token
+
+        return self._pattern.sub(written, text)
 
     def escape_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a chat message, the control tokens in its content escaped unless its role may write them."""
-        if message.get("role") in WRITERS or not self.texts or "content" not in message:
+        if message.get("role") in WRITERS or not self.escaped or "content" not in message:
             return message
         return {**message, "content": self._escape_value(message["content"])}
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2 import nodes
@@ -29,9 +29,11 @@ from jinja2.visitor import NodeTransformer
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
+from dtrain.data.formats.formats import ROLES
 from dtrain.data.text.control_tokens import ControlTokens
 from dtrain.data.text.tokenizer import Tokenizer
 
+SpecialTokens = Literal["structure", "all", "none"]  # of `data.special_tokens`
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
@@ -68,7 +70,10 @@ class ChatTemplate:
     origin          where it was found, for messages
     special_tokens  `bos_token` ... as the template sees them
     variables       the recipe's `data.template_kwargs`
-    control_texts   texts of the tokenizer's control tokens, escaped where users and tools write them
+    control_texts   texts of the tokenizer's control tokens
+    framing_texts   those of them that are structure whether the template writes them or not (`Tokenizer.framing_texts`)
+    escapes         which control tokens are escaped where users and tools write them: the recipe's
+                    `data.special_tokens`
     """
 
     def __init__(
@@ -79,10 +84,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tool_source: str | None = None,
         control_texts: Sequence[str] = (),
+        framing_texts: Sequence[str] = (),
+        escapes: SpecialTokens = "structure",
     ):
         self.source, self.origin, self._sources = source, origin, (source, tool_source or "")
         self._arguments = (source, origin, dict(special_tokens), dict(variables or {}), tool_source)
-        self._control_tokens = ControlTokens(control_texts)
+        self._control_arguments = (tuple(control_texts), tuple(framing_texts), escapes)
         taken = [name for name in variables or {} if name in RESERVED]
         if taken:
             raise UserError(f"data.template_kwargs.{taken[0]} is set by dtrain itself; take it out of the recipe")
@@ -97,7 +104,43 @@ class ChatTemplate:
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
 
     def __reduce__(self):
-        return ChatTemplate, (*self._arguments, self._control_tokens.texts)
+        return ChatTemplate, (*self._arguments, *self._control_arguments)
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The control tokens, with those that are escaped in the words of users and tools."""
+        texts, _, escapes = self._control_arguments
+        if escapes == "all":
+            return ControlTokens(texts)
+        return ControlTokens(texts, escaped=() if escapes == "none" else self.structure)
+
+    @cached_property
+    def structure(self) -> frozenset[str]:
+        """The control tokens that the template writes itself, and those that frame texts and images."""
+        texts, framing, _ = self._control_arguments
+        return frozenset(framing) | self._written_tokens(ControlTokens(texts))
+
+    def _written_tokens(self, known: ControlTokens) -> set[str]:
+        """Return the texts of the control tokens that the template writes itself.
+
+        Most templates spell their tokens out. Some compose them, as Phi-4-mini's `'<|' + message.role + '|>'`, so
+        conversations with every role are rendered, too. A template may refuse any of these.
+        """
+        if not known.texts:
+            return set()
+        texts = [text for source in self._sources for text in self._constants(source)]
+        for messages, tools in _probes():
+            with suppress(UserError):
+                texts.append(self._run(_named_reasoning(messages), tools, True, SILENT))
+        return {match[0] for text in texts for match in known.find(text)}
+
+    def _constants(self, source: str) -> list[str]:
+        """Return the texts that a template spells out, and the values of the variables that it names."""
+        tree = self._environment.parse(source)
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        values = [self.variables.get(node.name) for node in tree.find_all(nodes.Name)]
+        return texts + [value for value in values if isinstance(value, str)]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -160,7 +203,7 @@ class ChatTemplate:
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use;
         for one that knows it as a part of the content alone, there. Control tokens of users are escaped."""
-        prepared = _named_reasoning([self._control_tokens.escape_message(message) for message in messages])
+        prepared = _named_reasoning([self.control_tokens.escape_message(message) for message in messages])
         if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks:
             return [_in_blocks(message) for message in prepared]
         return prepared
@@ -207,17 +250,22 @@ class ChatTemplate:
 
 
 def choose_template(
-    directory: Path, tokenizer: Tokenizer, file: str | None = None, variables: Mapping[str, Any] | None = None
+    directory: Path,
+    tokenizer: Tokenizer,
+    file: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    escapes: SpecialTokens = "structure",
 ) -> ChatTemplate | None:
     """Choose the recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else
     the chat_template of its tokenizer_config.json, else of its chat_template.json (of processors); else None.
 
-    A list of named templates gives its `default`, and `tool_use` for conversations with tools. Raises UserError.
+    A list of named templates gives its `default`, and `tool_use` for conversations with tools. escapes: the recipe's
+    `data.special_tokens`. Raises UserError.
     """
 
     def made(source: str, origin: str, tool_source: str | None = None) -> ChatTemplate:
-        control_texts = tokenizer.control_tokens.texts
-        return ChatTemplate(source, origin, tokenizer.special_tokens, variables, tool_source, control_texts)
+        controls = (tokenizer.control_tokens.texts, tokenizer.framing_texts, escapes)
+        return ChatTemplate(source, origin, tokenizer.special_tokens, variables, tool_source, *controls)
 
     if file is not None:
         path = Path(file).expanduser()
@@ -247,6 +295,23 @@ def choose_template(
         origin = f"{path} (chat_template 'default'{with_tools})"
         return made(named["default"], origin, named.get("tool_use"))
     return None
+
+
+def _probes() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+    """Return conversations, with their tools, in which every role speaks."""
+    ask, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "d"}
+    probes: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [
+        ([ask, reply, ask, reply], None),
+        ([ask, calling, result, reply], [{"type": "function", "function": function}]),
+    ]
+    for role in ROLES:
+        message = {"role": role, "content": "a"}
+        probes += [([message, ask], None), ([ask, message], None)]
+    return probes
 
 
 def _named(entries: Any) -> dict[Any, Any]:

@@ -20,6 +20,8 @@ from dtrain.data.text.control_tokens import ControlTokens
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+IMAGE_TOKENS = ("image_token", "boi_token", "eoi_token", "video_token", "audio_token")
+TOKEN_TABLES = ("extra_special_tokens", "model_specific_special_tokens")  # of tokenizer_config.json
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
 
@@ -28,7 +30,8 @@ class Tokenizer:
 
     directory       where it was read
     special_tokens  name → text of the special tokens that are named, as chat templates see them (`bos_token` ...)
-    control_tokens  all special tokens, which a user's words in a chat are never read as
+    control_tokens  all special tokens; data.special_tokens says which of them a user's words in a chat are not read as
+    framing_texts   texts of the control tokens for padding, begin and end of text, and for images, by the model's files
     bos_id          or None
     eos_ids         all tokens that end a generation, the model's own `eos_id` first: `eos_token` of
                     tokenizer_config.json or special_tokens_map.json, then eos_token_id of generation_config.json and
@@ -62,6 +65,7 @@ class Tokenizer:
         self.eos_ids: list[int] = list(dict.fromkeys(ids_of("eos_token")))
         self.bos_id = next(iter(ids_of("bos_token")), None)
         self.pad_id: int = [*ids_of("pad_token"), *self.eos_ids, 0][0]
+        self.framing_texts = self._framing_texts(config, generation, model)
         self.size = max(self.vocabulary.values(), default=-1) + 1
         self.id_limit = max([self.size, *_ids(model, "vocab_size")])
         self._source = (tokenizer_json, config.get("added_tokens_decoder"))
@@ -103,6 +107,23 @@ class Tokenizer:
         named = json.dumps([self._source[1], self.special_tokens, self.bos_id, self.eos_ids], sort_keys=True)
         return hashlib.sha256((self._source[0] + named).encode()).hexdigest()[:16]
 
+    def _framing_texts(self, config: Mapping[str, Any], *files: Mapping[str, Any]) -> list[str]:
+        """Return the texts of control tokens that the files name for padding, begin, end and images.
+
+        config.json and generation_config.json name ids, such as `eos_token_id`, `vision_start_token_id` (Qwen2-VL) and
+        `boi_token_index` (Gemma 3). tokenizer_config.json names texts.
+        """
+        texts = {self.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        tables = [config, *(config.get(name) for name in TOKEN_TABLES)]
+        for table in tables:
+            named = table if isinstance(table, dict) else {}
+            texts |= {_text_of(named.get(name)) for name in IMAGE_TOKENS}
+        for file in files:
+            for key in file:
+                if key.endswith(("_token_id", "_token_index")):
+                    texts |= {self._whole.id_to_token(token_id) for token_id in _ids(file, key)}
+        return [text for text in self.control_tokens.texts if text in texts]
+
     def added_tokens(self) -> dict[int, AddedToken]:
         """Return the tokens that are found in a text before it is split, by id."""
         return self._whole.get_added_tokens_decoder()
@@ -133,6 +154,36 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._whole.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str | None, str]]:
+        """Decode `ids` in pieces that begin at control tokens.
+
+        A control token and the characters of its name decode to the same text; the pieces tell them apart.
+
+        Returns:
+            For each piece, the control token that it begins with (None for a first piece without one) and the text
+            after this token.
+        """
+        groups: list[list[int]] = [[]]
+        for token in ids:
+            if token in self._control_ids:
+                groups.append([])
+            groups[-1].append(token)
+        pieces: list[tuple[str | None, str]] = []
+        for group in groups:
+            control = self._control_ids.get(group[0]) if group else None
+            if control is None:
+                pieces.append((None, self.decode(group)))
+                continue
+            # Decoded together, since a tokenizer of pieces drops the space in front of the first one that it decodes.
+            text = self.decode(group)
+            pieces.append((control, text[len(control) :] if text.startswith(control) else self.decode(group[1:])))
+        return pieces if groups[0] else pieces[1:]
+
+    @cached_property
+    def _control_ids(self) -> dict[int, str]:
+        vocabulary = self.vocabulary
+        return {vocabulary[text]: text for text in self.control_tokens.texts}
 
     def affixes(self) -> tuple[list[int], list[int]]:
         """Return the ids that the post-processor puts before and after a text."""
@@ -223,6 +274,12 @@ def _control_texts(backend: Backend, config: Mapping[str, Any], named: Mapping[s
     special |= {str(entry.get("content")) for entry in entries if isinstance(entry, dict) and entry.get("special")}
     added = backend.get_added_tokens_decoder().values()
     return [token.content for token in added if (token.special or token.content in special) and not token.single_word]
+
+
+def _text_of(token: Any) -> str | None:
+    """Return the text of a named token, which a file writes as a string or as an object; None if it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _ids(file: Mapping[str, Any], key: str) -> list[int]:

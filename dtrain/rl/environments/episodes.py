@@ -168,7 +168,8 @@ def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run
     if not section.has_episodes:
         return None
     library = section.verifiers
-    template = choose_template(tokenizer.directory, tokenizer, data.chat_template, data.template_kwargs)
+    template_options = (data.chat_template, data.template_kwargs, data.special_tokens)
+    template = choose_template(tokenizer.directory, tokenizer, *template_options)
     tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
     ranks = Ranks()

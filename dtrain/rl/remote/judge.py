@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import digest
+from dtrain.base.json_files import digest, split_lines
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
 
 LOOK_SECONDS = 10.0  # for a server to say that it is there
@@ -162,7 +162,7 @@ def _read(cache: Path) -> dict[str, float]:
     """Return the rewards that a file keeps, by key; a line that a kill tore is skipped."""
     known: dict[str, float] = {}
     with suppress(OSError):
-        for line in cache.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in split_lines(cache.read_text(encoding="utf-8", errors="replace")):
             with suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
                 known[row["key"]] = float(row["reward"])

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dtrain.base.errors import UserError
+from dtrain.base.json_files import split_lines
 
 _START_SECONDS = 60.0  # until the walls stand
 _SPARE_SECONDS = 5.0  # of clock beside the seconds of work
@@ -254,4 +255,4 @@ def _modules() -> bytes:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [line.rstrip() for line in split_lines(text.strip())]

@@ -40,10 +40,10 @@ def check_keys(spec: RunSpec) -> list[str]:
             for option in ("columns", "split", "subset", "revision")
             if split.sources and getattr(split, option) != getattr(DataSource(), option)
         ]
-    if recipe.data.val is None and recipe.train.validate_every is not None:
+    if recipe.data.val is None and recipe.train.validate_every not in (None, "auto"):
         problems.append(
             f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
-            "or data.val=0.05 for a share of the training rows, or train.validate_every=null"
+            "or data.val=0.05 for a share of the training rows, or train.validate_every=auto"
         )
     return problems
 
@@ -59,10 +59,39 @@ def _paths(split: DataSource, key: str) -> list[str]:
 
 
 def notes(spec: RunSpec) -> list[str]:
-    """Return a note on rows that are kept out of training for nothing."""
+    """Return notes on rows that are kept out of training for nothing, and on files that are named twice."""
+    return _unused_rows(spec) + _files_named_twice(spec)
+
+
+def _files_named_twice(spec: RunSpec) -> list[str]:
+    lines: list[str] = []
+    first_key: dict[Path, str] = {}
+    for split_key, split in _sections(spec):
+        for source, key in entries(split, split_key):
+            for file in _files_or_none(spec, source, key):
+                first = first_key.get(file.resolve())
+                if first is None:
+                    first_key[file.resolve()] = key
+                elif first.startswith(split_key):
+                    lines.append(f"note: {file} is named twice ({first}.path, {key}.path): its rows count twice")
+                else:
+                    lines.append(f"note: {file} is in {first}.path and in {key}.path: validation sees trained rows")
+    return lines
+
+
+def _files_or_none(spec: RunSpec, source: Source, key: str) -> list[Path]:
+    """Return the files of a source, none where they cannot be read, which `check_files` reports."""
+    try:
+        return files_here(spec, source, key)
+    except (OSError, UserError):
+        return []
+
+
+def _unused_rows(spec: RunSpec) -> list[str]:
     share = spec.recipe.data.val
-    unused = f"note: data.val={share} keeps rows out of training; set train.validate_every to be told their loss"
-    return [unused] if isinstance(share, float) and spec.recipe.train.validate_every is None else []
+    if not isinstance(share, float | int) or spec.recipe.train.validate_every is not None:
+        return []
+    return [f"note: data.val={share} keeps rows out of training; set train.validate_every=auto to see their loss"]
 
 
 def check_files(spec: RunSpec) -> list[str]:

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from dtrain.base.json_files import loads
-from dtrain.data.formats.encoder import describe
-from dtrain.data.sources.sources import Look, looks, notes_on_endings
+from dtrain.data.formats.encoder import EncodedChunk, describe
+from dtrain.data.sources.sources import Look, looks, notes_on_endings, rows_left_out
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy
 from dtrain.run.spec import RunSpec
@@ -39,12 +39,14 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     plain: dict[str, int] = {}
     read: dict[str, int] = {}  # rows
     files: list[tuple[str, Look]] = []
+    beginnings: dict[str, list[EncodedChunk]] = {}
     start = len(host.problems)
     for split in splits(spec):
         opened = host.ask(partial(looks, recipe.data, split=split, **options)) or []
         files += [(f"data.{split}", look) for look in opened]
         chunks = [host.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
+        beginnings[split] = [chunk for chunk in chunks if chunk]
         spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
         read[split] = sum(chunk.rows for chunk in chunks if chunk)
@@ -56,6 +58,8 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
     if is_small and not host.known:
         host.ask(open_splits, spec, copies, host.say, False)
+    for split, rows_of_split in spec.rows.items():
+        spec.notes += rows_left_out(rows_of_split.samples, f"{split} data", recipe.data.too_long)
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
     read |= {split: rows.samples.meta["rows"] for split, rows in spec.rows.items()}
     for split, count in plain.items():
@@ -64,8 +68,25 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     formats = {look.format for key, look in files if key == "data.train"}
     spec.notes += notes_on_endings(encoders["data.train"], formats, read["train"], plain["train"])
     if not is_small:
+        for split, first in beginnings.items():
+            spec.notes += _left_out_of(first, f"{split} data", recipe.data.max_length)
         _shapes(files, spec, host)
     spec.is_data_read = bool(spec.columns) and len(host.problems) == before
+
+
+def _left_out_of(chunks: Sequence[EncodedChunk], label: str, max_length: int) -> list[str]:
+    """Return the lines on those of the first rows that are left out or cut, where not all rows are read."""
+    rows = sum(chunk.rows for chunk in chunks)
+    left_out = [reason for chunk in chunks for _, reason in chunk.left_out]
+    lines = []
+    if left_out:
+        reasons = ", ".join(dict.fromkeys(left_out))
+        lines.append(f"{label}: {len(left_out):,} of the first {rows:,} rows are left out ({reasons})")
+    lengths = [pair for chunk in chunks for pair in zip(chunk.full, chunk.lengths, strict=True)]
+    cut = sum(full > length for full, length in lengths)
+    if cut:
+        lines.append(f"{label}: {cut:,} documents of the first {rows:,} rows are cut to data.max_length={max_length}")
+    return lines
 
 
 def _size(file: Path) -> int:

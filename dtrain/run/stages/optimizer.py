@@ -17,7 +17,7 @@ from dtrain.run.stages.code import unknown_name
 def check_keys(spec: RunSpec) -> list[str]:
     """Check the section `optimizer`, and the keys around it that say in what bits weights and moments are held."""
     name = unknown_name("optimizer.name", spec.recipe.optimizer.name, OPTIMIZERS)
-    return [*name, *_few_bits(spec), *_rate(spec), *_muon(spec)]
+    return [*name, *_few_bits(spec), *_muon(spec)]
 
 
 def _few_bits(spec: RunSpec) -> list[str]:
@@ -91,15 +91,16 @@ def _kwargs(spec: RunSpec, holds: Mapping[str, Range], unknown: str) -> list[str
     return problems
 
 
-def _rate(spec: RunSpec) -> list[str]:
-    """A rate of 0 trains nothing; muon has two, and the class's own arguments win."""
+def notes(spec: RunSpec) -> list[str]:
+    """Return a note on a learning rate of 0, with which a pipeline can be checked. Muon has two rates, and the
+    arguments of the optimizer's class win."""
     section = spec.recipe.optimizer
     others = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
     if section.lr != 0 or others > 0 or "lr" in section.kwargs:
         return []
     return [
-        "optimizer.lr=0 trains nothing: set a rate, such as 1e-5 (2e-4 with lora). `dtrain eval` measures a model "
-        "without training; train.freeze keeps single parameters as they are"
+        "note: optimizer.lr=0: the run computes losses and gradients and leaves the weights as they are. To train, set "
+        "a rate, such as 1e-5 (2e-4 with lora)"
     ]
 
 

@@ -40,10 +40,15 @@ def _best(spec: RunSpec) -> list[str]:
         return [f"checkpoint.keep_best={best} is none of {known}, nor null{meant}"]
     if best == "loss":
         return []
-    key = f"{set_of[best].key}.every" if best in set_of else "train.validate_every"
-    often = set_of[best].section.every if best in set_of else recipe.train.validate_every
+    if best in BEST and recipe.data.val is None:
+        return [f"checkpoint.keep_best={best} needs a validation set: set data.val.path, or data.val=0.05"]
+    if best in BEST and recipe.train.validate_every == "auto":
+        return []  # it validates at every save
+    key, often = "train.validate_every", recipe.train.validate_every
+    if best in set_of:
+        key, often = f"{set_of[best].key}.every", set_of[best].section.every
     problems = []
-    if every is not None and (often is None or every % often):
+    if every is not None and not (isinstance(often, int) and every % often == 0):
         problems.append(
             f"checkpoint.keep_best={best} needs a measure at every save, and checkpoint.every={every} is no multiple "
             f"of {key}={shown(often)}: set {key}={every}"

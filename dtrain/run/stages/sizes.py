@@ -36,9 +36,22 @@ def check_files(spec: RunSpec) -> list[str]:
     ]
 
 
+def position_notes(spec: RunSpec) -> list[str]:
+    """Return a note on sequences that are longer than the model's positions."""
+    config, length = spec.source.any_config, spec.recipe.data.max_length
+    if config is None or length <= config.max_position_embeddings:
+        return []
+    return [
+        f"note: data.max_length={length} is more than the {config.max_position_embeddings} positions that the model "
+        "was made for (max_position_embeddings of its config.json)"
+    ]
+
+
 def resolve(spec: RunSpec, host: Host) -> bool:
     """Give the recipe its sizes, and make its method."""
     rows = spec.rows.get("train")
+    if host.is_dry:  # a run writes it with the other lines of its opening
+        spec.notes += position_notes(spec)
     if rows is not None and host.ask(_resolve_batch, spec, rows) is None:
         return False
     method = host.ask(method_of, spec.recipe)

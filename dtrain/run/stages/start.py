@@ -18,9 +18,12 @@ from dtrain.methods import model_keys, recipe_keys
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.shapes import adaptable
 from dtrain.policy.checkpoint import weights_of
+from dtrain.recipe.schema import BEST, Recipe
 from dtrain.run import resume
 from dtrain.run.host import Host
 from dtrain.run.spec import ModelDirectory, RunSpec
+
+VALIDATIONS = 5  # of a run with train.validate_every=auto: four on the way, and one at the end
 
 
 def check_keys(spec: RunSpec) -> list[str]:
@@ -126,7 +129,20 @@ def resolve(spec: RunSpec, host: Host) -> bool:
         spec.changes = changes
     if recipe.train.steps or "train" in spec.rows:
         spec.total_steps = recipe.train.steps or _last_step_of_epochs(spec)
+        spec.validate_every = validate_every(recipe, spec.total_steps)
     return True
+
+
+def validate_every(recipe: Recipe, total_steps: int) -> int | None:
+    """Return the steps between validations, None for none; `auto` follows the saves that they compare, or the steps."""
+    every, checkpoint = recipe.train.validate_every, recipe.checkpoint
+    if recipe.data.val is None or every is None:
+        return None
+    if isinstance(every, int):
+        return every
+    if checkpoint.keep_best in BEST and checkpoint.keep_best != "loss" and checkpoint.every is not None:
+        return checkpoint.every
+    return -(-total_steps // VALIDATIONS)
 
 
 def _identity(spec: RunSpec, named: str) -> str:
