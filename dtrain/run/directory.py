@@ -28,7 +28,6 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import real, replace_text
-from dtrain.base.model_directory import CHAT_TEMPLATE
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 
 DATA = "data.json"
@@ -123,9 +122,7 @@ class RunDirectory:
         """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is
         the text of another one that the run trains with."""
         self.model.mkdir(exist_ok=True)
-        copy_companions(Path(source), self.model, config=True)
-        if chat_template is not None:
-            replace_text(self.model / CHAT_TEMPLATE, chat_template)
+        copy_companions(Path(source), self.model, config=True, chat_template=chat_template)
 
     @property
     def left(self) -> str | None:

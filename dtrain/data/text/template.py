@@ -29,11 +29,13 @@ from jinja2.visitor import NodeTransformer
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
+from dtrain.base.model_directory import CHAT_TEMPLATE, CHAT_TEMPLATES
 from dtrain.data.text.control_tokens import ControlTokens
 from dtrain.data.text.tokenizer import Tokenizer
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+NAMED = ("default", "tool_use")  # the names of templates that are chosen without being asked for
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
 PROBE = "A thought that no template has."
 SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
@@ -105,6 +107,12 @@ class ChatTemplate:
         if self._thinks_in_blocks:
             others.append("thoughts are parts")  # else a cache from before would be read, without
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def named_sources(self) -> dict[str, str]:
+        """The templates by name: `default`, and `tool_use` where conversations with tools have one of their own."""
+        source, tool_source = self._sources
+        return {"default": source} | ({"tool_use": tool_source} if tool_source else {})
 
     @property
     def writes_today(self) -> bool:
@@ -211,7 +219,8 @@ def choose_template(
     """Choose the recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else
     the chat_template of its tokenizer_config.json, else of its chat_template.json (of processors); else None.
 
-    A list of named templates gives its `default`, and `tool_use` for conversations with tools. Raises UserError.
+    Of several named templates (a list in JSON, or the files of additional_chat_templates/) `default` is chosen, and
+    `tool_use` for conversations with tools. Raises UserError.
     """
 
     def made(source: str, origin: str, tool_source: str | None = None) -> ChatTemplate:
@@ -224,28 +233,49 @@ def choose_template(
             raise UserError(f"data.chat_template: there is no file {file}")
         text = read_text(path, SOURCE_BYTES)
         return made(text, f"{path} (data.chat_template)")
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return made(read_text(path, SOURCE_BYTES), str(path))
+    templates, origin = _templates_of(directory)
+    if not templates:
+        return None
+    if "default" not in templates:
+        raise UserError(
+            f"{origin}: no template is named default, only {', '.join(templates)}; "
+            "save one of them as a file and name it with data.chat_template"
+        )
+    return made(templates["default"], origin, templates.get("tool_use"))
+
+
+def _templates_of(directory: Path) -> tuple[dict[str, str], str]:
+    """Return the chat templates of a model's directory by name, and where they were found, for messages.
+
+    As in transformers, a template in a file of its own (chat_template.jinja, additional_chat_templates/*.jinja) comes
+    before one of the same name in a JSON file.
+    """
+    file = directory / CHAT_TEMPLATE
+    if file.exists():
+        templates, origin = {"default": read_text(file, SOURCE_BYTES)}, str(file)
+    else:
+        templates, origin = _templates_in_json(directory)
+    for file in sorted((directory / CHAT_TEMPLATES).glob("*.jinja")):
+        templates[file.stem] = read_text(file, SOURCE_BYTES)
+        origin = ", ".join(filter(None, [origin, str(file)])) if file.stem in NAMED else origin or str(file.parent)
+    return templates, origin
+
+
+def _templates_in_json(directory: Path) -> tuple[dict[str, str], str]:
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = directory / name
         value = read_json(path).get("chat_template") if path.is_file() else None
         if value is None:
             continue
         if isinstance(value, str):
-            return made(value, f"{path} (chat_template)")
+            return {"default": value}, f"{path} (chat_template)"
         named = value if isinstance(value, dict) else _named(value)
         if not all(isinstance(text, str) for text in [*named, *named.values()]) or not named:
             raise UserError(f"{path}: chat_template must be a template, or a list of them, each with name and template")
-        if "default" not in named:
-            raise UserError(
-                f"{path}: chat_template has no template named default, only {', '.join(named)}; "
-                "save one of them as a file and name it with data.chat_template"
-            )
         with_tools = ", with tools tool_use" if "tool_use" in named else ""
-        origin = f"{path} (chat_template 'default'{with_tools})"
-        return made(named["default"], origin, named.get("tool_use"))
-    return None
+        which = f" 'default'{with_tools}" if "default" in named else ""
+        return dict(named), f"{path} (chat_template{which})"
+    return {}, ""
 
 
 def _named(entries: Any) -> dict[Any, Any]:
