@@ -23,8 +23,8 @@ _COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json spe
     tokenizer.model vocab.json merges.txt chat_template.jinja chat_template.json preprocessor_config.json
     processor_config.json image_processor_config.json"""
 COMPANIONS = tuple(_COMPANIONS.split())
-# The companions in sub-folders, as patterns for the hub: named chat templates, and the further tokenizers of a processor
-# (InstructBLIP's `qformer_tokenizer/`), which transformers saves in a folder named after each.
+# The companions in sub-folders, as patterns: named chat templates, and the further tokenizers of a processor, which
+# transformers saves in a folder named after each (InstructBLIP's `qformer_tokenizer/`).
 NESTED_COMPANIONS = (f"{CHAT_TEMPLATES}/*.jinja", *(f"*tokenizer*/{name}" for name in COMPANIONS))
 
 

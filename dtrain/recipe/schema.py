@@ -186,6 +186,9 @@ class Data:
     """A file with a jinja chat template. null: the model's own."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`."""
+    allow_dropped_text: bool = False
+    """Train although the chat template leaves out more than half of the text that should be trained, such as the
+    reasoning of a template that removes everything up to `</think>`."""
     prompts_as: Literal["text", "user"] | None = None
     """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
     chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.

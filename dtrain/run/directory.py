@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.2
 TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
 GUARDED = ("method", "model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
-UNGUARDED = ("data.num_workers", "data.cache_dir")
+UNGUARDED = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text")
 # What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
 KEPT_IN = ("optimizer.state", "train.masters")
 

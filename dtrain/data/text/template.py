@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -62,6 +61,19 @@ class Marked:
     generations: list[tuple[int, int]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Form in which a template reads the contents of messages.
+
+    Attributes:
+        thinks_in_parts: Whether it reads thoughts only as parts of the content.
+        text_in_parts: Roles whose text it reads only as a part of the content, not as a string.
+    """
+
+    thinks_in_parts: bool
+    text_in_parts: frozenset[str]
+
+
 class ChatTemplate:
     """Chat template of a model, with the variables that it is rendered with.
 
@@ -96,6 +108,7 @@ class ChatTemplate:
         self._environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = self._compiled(source)
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
+        self._layouts: dict[bool, _Layout] = {}
 
     def __reduce__(self):
         return ChatTemplate, (*self._arguments, self._control_tokens.texts)
@@ -104,8 +117,12 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Hash of everything that decides what is written."""
         source, _, *others = self._arguments  # where it was found decides nothing
-        if self._thinks_in_blocks:
-            others.append("thoughts are parts")  # else a cache from before would be read, without
+        # Parts of contents were not always made. A cache from then would be read, without their text.
+        layouts = [self._layout(with_tools) for with_tools in (False, True)]
+        if any(layout.thinks_in_parts for layout in layouts):
+            others.append("thoughts are parts")
+        if any(layout.text_in_parts for layout in layouts):
+            others.append("texts are parts")
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
@@ -127,7 +144,9 @@ class ChatTemplate:
     ) -> str:
         """Render the conversation as text. variables: of this conversation, over those of all. Raises UserError with
         the template's own message and line."""
-        return self._run(self._prepared(messages), tools, add_generation_prompt, {**(variables or {}), **SILENT})
+        return self._run(
+            self._prepared(messages, tools is not None), tools, add_generation_prompt, {**(variables or {}), **SILENT}
+        )
 
     def reads(self, name: str) -> bool:
         """Return whether the template knows a variable of this name that is not dtrain's to set."""
@@ -141,7 +160,7 @@ class ChatTemplate:
         it; None where no loop, or more than one, does. No characters are known where marks would change the text.
         """
         text = self.render(messages, tools)
-        prepared = self._prepared(messages)
+        prepared = self._prepared(messages, tools is not None)
         delimiter = next((mark for mark in DELIMITERS if mark not in text), None)
         if delimiter is None:
             raise UserError("the conversation has the private characters that dtrain marks messages with; remove them")
@@ -164,28 +183,55 @@ class ChatTemplate:
             events.append((position, kind, loop, index))
         return Marked(text, _blocks(text, events, len(prepared)), _generations(events))
 
-    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use;
-        for one that knows it as a part of the content alone, there. Control tokens of users are escaped."""
+    def _prepared(self, messages: Sequence[Mapping[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
+        """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use,
+        control tokens of users escaped. Texts and thoughts are made parts of the content for a template that reads
+        nothing else."""
         prepared = _named_reasoning([self._control_tokens.escape_message(message) for message in messages])
-        if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks:
-            return [_in_blocks(message) for message in prepared]
-        return prepared
+        layout = self._layout(with_tools)
+        if any("reasoning_content" in message for message in prepared) and layout.thinks_in_parts:
+            prepared = [_in_blocks(message) for message in prepared]
+        return [_text_as_part(message) if message.get("role") in layout.text_in_parts else message
+                for message in prepared]  # fmt: skip
 
-    @cached_property
-    def _thinks_in_blocks(self) -> bool:
-        """Return whether thoughts are written only as parts of a message's content, of type thinking (Ministral 3)."""
-        if not re.search("""['"]thinking['"]""", self.source):
-            return False
-        ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": PROBE}
-        thinks = _named_reasoning([ask, say])
-        by_field = by_part = ""
-        with suppress(UserError):
-            by_field = self._run(thinks, None, False, SILENT)
-        with suppress(UserError):
-            by_part = self._run([ask, _in_blocks(thinks[1])], None, False, SILENT)
-        # One that writes the whole list as text would write the parts' names too.
-        return PROBE not in by_field and PROBE in by_part and "'type'" not in by_part
+    def _layout(self, with_tools: bool) -> "_Layout":
+        """Return the form in which the template reads contents of messages; probed once for each template."""
+        if with_tools not in self._layouts:
+            self._layouts[with_tools] = self._probe_layout([] if with_tools else None)
+        return self._layouts[with_tools]
+
+    def _probe_layout(self, tools: list[Any] | None) -> "_Layout":
+        source = self._sources[1] or self.source if tools is not None else self.source
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            try:
+                return self._run(messages, tools, False, SILENT)
+            except UserError:
+                return ""
+
+        def is_read_as_part(as_text: list[dict[str, Any]], as_part: list[dict[str, Any]]) -> bool:
+            # A template that writes a list as it is would write the names of the parts too.
+            written = rendered(as_part)
+            return PROBE in written and "'type'" not in written and PROBE not in rendered(as_text)
+
+        # Some templates loop over the parts of a content and find none in a string (SmolVLM, Idefics 3).
+        text_in_parts: set[str] = set()
+        ask, say = {"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}
+        if is_read_as_part([ask], [_text_as_part(ask)]):
+            text_in_parts.add("user")
+        question = {"role": "user", "content": "a"}
+        question = _text_as_part(question) if "user" in text_in_parts else question
+        if is_read_as_part([question, say], [question, _text_as_part(say)]):
+            text_in_parts.add("assistant")
+        system = {"role": "system", "content": PROBE}
+        if is_read_as_part([system, question], [_text_as_part(system), question]):
+            text_in_parts.add("system")
+        # Some read thoughts as parts only, of type thinking (Ministral 3).
+        thinks_in_parts = False
+        if re.search("""['"]thinking['"]""", source):
+            thought = _named_reasoning([{"role": "assistant", "content": "b", "thinking": PROBE}])[0]
+            thinks_in_parts = is_read_as_part([question, thought], [question, _in_blocks(thought)])
+        return _Layout(thinks_in_parts, frozenset(text_in_parts))
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
@@ -295,6 +341,14 @@ def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         prepared.append(message)
     return prepared
+
+
+def _text_as_part(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a part of its content."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:
