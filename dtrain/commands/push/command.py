@@ -81,7 +81,7 @@ def _files(export: Path) -> dict[str, Path]:
 
 
 def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], pushed: Run) -> Any:
-    """Make one commit with the files, the card and the curve; it deletes the weights and templates that they replace."""
+    """Make one commit with the files, the card and the curve; it deletes the weights and templates they replace."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     there = api.list_repo_files(name, revision=revision)

@@ -88,7 +88,7 @@ def find_dropped_text(
     position = 0
     for index, message in enumerate(messages):
         begin = position
-        for text in _texts(message):
+        for text in texts_of(message):
             at = rendered.find(text, position)
             if at >= 0:
                 position = at + len(text)
@@ -102,7 +102,7 @@ def find_dropped_text(
     return found + _dropped_by_marks(template, messages, tools, wanted)
 
 
-def _texts(message: Mapping[str, Any]) -> list[str]:
+def texts_of(message: Mapping[str, Any]) -> list[str]:
     """Return the texts of a message, reasoning first, white space at their ends left out."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
@@ -128,9 +128,9 @@ def _dropped_calls(message: Mapping[str, Any], rendered: str) -> DroppedText:
 def _dropped_by_marks(
     template: ChatTemplate, messages: Messages, tools: Messages | None, wanted: Collection[int]
 ) -> DroppedText:
-    used = {character for message in messages for text in _texts(message) for character in text}
+    used = {character for message in messages for text in texts_of(message) for character in text}
     marks = iter([chr(code) for code in MARKS if chr(code) not in used])
-    num_words = sum(len(_BEGIN_OF_WORD.findall(text)) + 1 for index in wanted for text in _texts(messages[index]))
+    num_words = sum(len(_BEGIN_OF_WORD.findall(text)) + 1 for index in wanted for text in texts_of(messages[index]))
     stride = 1 + num_words // (len(MARKS) // 2)
     pieces: list[tuple[str, str]] = []  # a mark, and the text that it stands for
     marked_messages = list(messages)

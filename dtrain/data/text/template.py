@@ -38,6 +38,10 @@ NAMED = ("default", "tool_use")  # the names of templates that are chosen withou
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
 PROBE = "A thought that no template has."
 SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
+OPENING = (
+    ". The conversation begins with an assistant message, which some templates do not accept: put a user message in "
+    "front of it, or name another template with data.chat_template"
+)
 SOURCE_BYTES = 1 << 20
 LONGEST_REASON = 500  # characters of a template's own message
 # What a template's own code can raise on a row that does not suit it.
@@ -247,7 +251,11 @@ class ChatTemplate:
             line = _template_line(problem)
             where = f" (line {line} of the template)" if line else ""
             reason = str(problem)[:LONGEST_REASON] or type(problem).__name__
-            raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {reason}") from problem
+            others = [message["role"] for message in messages if message.get("role") not in ("system", "developer")]
+            hint = OPENING if others[:1] == ["assistant"] else ""
+            raise UserError(
+                f"the chat template, {self.origin}, refuses the conversation{where}: {reason}{hint}"
+            ) from problem
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:
