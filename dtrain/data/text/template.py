@@ -215,21 +215,24 @@ class ChatTemplate:
 
         def is_read_as_part(as_text: list[dict[str, Any]], as_part: list[dict[str, Any]]) -> bool:
             # A template that writes a list as it is would write the names of the parts too.
+            if PROBE in rendered(as_text):
+                return False
             written = rendered(as_part)
-            return PROBE in written and "'type'" not in written and PROBE not in rendered(as_text)
+            return PROBE in written and "'type'" not in written
 
+        question = {"role": "user", "content": "a"}
         # Some templates loop over the parts of a content and find none in a string (SmolVLM, Idefics 3).
         text_in_parts: set[str] = set()
-        ask, say = {"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}
-        if is_read_as_part([ask], [_text_as_part(ask)]):
-            text_in_parts.add("user")
-        question = {"role": "user", "content": "a"}
-        question = _text_as_part(question) if "user" in text_in_parts else question
-        if is_read_as_part([question, say], [question, _text_as_part(say)]):
-            text_in_parts.add("assistant")
-        system = {"role": "system", "content": PROBE}
-        if is_read_as_part([system, question], [_text_as_part(system), question]):
-            text_in_parts.add("system")
+        if re.search(r"""['"]text['"]|\.text\b""", source):
+            ask, say = {"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}
+            if is_read_as_part([ask], [_text_as_part(ask)]):
+                text_in_parts.add("user")
+                question = _text_as_part(question)
+            if is_read_as_part([question, say], [question, _text_as_part(say)]):
+                text_in_parts.add("assistant")
+            system = {"role": "system", "content": PROBE}
+            if is_read_as_part([system, question], [_text_as_part(system), question]):
+                text_in_parts.add("system")
         # Some read thoughts as parts only, of type thinking (Ministral 3).
         thinks_in_parts = False
         if re.search("""['"]thinking['"]""", source):
@@ -252,7 +255,9 @@ class ChatTemplate:
             where = f" (line {line} of the template)" if line else ""
             reason = str(problem)[:LONGEST_REASON] or type(problem).__name__
             others = [message["role"] for message in messages if message.get("role") not in ("system", "developer")]
-            hint = OPENING if others[:1] == ["assistant"] else ""
+            hint = ""
+            if others[:1] == ["assistant"]:
+                reason, hint = reason.rstrip("."), OPENING
             raise UserError(
                 f"the chat template, {self.origin}, refuses the conversation{where}: {reason}{hint}"
             ) from problem
@@ -292,7 +297,7 @@ def choose_template(
         return None
     if "default" not in templates:
         raise UserError(
-            f"{origin}: no template is named default, only {', '.join(templates)}; "
+            f"{origin}: there is no template named default, only {', '.join(templates)}; "
             "save one of them as a file and name it with data.chat_template"
         )
     return made(templates["default"], origin, templates.get("tool_use"))
