@@ -44,12 +44,13 @@ ONLY_PARTS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# Writes the header of a reply with the user's turn (DeepSeek-V3.1).
-HEADER_WITH_USER = """{{ bos_token }}{% for message in messages %}
-{%- if message.role == 'user' %}{{ '[user]' + message.content + '[model]' }}
-{%- elif message.role == 'assistant' %}{{ message.content + eos_token }}
+# Writes the header of a reply after a user's turn only (DeepSeek-V3.1).
+HEADER_AFTER_USER = """{{ bos_token }}{% for message in messages %}
+{%- if message.role == 'user' %}{{ '[user]' + message.content }}
+{%- elif message.role == 'assistant' %}
+{%- if not loop.first and loop.previtem.role == 'user' %}{{ '[model]' }}{% endif %}{{ message.content + eos_token }}
 {%- else %}{{ message.content }}{% endif %}
-{%- endfor %}"""
+{%- endfor %}{% if add_generation_prompt %}[model]{% endif %}"""
 # Writes a default system message in the first round of its loop (Kimi K2).
 DEFAULT_IN_LOOP = """{% for message in messages %}
 {%- if loop.first and message.role != 'system' %}{{ '[system]You are a helper.[/]' }}{% endif %}

@@ -47,8 +47,8 @@ THINK = [ASK, say("<think>\nold\n</think>\n\nMe."), ASK, say("<think>\nnew\n</th
 EMPTY = "<think>\n\n</think>\n\n"
 OPENED = [say("Hi."), ASK, say("Me.")]
 EXPECTED = [
-    ("HEADER_WITH_USER", {}, OPENED, ["Hi.<|eot_id|>", "Me.<|eot_id|>"]),
-    ("HEADER_WITH_USER", {}, [{"role": "system", "content": "Hi"}, *OPENED], ["Hi.<|eot_id|>", "Me.<|eot_id|>"]),
+    ("HEADER_AFTER_USER", {}, OPENED, ["Hi.<|eot_id|>", "Me.<|eot_id|>"]),
+    ("HEADER_AFTER_USER", {}, [{"role": "system", "content": "Hi"}, *OPENED], ["Hi.<|eot_id|>", "Me.<|eot_id|>"]),
     ("DEFAULT_IN_LOOP", {}, OPENED, ["Hi.[/]", "Me.[/]"]),
     ("DEFAULT_IN_LOOP", {}, OPENED[:1], ["Hi.[/]"]),
     ("QWEN3", {}, OPENED, ["Hi.<|im_end|>", EMPTY + "Me.<|im_end|>"]),
