@@ -11,11 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX, SINGLE, files_of_weights
+from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX, NESTED_COMPANIONS, SINGLE, files_of_weights
 from dtrain.base.ranges import beside
 
 SHARDS = "model-*.safetensors"
-FETCHED = [CONFIG, *COMPANIONS, SINGLE, SHARDS, INDEX]
+SMALL_FILES = [CONFIG, *COMPANIONS, *NESTED_COMPANIONS]
+FETCHED = [*SMALL_FILES, SINGLE, SHARDS, INDEX]
 _SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -69,7 +70,7 @@ def download(name: str, *, weights: bool = True, key: str = "model.path") -> Pat
     key: that names the model."""
     from huggingface_hub import snapshot_download
 
-    patterns = FETCHED if weights else [CONFIG, *COMPANIONS]
+    patterns = FETCHED if weights else SMALL_FILES
     with hub_errors(name, "model", f"dtrain download {name}", f"{key} to a directory"):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
     _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))

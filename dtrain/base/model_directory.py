@@ -13,6 +13,7 @@ TOKENIZER = "tokenizer.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATES = "additional_chat_templates"  # the folder of the other named templates, as transformers 5 saves them
 HELD = "dtrain.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -22,6 +23,26 @@ _COMPANIONS = """generation_config.json tokenizer.json tokenizer_config.json spe
     tokenizer.model vocab.json merges.txt chat_template.jinja chat_template.json preprocessor_config.json
     processor_config.json image_processor_config.json"""
 COMPANIONS = tuple(_COMPANIONS.split())
+# The companions in sub-folders, as patterns: named chat templates, and the further tokenizers of a processor, which
+# transformers saves in a folder named after each (InstructBLIP's `qformer_tokenizer/`).
+NESTED_COMPANIONS = (f"{CHAT_TEMPLATES}/*.jinja", *(f"*tokenizer*/{name}" for name in COMPANIONS))
+
+
+def companions_in(directory: Path) -> list[str]:
+    """Return the companions of a model's directory, those in sub-folders included, as paths relative to it.
+
+    For example ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"].
+    """
+    found = [name for name in COMPANIONS if (directory / name).is_file()]
+    for pattern in NESTED_COMPANIONS:
+        files = sorted(path for path in directory.glob(pattern) if path.is_file())
+        found += [path.relative_to(directory).as_posix() for path in files]
+    return found
+
+
+def is_chat_template(companion: str) -> bool:
+    """Return whether a companion, by its path as `companions_in` returns it, is a file of chat templates only."""
+    return companion in (CHAT_TEMPLATE, "chat_template.json") or companion.startswith(f"{CHAT_TEMPLATES}/")
 
 
 def has_vision(directory: Path) -> bool:

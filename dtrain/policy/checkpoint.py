@@ -121,7 +121,7 @@ class PolicyCheckpoint:
         if tokenizer_path is not None:
             target = Path(tokenizer_path)
             Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
-            Ranks().first(lambda: copy_companions(self._directory, target))
+            Ranks().first(lambda: copy_companions(self._directory, target, chat_template=self.chat_template))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Load a save of `save_checkpoint`, on whatever mesh. Collective. Raises UserError where it does not fit."""

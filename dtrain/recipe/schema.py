@@ -199,6 +199,9 @@ class Data:
     writes their text in a chat. structure: those that the chat template or the image processor writes itself, and
     padding, begin and end of text. Others, such as Qwen-VL's `<|box_start|>` or reserved tokens, stay tokens. all: all
     of them. none: none, as in transformers; a user who writes `<|im_end|>` then ends the turn."""
+    allow_dropped_text: bool = False
+    """Train although the chat template leaves out more than half of the text that should be trained, such as the
+    reasoning of a template that removes everything up to `</think>`."""
     prompts_as: Literal["text", "user"] | None = None
     """text | user | null: how prompts that are plain strings are read. text: they are continued as raw text. user: the
     chat template writes the prompt as a user's message, and its completions as an assistant's. null: text in training.

@@ -30,7 +30,6 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import NO_LOCKS, can_sync_directories, real, replace_text
-from dtrain.base.model_directory import CHAT_TEMPLATE
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 
 DATA = "data.json"
@@ -45,7 +44,7 @@ _POLL_SECONDS = 0.2
 TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
 GUARDED = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
-UNGUARDED = ("data.num_workers", "data.cache_dir")
+UNGUARDED = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text")
 # What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
 KEPT_IN = ("optimizer.state", "train.masters")
 
@@ -146,9 +145,7 @@ class RunDirectory:
         """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is
         the text of another one that the run trains with."""
         self.model.mkdir(exist_ok=True)
-        copy_companions(Path(source), self.model, config=True)
-        if chat_template is not None:
-            replace_text(self.model / CHAT_TEMPLATE, chat_template)
+        copy_companions(Path(source), self.model, config=True, chat_template=chat_template)
 
     @property
     def left(self) -> str | None:

@@ -15,9 +15,11 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
+from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.write import write_directory, write_files
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.checkpoint.tiny import on_mesh, seeded
+from tests.data.makers import byte_level, save
 from tests.world import run_world
 
 IDS = torch.arange(24).view(2, 12) % 67
@@ -137,15 +139,38 @@ def test_small_files_go_along(tmp_path):
     source = tmp_path / "source"
     save_family("llama3", source)
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "vocab.json"]
-    for name in names:
+    names += ["additional_chat_templates/tool_use.jinja", "qformer_tokenizer/tokenizer.json"]
+    for name in [*names, "train.log", "logs/tokenizer.json"]:
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(f"of {name}")
-    (source / "train.log").write_text("")
     model = trained(source)
     write_directory(model, tmp_path / "out", source)
     assert all((tmp_path / "out" / name).read_text() == f"of {name}" for name in names)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "config.json", "model.safetensors"}
-    write_directory(model, tmp_path / "own", source, chat_template="{{ messages }}")
-    assert (tmp_path / "own" / "chat_template.jinja").read_text() == "{{ messages }}"
+    files = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert set(map(str, files)) == {*names, "config.json", "model.safetensors"}
+
+
+ASK = [{"role": "user", "content": "a"}]
+
+
+def test_a_template_of_ones_own_is_the_only_one_that_is_written(tmp_path):
+    source = tmp_path / "source"
+    save_family("llama3", source)
+    oracle = hf.PreTrainedTokenizerFast.from_pretrained(save(source, byte_level()))
+    oracle.chat_template = {"default": "theirs", "tool_use": "theirs with tools"}
+    oracle.save_pretrained(source)
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": "theirs too"}))
+    write_directory(trained(source), tmp_path / "own", source, chat_template="own")
+    written = hf.AutoTokenizer.from_pretrained(tmp_path / "own")
+    assert written.apply_chat_template(ASK, tools=[{}], tokenize=False) == written.chat_template == "own"
+    assert not (tmp_path / "own" / "chat_template.json").exists()  # a processor would read it first
+    # The same for an adapter that was trained with a template of its own.
+    adapter = save(tmp_path / "adapter", byte_level())
+    (adapter / "chat_template.jinja").write_text("the adapter's")
+    (tmp_path / "both").mkdir()
+    write_companions(tmp_path / "both", [source, adapter], None, None)
+    written = hf.AutoTokenizer.from_pretrained(tmp_path / "both")
+    assert written.apply_chat_template(ASK, tools=[{}], tokenize=False) == written.chat_template == "the adapter's"
 
 
 def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path):

@@ -98,13 +98,17 @@ def test_model_files_are_kept(tmp_path):
     run = RunDirectory(tmp_path / "run").hold()
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"):
+    (model / "additional_chat_templates").mkdir()
+    tool_use = "additional_chat_templates/tool_use.jinja"
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", tool_use, "model.safetensors"):
         (model / name).write_text(name)
     run.keep_model_files(model)
-    assert sorted(path.name for path in run.model.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    kept = [str(path.relative_to(run.model)) for path in run.model.rglob("*") if path.is_file()]
+    assert sorted(kept) == [tool_use, "chat_template.jinja", "config.json", "tokenizer.json"]
     run.keep_model_files(run.model, chat_template="{{ own }}")
     assert (run.model / "config.json").read_text() == "config.json"
     assert (run.model / "chat_template.jinja").read_text() == "{{ own }}"
+    assert not (run.model / tool_use).exists()  # it would write rows with tools, in the place of the own template
     run.release()
 
 

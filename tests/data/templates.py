@@ -35,6 +35,27 @@ QWEN35 = _read("qwen35")
 MISTRAL = _read("mistral")
 # Calls of tools as calls in Python, answers as turns of an environment; the last reply alone ends with EOS (OLMo 3).
 OLMO3 = _read("olmo3")
+# Of a reply it keeps what follows </think>, in the last turn too (R1-Distill).
+R1 = _read("r1")
+
+# Loops over the parts of a content, so that it writes nothing of a string (SmolVLM, Idefics 3).
+ONLY_PARTS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+# Writes the header of a reply after a user's turn only (DeepSeek-V3.1).
+HEADER_AFTER_USER = """{{ bos_token }}{% for message in messages %}
+{%- if message.role == 'user' %}{{ '[user]' + message.content }}
+{%- elif message.role == 'assistant' %}
+{%- if not loop.first and loop.previtem.role == 'user' %}{{ '[model]' }}{% endif %}{{ message.content + eos_token }}
+{%- else %}{{ message.content }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}[model]{% endif %}"""
+# Writes a default system message in the first round of its loop (Kimi K2).
+DEFAULT_IN_LOOP = """{% for message in messages %}
+{%- if loop.first and message.role != 'system' %}{{ '[system]You are a helper.[/]' }}{% endif %}
+{{- '[' + message.role + ']' + message.content + '[/]' }}
+{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 
 # Thoughts are parts of the content, as in Ministral 3's.
 PARTS = """{{ bos_token }}{% for message in messages %}

@@ -45,7 +45,13 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}
 PLAIN = [ASK, say(" Me.\n"), ASK, say("Still me, 東京 🙂!")]
 THINK = [ASK, say("<think>\nold\n</think>\n\nMe."), ASK, say("<think>\nnew\n</think>\n\nStill.")]
 EMPTY = "<think>\n\n</think>\n\n"
+OPENED = [say("Hi."), ASK, say("Me.")]
 EXPECTED = [
+    ("HEADER_AFTER_USER", {}, OPENED, ["Hi.<|eot_id|>", "Me.<|eot_id|>"]),
+    ("HEADER_AFTER_USER", {}, [{"role": "system", "content": "Hi"}, *OPENED], ["Hi.<|eot_id|>", "Me.<|eot_id|>"]),
+    ("DEFAULT_IN_LOOP", {}, OPENED, ["Hi.[/]", "Me.[/]"]),
+    ("DEFAULT_IN_LOOP", {}, OPENED[:1], ["Hi.[/]"]),
+    ("QWEN3", {}, OPENED, ["Hi.<|im_end|>", EMPTY + "Me.<|im_end|>"]),
     ("LLAMA3", {}, PLAIN, ["Me.<|eot_id|>", "Still me, 東京 🙂!<|eot_id|>"]),
     ("QWEN25", {}, PLAIN, [" Me.\n<|im_end|>", "Still me, 東京 🙂!<|im_end|>"]),
     ("GEMMA3", {}, PLAIN, ["Me.<end_of_turn>", "Still me, 東京 🙂!<end_of_turn>"]),
@@ -237,6 +243,10 @@ def test_errors_name_file_and_line(tmp_path):
     coder = encoder(tmp_path, templates.GEMMA3)
     with pytest.raises(UserError, match=r"f\.jsonl:2: the chat template, .*must alternate"):
         coder.encode_chunk(chunk({"messages": PLAIN}, {"messages": [ASK, ASK]}), "messages")
+    with pytest.raises(
+        UserError, match=r"must alternate.*begins with an assistant message.*put a user message in front"
+    ):
+        coder.encode_chunk(chunk({"messages": OPENED}), "messages")
     with pytest.raises(UserError, match=r"f\.jsonl:1: the source's format is messages.*alpaca"):
         coder.encode_chunk(chunk({"instruction": "a", "output": "b"}), "messages")
     with pytest.raises(UserError, match=r"f\.jsonl:1: .*no chat template.*data.chat_template"):

@@ -82,6 +82,28 @@ def test_thoughts_go_where_the_template_reads_them(tmp_path):
         assert expected[start:end] == "[THINK]hm[/THINK] Me.\n<|eot_id|>"
 
 
+def test_named_templates_are_read_as_transformers_saves_them(tmp_path):
+    default = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    oracle = PreTrainedTokenizerFast.from_pretrained(save(tmp_path / "m", byte_level()))
+    oracle.chat_template = {"default": default, "tool_use": "{{ tools[0].function.name }}" + default, "rag": "rag"}
+    directory = tmp_path / "saved"
+    oracle.save_pretrained(directory)
+    assert (directory / "additional_chat_templates" / "tool_use.jinja").is_file()
+    oracle = PreTrainedTokenizerFast.from_pretrained(directory)
+    template = pickle.loads(pickle.dumps(load(directory)[1]))
+    for tools in (None, TOOLS):
+        expected = oracle.apply_chat_template([ASK, SAY], tools=tools, tokenize=False)
+        assert template.render([ASK, SAY], tools) == template.marked([ASK, SAY], tools).text == expected
+    assert "tool_use.jinja" in template.origin and "rag" not in template.origin
+    # Without chat_template.jinja the default may still be in tokenizer_config.json.
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="additional_chat_templates.*no template named default, only rag, tool_use"):
+        load(directory)
+    save(directory, byte_level(), default)
+    template = load(directory)[1]
+    assert template.render([ASK]) == ASK["content"] and template.render([ASK], TOOLS) == "f" + ASK["content"]
+
+
 def test_extras_of_the_field():
     source = (
         "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m | tojson(indent=1) }}{% endfor %}"

@@ -20,7 +20,9 @@ def files_of(directory):
 def recipe(tmp_path, hub):  # noqa: F811
     """A recipe of a model of the hub, which has three: a whole one, one without weights and one of another family."""
     whole = save_weights(write_model(tmp_path / "whole"))
-    hub.models[MODEL] = {"main": files_of(whole)}
+    named = {"chat_template.jinja": b"{{ messages }}", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    named["original/tokenizer.model"] = b"for another program"
+    hub.models[MODEL] = {"main": files_of(whole) | named}
     hub.models["someone/bare"] = {"main": files_of(write_model(tmp_path / "bare"))}
     hub.models["someone/bert"] = {"main": {**files_of(whole), "config.json": b'{"architectures": ["BertModel"]}'}}
     rows = b"".join(json.dumps({"input_ids": [3, 4, 5, index % 9 + 3]}).encode() + b"\n" for index in range(40))
@@ -40,6 +42,7 @@ def test_validate_asks_for_small_files_and_says_what_the_run_downloads(recipe, h
     status, out, _ = answered("validate", recipe, capsys)
     assert status == 0 and f"model.path={MODEL}: the run downloads its weights from the hub, 0.00 GiB" in out
     assert not any("model.safetensors" in line for line in hub.asked) and not (tmp_path / "runs").exists()
+    assert any("tool_use.jinja" in line for line in hub.asked) and not any("original" in line for line in hub.asked)
     assert answered("run", recipe, capsys)[0] == 0
     assert any("model.safetensors" in line for line in hub.asked)
     assert "downloads" not in answered("validate", recipe, capsys, "run.name=again")[1]

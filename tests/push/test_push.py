@@ -47,16 +47,21 @@ def pushed(hub, branch="main"):  # noqa: F811
 
 def test_a_run_is_there_whole_and_nothing_else(tmp_path, hub, trained, logged_in, capsys):  # noqa: F811
     (trained / "export" / "rows.jsonl").write_text("data of the user")
+    tool_use = trained / "export" / "additional_chat_templates" / "tool_use.jinja"
+    tool_use.parent.mkdir()
+    tool_use.write_text("{{ tools }}")
     assert main(["push", str(trained), NAME]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{hub.url}/{NAME}/commit/")
     assert [one["visibility"] for one in hub.made] == ["private"] and [one["id"] for one in hub.made] == [NAME]
     names = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "README.md", "loss.svg"}
+    assert pushed(hub)["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
     assert names <= set(pushed(hub)) and not {"rows.jsonl", "dtrain.json"} & set(pushed(hub))
     for name in names - {"README.md", "loss.svg"}:
         assert pushed(hub)[name] == (trained / "export" / name).read_bytes()
     there = tmp_path / "there"
     there.mkdir()
+    (there / "additional_chat_templates").mkdir()
     for name, content in pushed(hub).items():
         (there / name).write_bytes(content)
     weights = AutoModelForCausalLM.from_pretrained(there).state_dict()  # as a stranger reads it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import CHAT_TEMPLATE, TOKENIZER
+from dtrain.base.model_directory import TOKENIZER, companions_in, is_chat_template
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.gguf.families import INSTEAD, add_sizes, architecture_of, changed, rotary_tensors, window_beyond
 from dtrain.checkpoint.gguf.file import GgufTensor, check_place, type_of, write_tensors, writing
@@ -50,7 +50,8 @@ def _write_model(content: WholeModel, out: Path, kind: str) -> str:
     arch, file = architecture_of(config), _text_config(layout.config)
     directories = [layout.source, *layout.companions]
     tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER).is_file()), layout.source)
-    template = next((path for path in reversed(directories) if (path / CHAT_TEMPLATE).is_file()), tokenizer)
+    has_template = (path for path in reversed(directories) if any(map(is_chat_template, companions_in(path))))
+    template = next(has_template, tokenizer)
     vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
     names = _gguf_names(content.model, arch)
     tensors: dict[str, GgufTensor] = {}

@@ -60,7 +60,7 @@ class Vocabulary:
     adds_eos: bool = False
     adds_space: bool = False
     strips_after_special: bool = False
-    chat_template: str | None = None
+    chat_templates: dict[str, str] = field(default_factory=dict)  # by name: default, tool_use
     notes: list[str] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
             "llama.cpp's own convert_hf_to_gguf.py may write a file of it with other ids"
         ) from error
     chosen = choose_template(template, tokenizer)
-    vocabulary.chat_template = chosen.source if chosen is not None else None
+    vocabulary.chat_templates = {} if chosen is None else chosen.named_sources
     return vocabulary
 
 
@@ -290,5 +290,6 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         adders[name](number)
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
-    if vocabulary.chat_template is not None:
-        writer.add_chat_template(vocabulary.chat_template)
+    if vocabulary.chat_templates:
+        templates = vocabulary.chat_templates.items()
+        writer.add_chat_template([{"name": name, "template": source} for name, source in templates])

@@ -7,17 +7,53 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import replace, write_new
+from dtrain.base.files import replace, replace_text, write_new
 from dtrain.base.json_files import LARGE, read_json
-from dtrain.base.model_directory import CHAT_TEMPLATE, COMPANIONS, CONFIG, HELD, TOKENIZER
+from dtrain.base.model_directory import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    HELD,
+    TOKENIZER,
+    companions_in,
+    is_chat_template,
+)
 from dtrain.models.registry import FAMILIES, of_model_type
 
 
-def copy_companions(source: Path, target: Path, *, config: bool = False) -> None:
-    """Copy the companions that `source` has (with `config`, its config.json too) into the directory `target`."""
-    for name in (*COMPANIONS, CONFIG) if config else COMPANIONS:
-        if (source / name).is_file():
-            replace(target / name, (source / name).read_bytes())
+def copy_companions(source: Path, target: Path, *, config: bool = False, chat_template: str | None = None) -> None:
+    """Copy the tokenizer's and processor's files of `source` into the directory `target`.
+
+    Args:
+        config: Whether config.json is copied too.
+        chat_template: Text of a template that takes the place of the source's own templates. The named ones
+            (`additional_chat_templates/`) are then left out as well: `tool_use` would otherwise write conversations
+            with tools, which were trained with `chat_template`.
+    """
+    names = companions_in(source)
+    if config and (source / CONFIG).is_file():
+        names.append(CONFIG)
+    if chat_template is not None:
+        names = [name for name in names if not is_chat_template(name)]
+    # Templates that are in `target` from before would be mixed with those of `source`.
+    if chat_template is not None or _has_chat_template(source):
+        for name in companions_in(target):
+            if is_chat_template(name) and name not in names:
+                (target / name).unlink()
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        replace(target / name, (source / name).read_bytes())
+    if chat_template is not None:
+        replace_text(target / CHAT_TEMPLATE, chat_template)
+
+
+def _has_chat_template(directory: Path) -> bool:
+    """Return whether a directory has a chat template, in a file of its own or in tokenizer_config.json."""
+    if any(is_chat_template(name) for name in companions_in(directory)):
+        return True
+    try:
+        return read_json(directory / "tokenizer_config.json").get("chat_template") is not None
+    except UserError:
+        return False
 
 
 def write_companions(
@@ -26,9 +62,7 @@ def write_companions(
     """Copy the companions of `sources`, a later one's over an earlier's, to a new `directory`; chat_template, held: as
     `write.write_directory` takes them."""
     for source in sources:
-        copy_companions(source, directory)
-    if chat_template is not None:
-        write_new(directory / CHAT_TEMPLATE, chat_template)
+        copy_companions(source, directory, chat_template=chat_template)
     if held is not None:
         write_new(directory / HELD, json.dumps(held))
 

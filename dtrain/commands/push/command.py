@@ -10,7 +10,14 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import LARGE, read_json, read_text
-from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMPANIONS, CONFIG, INDEX
+from dtrain.base.model_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CHAT_TEMPLATES,
+    CONFIG,
+    INDEX,
+    companions_in,
+)
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.peft.config import BASE
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
@@ -62,9 +69,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _files(export: Path) -> dict[str, Path]:
-    """Return the files of an export by name: weights, configuration, tokenizer; nothing else that lies there."""
-    known = {CONFIG, INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COMPANIONS}
+    """Return the files of an export (weights, configuration, tokenizer, chat templates) by their path within it."""
+    known = {CONFIG, INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
     files = {path.name: path for path in export.glob("*") if path.name in known or path.suffix == WEIGHTS}
+    files |= {name: export / name for name in companions_in(export)}
     if not any(name.endswith(WEIGHTS) for name in files) or not files.keys() & {CONFIG, ADAPTER_CONFIG}:
         run = export.parent
         there = "has no export" if run.is_dir() else "is no directory"
@@ -73,7 +81,7 @@ def _files(export: Path) -> dict[str, Path]:
 
 
 def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], pushed: Run) -> Any:
-    """Make one commit with the files, the card and the curve; it deletes the weights that these replace."""
+    """Make one commit with the files, the card and the curve; it deletes the weights and templates they replace."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     there = api.list_repo_files(name, revision=revision)
@@ -88,6 +96,8 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
         named = {**read_json(files[ADAPTER_CONFIG]), BASE: pushed.base}  # in place of a directory of this machine
         contents[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
     stale = [path for path in there if path.endswith((WEIGHTS, INDEX)) and "/" not in path and path not in contents]
+    # A named template that was pushed before would write conversations with tools, in the place of the new template.
+    stale += [path for path in there if path.startswith(f"{CHAT_TEMPLATES}/") and path not in contents]
     operations: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(contents.items())]
     operations += [CommitOperationDelete(path) for path in stale]
     title = f"dtrain: {pushed.name}" + (f", step {pushed.step}" if pushed.step is not None else "")

@@ -24,7 +24,7 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -37,6 +37,7 @@ from dtrain.base.ranges import plural
 from dtrain.data.formats.formats import CHAT_FORMATS, Conversation, Text, TokenizedRow, normalise
 from dtrain.data.formats.image_parts import has_images, image_parts, without_images
 from dtrain.data.sources.files import Chunk, read_rows
+from dtrain.data.text.dropped_text import DroppedText, find_dropped_text
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
@@ -92,15 +93,26 @@ class WrittenToken(NamedTuple):
     text: str
 
 
+class Encoded(NamedTuple):
+    """Token ids of an example, not yet truncated, a byte for each that says whether it is trained, and the text of the
+    messages that should be trained, with what the chat template leaves out of it."""
+
+    ids: list[int]
+    trained: bytearray
+    text: DroppedText = DroppedText()
+
+
 class Document(NamedTuple):
     """Token ids, a byte for each that says whether it is trained, and the length before truncation; the row's columns
-    as JSON where the encoder keeps them; the images, in the order of their tokens."""
+    as JSON where the encoder keeps them; the images, in the order of their tokens; the text of the row's messages that
+    should be trained, and what of it the chat template leaves out."""
 
     ids: Sequence[int]
     trained: bytearray
     full: int
     columns: bytes = b""
     images: "Sequence[LaidOutImage]" = ()
+    text: DroppedText = DroppedText()
 
     def keeping(self, **columns: Any) -> "Document":
         """Return the document with these columns, as `Samples.row` reads them again."""
@@ -122,6 +134,8 @@ class EncodedChunk:
     escaped   of `rows`, those in which the text of a control token is read as characters
     kept      of `rows`, those whose own text has a control token that is read as a token, although it could have been
               escaped
+    text            the text that should be trained, and what of it the chat template leaves out
+    dropping        the lines of the rows that the template leaves text out of, and an example of that text
     """
 
     rows: int = 0
@@ -140,6 +154,14 @@ class EncodedChunk:
     images_too_long: int = 0
     escaped: list[WrittenToken] = field(default_factory=list)
     kept: list[WrittenToken] = field(default_factory=list)
+    text: DroppedText = DroppedText()
+    dropping: list[tuple[int, str]] = field(default_factory=list)
+
+    def add_text(self, line: int, text: DroppedText) -> None:
+        """Count the text of a row."""
+        self.text += text
+        if text.dropped:
+            self.dropping.append((line, text.example))
 
     def add(self, line: int, document: Document) -> None:
         self.tokens.extend(document.ids)
@@ -245,6 +267,7 @@ class RowEncoder:
                 escaped, kept = self.special_tokens_of(row, documents)
                 result.escaped += [WrittenToken(line, text) for text in escaped[:1]]
                 result.kept += [WrittenToken(line, text) for text in kept[:1]]
+            result.add_text(line, sum((document.text for document in documents), start=DroppedText()))
         return result
 
     def is_templated(self, row: Mapping[str, Any], name: str) -> bool:
@@ -312,6 +335,12 @@ class RowEncoder:
         if images and self.images:
             return self.images.expand(text, [image.layout for image in images]).text
         return text
+
+    def text_of(self, messages: Messages, tools: Messages | None, trained: Collection[int]) -> DroppedText:
+        """Count the text of messages[i], i in `trained`, and the part of it that the chat template leaves out."""
+        messages = self.replies.with_objects(without_images(messages), tools)
+        rendered = self.replies.template.render(messages, tools)
+        return find_dropped_text(self.replies.template, messages, tools, trained, rendered)
 
     def check_image_tokens(self, ids: Sequence[int], images: "Sequence[LaidOutImage]") -> None:
         """Raise UserError where `ids` have image tokens beside those of `images`, or fewer."""
@@ -422,7 +451,7 @@ class Encoder(RowEncoder):
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         sample = normalise(self.in_messages(row, name), name)
         images = self.read_images(sample.messages) if isinstance(sample, Conversation) else []
-        ids, trained = self.encode(sample, images)
+        ids, trained, text = self._encoded(sample, images)
         full = len(ids)
         if self.drops(full):
             return LONG
@@ -430,39 +459,50 @@ class Encoder(RowEncoder):
         if kept is None:
             return CUT_IMAGE
         reason = CUT if _has_target(trained) else UNTRAINED
+        if reason == UNTRAINED and text.dropped:
+            reason = f"{UNTRAINED}, since the chat template leaves out {text.dropped} characters of the reply"
         ids, trained = ids[: self.max_length], trained[: self.max_length]
-        return [Document(ids, trained, full, images=kept)] if _has_target(trained) else reason
+        return [Document(ids, trained, full, images=kept, text=text)] if _has_target(trained) else reason
 
     def encode(
         self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
     ) -> tuple[list[int], bytearray]:
         """Return token ids and, a byte each, whether they are trained; not yet truncated. images: those of the
         conversation's parts, in order. Raises UserError."""
+        ids, trained, _ = self._encoded(sample, images)
+        return ids, trained
+
+    def _encoded(self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]") -> Encoded:
         if isinstance(sample, Conversation):
             return self._conversation(sample, images)
         if isinstance(sample, TokenizedRow):
             self.check_ids(sample.ids, "input_ids")
-            return sample.ids, bytearray(sample.trained)
+            return Encoded(sample.ids, bytearray(sample.trained))
         start = 0 if self.loss_on == "all" else len(sample.prompt)
-        return self._string(sample.prompt + sample.completion, start)
+        return Encoded(*self._string(sample.prompt + sample.completion, start))
 
-    def _conversation(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> tuple[list[int], bytearray]:
+    def _conversation(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> Encoded:
         replies = self.replies
         messages = replies.with_calls(without_images(sample.messages), sample.tools)
         if self.loss_on == "all":
             shut = [index for index, flag in enumerate(sample.train) if flag is False]
+            wanted = [index for index, flag in enumerate(sample.train) if flag is not False]
             if not shut and not images:
-                ids = self.tokenizer.encode(replies.template.render(messages, sample.tools))
-                return ids, bytearray(b"\1" * len(ids))
+                text = replies.template.render(messages, sample.tools)
+                ids = self.tokenizer.encode(text)
+                found = find_dropped_text(replies.template, messages, sample.tools, wanted, text)
+                return Encoded(ids, bytearray(b"\1" * len(ids)), found)
             text, spans = replies.blocks(messages, sample.tools, shut)
             ids, covered = self._masked(text, spans, images)
             trained = bytearray(1 - inside for inside in covered)
         else:
-            text, spans = replies.find(messages, sample.tools, self._wanted(sample))
+            wanted = self._wanted(sample)
+            text, spans = replies.find(messages, sample.tools, wanted)
             ids, trained = self._masked(text, spans, images)
         for place in self.images.places(ids) if images and self.images else ():
             trained[place] = 0
-        return ids, trained
+        found = find_dropped_text(replies.template, messages, sample.tools, wanted, text)
+        return Encoded(ids, trained, found)
 
     def _wanted(self, sample: Conversation) -> list[int]:
         roles = [message["role"] for message in sample.messages]

@@ -19,6 +19,7 @@ from dtrain.base.ranges import is_number, shown
 from dtrain.data.formats.encoder import LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import LABELS, Conversation, normalise
 from dtrain.data.formats.pairs import PairEncoder
+from dtrain.data.text.dropped_text import DroppedText
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -107,14 +108,18 @@ class LabelledTextEncoder(RowEncoder):
     def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         kept = {self.label.column: self.label.read(row)}
         sample = normalise(self.in_messages(self._unlabelled(row), name), name)
+        text = DroppedText()
         if isinstance(sample, Conversation):
             ids = self.conversation(sample.messages, sample.tools)
+            text = self.text_of(sample.messages, sample.tools, range(len(sample.messages)))
         else:
             ids, _ = self._examples.encode(sample)
         if self.drops(len(ids)):
             return LONG
         read = ids[-self.max_length :]
-        return [Document(read, bytearray(b"\1" * len(read)), len(ids)).keeping(**kept)] if read else EMPTY
+        if not read:
+            return EMPTY
+        return [Document(read, bytearray(b"\1" * len(read)), len(ids), text=text).keeping(**kept)]
 
     def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row without its label, which elsewhere says whether a reply is good."""

@@ -44,6 +44,7 @@ from dtrain.data.formats.formats import (
     with_system,
 )
 from dtrain.data.formats.image_parts import image_parts, text_of, with_images, without_images
+from dtrain.data.text.dropped_text import DroppedText
 from dtrain.data.text.replies import Messages
 
 if TYPE_CHECKING:
@@ -256,10 +257,22 @@ class PairEncoder(RowEncoder):
             return CUT_IMAGE
         if chosen == rejected:
             return EQUAL_CUT
-        return [
-            Document([*prompt, *completion], bytearray(len(prompt)) + b"\1" * len(completion), length, images=kept)
-            for completion, length in zip((chosen, rejected), full, strict=True)
-        ]
+        texts = self._texts(pair) if isinstance(pair, ChatPair) else [DroppedText(), DroppedText()]
+        documents = []
+        for completion, length, text in zip((chosen, rejected), full, texts, strict=True):
+            trained = bytearray(len(prompt)) + b"\1" * len(completion)
+            documents.append(Document([*prompt, *completion], trained, length, images=kept, text=text))
+        return documents
+
+    def _texts(self, pair: ChatPair) -> list[DroppedText]:
+        """Return the text of the two completions, and what of it the chat template leaves out."""
+        texts = []
+        for completion in (pair.chosen, pair.rejected):
+            messages = [*pair.prompt, *completion]
+            replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            completed = [index for index in replies if index >= len(pair.prompt)]
+            texts.append(self.text_of(messages, pair.tools, completed))
+        return texts
 
     def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
         pair = normalise_pair(self.in_messages(row, name), name)

@@ -46,9 +46,11 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import lock, publish, sync, write_new
 from dtrain.base.host_memory import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
+from dtrain.base.ranges import plural
 from dtrain.base.ranks import Ranks, digests, view
 from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
+from dtrain.data.text.dropped_text import DroppedText, describe_dropped_text
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord
@@ -62,6 +64,8 @@ NAMED = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
 COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
 COUNTS += ["escaped", "kept", "images_too_long"]
+# Of the text that should be trained: its characters, those that the chat template leaves out, and the rows of these.
+TEXT_COUNTS = "text_characters dropped_characters dropping_rows".split()
 IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
@@ -143,6 +147,19 @@ class Samples:
     def identity(self) -> str:
         """A digest of the samples and of the source that each is of."""
         return digest(self.fingerprint, self.meta["per_source"])[:16]
+
+    @property
+    def text(self) -> DroppedText:
+        """The text that should be trained, and what of it the chat template leaves out."""
+        example = self.meta["dropped_example"]
+        shown = "" if example is None else example[2]
+        return DroppedText(self.meta["text_characters"], self.meta["dropped_characters"], shown)
+
+    def describe_dropped_text(self) -> str:
+        """Return a sentence on the text that the chat template leaves out, of which there is some."""
+        file, line, _ = self.meta["dropped_example"]
+        rows = self.meta["dropping_rows"]
+        return describe_dropped_text(self.text, f"{rows:,} {plural(rows, 'row')}", f"{file}:{line}")
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -278,7 +295,8 @@ class _Writer:
         self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
         self.hash = hashlib.blake2b(digest_size=16)
         self.samples = 0
-        self.counts = Counter(dict.fromkeys(COUNTS, 0))
+        self.counts = Counter(dict.fromkeys([*COUNTS, *TEXT_COUNTS], 0))
+        self.dropped_example: list[Any] | None = None  # file, line and text
         self.named: list[list[Any]] = []
         self.special_tokens: dict[str, tuple[str, int, str]] = {}  # escaped, kept: file, line and text of the first row
         self.images: ImageWriter | None = None
@@ -314,10 +332,15 @@ class _Writer:
             trained_tokens=chunk.trained.count(1),
             tokens_cut=sum(cut),
             truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
+            text_characters=chunk.text.characters,
+            dropped_characters=chunk.text.dropped,
+            dropping_rows=len(chunk.dropping),
         )
         for kind, written in (("escaped", chunk.escaped), ("kept", chunk.kept)):
             if written and kind not in self.special_tokens:
                 self.special_tokens[kind] = (file, *written[0])
+        if chunk.dropping and self.dropped_example is None:
+            self.dropped_example = [file, *chunk.dropping[0]]
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason in TOO_LONG else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")
@@ -391,6 +414,7 @@ def _build(
         **(writer.images.meta if writer.images else {"images": 0}),
         "left_out": writer.named,
         "special_tokens": writer.special_tokens,
+        "dropped_example": writer.dropped_example,
         "max_length": encoder.max_length,
         "sizes": {name: (directory / name).stat().st_size for name in writer.streams},
     }

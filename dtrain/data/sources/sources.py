@@ -24,6 +24,7 @@ from dtrain.data.formats.formats import FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
+from dtrain.data.text.dropped_text import WAY_OUT
 from dtrain.data.text.replies import note_on_ending
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
@@ -288,6 +289,13 @@ def notes_on_endings(encoder: RowEncoder, formats: Collection[str], rows: int, p
     return [] if note is None else [note]
 
 
+def note_on_dropped_text(samples: Samples, label: str) -> list[str]:
+    """Return the note on text that the chat template leaves out, if there is any."""
+    if not samples.text.dropped:
+        return []
+    return [f"note: {label}: {samples.describe_dropped_text()}. To train it, {WAY_OUT}"]
+
+
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
     """Return the lines that tell what a cache holds and what is missing from it."""
     meta = samples.meta
@@ -303,6 +311,7 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
             f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "
             "alone; `dtrain preview` shows it"
         )
+    lines += note_on_dropped_text(samples, label)
     if meta["images"]:
         count = f"{meta['images']:,} {plural(meta['images'], 'image')}"
         lines.append(f"{label}: {count} in {meta['image_tokens']:,} of the tokens, which are not trained")

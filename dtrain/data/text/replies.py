@@ -19,6 +19,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.call_form import QUESTION, TOOL, CallForm, CallKind, learn_call_form, why_refused
+from dtrain.data.text.dropped_text import texts_of
 from dtrain.data.text.template import ChatTemplate, Marked
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -150,6 +151,10 @@ class Replies:
                 return start + indent + len(header.lstrip()), end
         if headers.turn is not None and not headers.turn.strip():
             return start, end  # turns of this template begin without a header
+        if all(message["role"] in ("system", "developer") for message in messages[:index]):
+            opening = _begin_of_opening(text, messages[index], headers)
+            if opening is not None:
+                return start + opening, end
         return self._end_of_prompt(messages, tools, marked, index), end
 
     def _own(self, messages: Messages, tools: Messages | None, marked: Marked, index: int, text: str) -> int:
@@ -197,6 +202,21 @@ class Replies:
             f"{self.template.origin}, writes: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
             "reply in a copy of the template and name it with data.chat_template, or set data.loss_on=all"
         )
+
+
+def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -> int | None:
+    """Return where the reply begins in `text`, the turn of a message that opens a conversation; None if unknown.
+
+    Such a turn may have no header, where the template writes that with the user's message (DeepSeek-V3.1), or have a
+    default system message in front of the header (Kimi K2).
+    """
+    indent = len(text) - len(text.lstrip())
+    if any(text.startswith(own, indent) for own in texts_of(message)):
+        return indent
+    for header in (headers.prompt, headers.turn):
+        if header and header.strip() and text.count(header.lstrip()) == 1:
+            return text.index(header.lstrip()) + len(header.lstrip())
+    return None
 
 
 def note_on_ending(replies: Replies, tokenizer: Tokenizer, is_all_trained: bool) -> str | None:

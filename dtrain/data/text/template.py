@@ -29,6 +29,7 @@ from jinja2.visitor import NodeTransformer
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
+from dtrain.base.model_directory import CHAT_TEMPLATE, CHAT_TEMPLATES
 from dtrain.data.formats.formats import ROLES
 from dtrain.data.text.control_tokens import ControlTokens
 from dtrain.data.text.tokenizer import Tokenizer
@@ -36,10 +37,15 @@ from dtrain.data.text.tokenizer import Tokenizer
 SpecialTokens = Literal["structure", "all", "none"]  # of `data.special_tokens`
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+NAMED = ("default", "tool_use")  # the names of templates that are chosen without being asked for
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
 KEPT_NULL = object()  # a content that the template sees as null; null itself is left out, as transformers does
 PROBE = "A thought that no template has."
 SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
+OPENING = (
+    ". The conversation begins with an assistant message, which some templates do not accept: put a user message in "
+    "front of it, or name another template with data.chat_template"
+)
 SOURCE_BYTES = 1 << 20
 LONGEST_REASON = 500  # characters of a template's own message
 # What a template's own code can raise on a row that does not suit it.
@@ -61,6 +67,19 @@ class Marked:
     text: str
     blocks: list[tuple[int, int] | None]
     generations: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Form in which a template reads the contents of messages.
+
+    Attributes:
+        thinks_in_parts: Whether it reads thoughts only as parts of the content.
+        text_in_parts: Roles whose text it reads only as a part of the content, not as a string.
+    """
+
+    thinks_in_parts: bool
+    text_in_parts: frozenset[str]
 
 
 class ChatTemplate:
@@ -102,6 +121,7 @@ class ChatTemplate:
         self._environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = self._compiled(source)
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
+        self._layouts: dict[bool, _Layout] = {}
 
     def __reduce__(self):
         return ChatTemplate, (*self._arguments, *self._control_arguments)
@@ -146,9 +166,19 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Hash of everything that decides what is written."""
         source, _, *others = self._arguments  # where it was found decides nothing
-        if self._thinks_in_blocks:
-            others.append("thoughts are parts")  # else a cache from before would be read, without
+        # Parts of contents were not always made. A cache from then would be read, without their text.
+        layouts = [self._layout(with_tools) for with_tools in (False, True)]
+        if any(layout.thinks_in_parts for layout in layouts):
+            others.append("thoughts are parts")
+        if any(layout.text_in_parts for layout in layouts):
+            others.append("texts are parts")
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def named_sources(self) -> dict[str, str]:
+        """The templates by name: `default`, and `tool_use` where conversations with tools have one of their own."""
+        source, tool_source = self._sources
+        return {"default": source} | ({"tool_use": tool_source} if tool_source else {})
 
     @property
     def writes_today(self) -> bool:
@@ -163,7 +193,9 @@ class ChatTemplate:
     ) -> str:
         """Render the conversation as text. variables: of this conversation, over those of all. Raises UserError with
         the template's own message and line."""
-        return self._run(self._prepared(messages), tools, add_generation_prompt, {**(variables or {}), **SILENT})
+        return self._run(
+            self._prepared(messages, tools is not None), tools, add_generation_prompt, {**(variables or {}), **SILENT}
+        )
 
     def reads(self, name: str) -> bool:
         """Return whether the template knows a variable of this name that is not dtrain's to set."""
@@ -177,7 +209,7 @@ class ChatTemplate:
         it; None where no loop, or more than one, does. No characters are known where marks would change the text.
         """
         text = self.render(messages, tools)
-        prepared = self._prepared(messages)
+        prepared = self._prepared(messages, tools is not None)
         delimiter = next((mark for mark in DELIMITERS if mark not in text), None)
         if delimiter is None:
             raise UserError("the conversation has the private characters that dtrain marks messages with; remove them")
@@ -200,28 +232,58 @@ class ChatTemplate:
             events.append((position, kind, loop, index))
         return Marked(text, _blocks(text, events, len(prepared)), _generations(events))
 
-    def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use;
-        for one that knows it as a part of the content alone, there. Control tokens of users are escaped."""
+    def _prepared(self, messages: Sequence[Mapping[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
+        """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use,
+        control tokens of users escaped. Texts and thoughts are made parts of the content for a template that reads
+        nothing else."""
         prepared = _named_reasoning([self.control_tokens.escape_message(message) for message in messages])
-        if any("reasoning_content" in message for message in prepared) and self._thinks_in_blocks:
-            return [_in_blocks(message) for message in prepared]
-        return prepared
+        layout = self._layout(with_tools)
+        if any("reasoning_content" in message for message in prepared) and layout.thinks_in_parts:
+            prepared = [_in_blocks(message) for message in prepared]
+        return [_text_as_part(message) if message.get("role") in layout.text_in_parts else message
+                for message in prepared]  # fmt: skip
 
-    @cached_property
-    def _thinks_in_blocks(self) -> bool:
-        """Return whether thoughts are written only as parts of a message's content, of type thinking (Ministral 3)."""
-        if not re.search("""['"]thinking['"]""", self.source):
-            return False
-        ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": PROBE}
-        thinks = _named_reasoning([ask, say])
-        by_field = by_part = ""
-        with suppress(UserError):
-            by_field = self._run(thinks, None, False, SILENT)
-        with suppress(UserError):
-            by_part = self._run([ask, _in_blocks(thinks[1])], None, False, SILENT)
-        # One that writes the whole list as text would write the parts' names too.
-        return PROBE not in by_field and PROBE in by_part and "'type'" not in by_part
+    def _layout(self, with_tools: bool) -> "_Layout":
+        """Return the form in which the template reads contents of messages; probed once for each template."""
+        if with_tools not in self._layouts:
+            self._layouts[with_tools] = self._probe_layout([] if with_tools else None)
+        return self._layouts[with_tools]
+
+    def _probe_layout(self, tools: list[Any] | None) -> "_Layout":
+        source = self._sources[1] or self.source if tools is not None else self.source
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
+            try:
+                return self._run(messages, tools, False, SILENT)
+            except UserError:
+                return ""
+
+        def is_read_as_part(as_text: list[dict[str, Any]], as_part: list[dict[str, Any]]) -> bool:
+            # A template that writes a list as it is would write the names of the parts too.
+            if PROBE in rendered(as_text):
+                return False
+            written = rendered(as_part)
+            return PROBE in written and "'type'" not in written
+
+        question = {"role": "user", "content": "a"}
+        # Some templates loop over the parts of a content and find none in a string (SmolVLM, Idefics 3).
+        text_in_parts: set[str] = set()
+        if re.search(r"""['"]text['"]|\.text\b""", source):
+            ask, say = {"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}
+            if is_read_as_part([ask], [_text_as_part(ask)]):
+                text_in_parts.add("user")
+                question = _text_as_part(question)
+            if is_read_as_part([question, say], [question, _text_as_part(say)]):
+                text_in_parts.add("assistant")
+            system = {"role": "system", "content": PROBE}
+            if is_read_as_part([system, question], [_text_as_part(system), question]):
+                text_in_parts.add("system")
+        # Some read thoughts as parts only, of type thinking (Ministral 3).
+        thinks_in_parts = False
+        if re.search("""['"]thinking['"]""", source):
+            thought = _named_reasoning([{"role": "assistant", "content": "b", "thinking": PROBE}])[0]
+            thinks_in_parts = is_read_as_part([question, thought], [question, _in_blocks(thought)])
+        return _Layout(thinks_in_parts, frozenset(text_in_parts))
 
     def _run(self, messages, tools, add_generation_prompt: bool, marks: Mapping[str, Any]) -> str:
         template = self._template if tools is None else self._tool_template
@@ -237,7 +299,13 @@ class ChatTemplate:
             line = _template_line(problem)
             where = f" (line {line} of the template)" if line else ""
             reason = str(problem)[:LONGEST_REASON] or type(problem).__name__
-            raise UserError(f"the chat template, {self.origin}, refuses the conversation{where}: {reason}") from problem
+            others = [message["role"] for message in messages if message.get("role") not in ("system", "developer")]
+            hint = ""
+            if others[:1] == ["assistant"]:
+                reason, hint = reason.rstrip("."), OPENING
+            raise UserError(
+                f"the chat template, {self.origin}, refuses the conversation{where}: {reason}{hint}"
+            ) from problem
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:
@@ -259,8 +327,8 @@ def choose_template(
     """Choose the recipe's own `file` (data.chat_template), else chat_template.jinja of the model's `directory`, else
     the chat_template of its tokenizer_config.json, else of its chat_template.json (of processors); else None.
 
-    A list of named templates gives its `default`, and `tool_use` for conversations with tools. escapes: the recipe's
-    `data.special_tokens`. Raises UserError.
+    Of several named templates (a list in JSON, or the files of additional_chat_templates/) `default` is chosen, and
+    `tool_use` for conversations with tools. escapes: the recipe's `data.special_tokens`. Raises UserError.
     """
 
     def made(source: str, origin: str, tool_source: str | None = None) -> ChatTemplate:
@@ -273,28 +341,49 @@ def choose_template(
             raise UserError(f"data.chat_template: there is no file {file}")
         text = read_text(path, SOURCE_BYTES)
         return made(text, f"{path} (data.chat_template)")
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return made(read_text(path, SOURCE_BYTES), str(path))
+    templates, origin = _templates_of(directory)
+    if not templates:
+        return None
+    if "default" not in templates:
+        raise UserError(
+            f"{origin}: there is no template named default, only {', '.join(templates)}; "
+            "save one of them as a file and name it with data.chat_template"
+        )
+    return made(templates["default"], origin, templates.get("tool_use"))
+
+
+def _templates_of(directory: Path) -> tuple[dict[str, str], str]:
+    """Return the chat templates of a model's directory by name, and where they were found, for messages.
+
+    As in transformers, a template in a file of its own (chat_template.jinja, additional_chat_templates/*.jinja) comes
+    before one of the same name in a JSON file.
+    """
+    file = directory / CHAT_TEMPLATE
+    if file.exists():
+        templates, origin = {"default": read_text(file, SOURCE_BYTES)}, str(file)
+    else:
+        templates, origin = _templates_in_json(directory)
+    for file in sorted((directory / CHAT_TEMPLATES).glob("*.jinja")):
+        templates[file.stem] = read_text(file, SOURCE_BYTES)
+        origin = ", ".join(filter(None, [origin, str(file)])) if file.stem in NAMED else origin or str(file.parent)
+    return templates, origin
+
+
+def _templates_in_json(directory: Path) -> tuple[dict[str, str], str]:
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = directory / name
         value = read_json(path).get("chat_template") if path.is_file() else None
         if value is None:
             continue
         if isinstance(value, str):
-            return made(value, f"{path} (chat_template)")
+            return {"default": value}, f"{path} (chat_template)"
         named = value if isinstance(value, dict) else _named(value)
         if not all(isinstance(text, str) for text in [*named, *named.values()]) or not named:
             raise UserError(f"{path}: chat_template must be a template, or a list of them, each with name and template")
-        if "default" not in named:
-            raise UserError(
-                f"{path}: chat_template has no template named default, only {', '.join(named)}; "
-                "save one of them as a file and name it with data.chat_template"
-            )
         with_tools = ", with tools tool_use" if "tool_use" in named else ""
-        origin = f"{path} (chat_template 'default'{with_tools})"
-        return made(named["default"], origin, named.get("tool_use"))
-    return None
+        which = f" 'default'{with_tools}" if "default" in named else ""
+        return dict(named), f"{path} (chat_template{which})"
+    return {}, ""
 
 
 def _probes() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
@@ -333,6 +422,14 @@ def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         prepared.append(message)
     return prepared
+
+
+def _text_as_part(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a part of its content."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def _in_blocks(message: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import Pick, absent_ids, away, entries, formats_of, is_data_id, kind_of, paths_of
 from dtrain.data.sources.files import resolve as find_files
+from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.run.host import Host, problems_of
 from dtrain.run.resume import DIGEST_OF_SPLIT
@@ -140,10 +141,24 @@ def resolve(spec: RunSpec, host: Host) -> bool:
     if host.is_dry:
         return True
     open_splits(spec, spec.cache, host.recorder.say, host.ranks.is_first)
+    refuse_dropped_text(spec)
     for split, rows in spec.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
     spec.is_data_read = True
     return True
+
+
+def refuse_dropped_text(spec: RunSpec) -> None:
+    """Raise UserError where the chat template leaves out more than half of a split's text, unless the recipe confirms
+    that."""
+    if spec.recipe.data.allow_dropped_text:
+        return
+    for split, rows in spec.rows.items():
+        if rows.samples.text.is_mostly_dropped:
+            raise UserError(
+                f"data.{split}: {rows.samples.describe_dropped_text()}. That is more than half: {WAY_OUT}, or "
+                f"{CONFIRM}=true to train without it"
+            )
 
 
 def accept_images(spec: RunSpec, has_images: bool) -> None:

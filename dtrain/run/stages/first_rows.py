@@ -11,11 +11,12 @@ from pathlib import Path
 
 from dtrain.base.json_files import loads
 from dtrain.data.formats.encoder import EncodedChunk, describe
-from dtrain.data.sources.sources import Look, looks, notes_on_endings, rows_left_out
+from dtrain.data.sources.sources import Look, looks, note_on_dropped_text, notes_on_endings, rows_left_out
+from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT, DroppedText, describe_dropped_text
 from dtrain.run.host import DryHost
 from dtrain.run.preflight import has_urls, to_copy
 from dtrain.run.spec import RunSpec
-from dtrain.run.stages.data import accept_images, open_splits, row_options, splits
+from dtrain.run.stages.data import accept_images, open_splits, refuse_dropped_text, row_options, splits
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
@@ -37,6 +38,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     if options is None:
         return
     plain: dict[str, int] = {}
+    dropped_text: list[str] = []
     read: dict[str, int] = {}  # rows
     files: list[tuple[str, Look]] = []
     beginnings: dict[str, list[EncodedChunk]] = {}
@@ -50,6 +52,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
         read[split] = sum(chunk.rows for chunk in chunks if chunk)
+        dropped_text += _notes_on_dropped_text(f"{split} data", opened, chunks, recipe.data.allow_dropped_text)
         host.ask(accept_images, spec, any(any(chunk.images) for chunk in chunks if chunk))
     spec.plain_prompts = plain["train"]
     if len(host.problems) > start:
@@ -58,6 +61,11 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
     is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
     if is_small and not host.known:
         host.ask(open_splits, spec, copies, host.say, False)
+        host.ask(refuse_dropped_text, spec)
+        # The whole sets are counted now, so that the first rows tell nothing more.
+        dropped_text = [
+            note for split, rows in spec.rows.items() for note in note_on_dropped_text(rows.samples, f"{split} data")
+        ]
     for split, rows_of_split in spec.rows.items():
         spec.notes += rows_left_out(rows_of_split.samples, f"{split} data", recipe.data.too_long)
     plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
@@ -67,6 +75,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         spec.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(spec.rows))
     formats = {look.format for key, look in files if key == "data.train"}
     spec.notes += notes_on_endings(encoders["data.train"], formats, read["train"], plain["train"])
+    spec.notes += dropped_text
     if not is_small:
         for split, first in beginnings.items():
             spec.notes += _left_out_of(first, f"{split} data", recipe.data.max_length)
@@ -87,6 +96,23 @@ def _left_out_of(chunks: Sequence[EncodedChunk], label: str, max_length: int) ->
     if cut:
         lines.append(f"{label}: {cut:,} documents of the first {rows:,} rows are cut to data.max_length={max_length}")
     return lines
+
+
+def _notes_on_dropped_text(
+    label: str, opened: Sequence[Look], chunks: Sequence[EncodedChunk | None], is_allowed: bool
+) -> list[str]:
+    """Return the note on text that the chat template leaves out of the first rows, if there is any."""
+    read = [(look.file, chunk) for look, chunk in zip(opened, chunks, strict=True) if chunk is not None]
+    dropping = [(file, *row) for file, chunk in read for row in chunk.dropping]
+    if not dropping:
+        return []
+    text = sum((chunk.text for _, chunk in read), start=DroppedText())
+    rows = f"{len(dropping):,} of the first {sum(chunk.rows for _, chunk in read):,} rows"
+    file, line, _ = dropping[0]
+    note = f"note: {label}: {describe_dropped_text(text, rows, f'{file}:{line}')}. To train it, {WAY_OUT}"
+    if text.is_mostly_dropped and not is_allowed:
+        note += f". If it is more than half of all rows' text, the run asks for {CONFIRM}=true"
+    return [note]
 
 
 def _size(file: Path) -> int:

@@ -58,6 +58,8 @@ def test_special_tokens_and_the_template_are_told(tmp_path):
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
     ends = [tokenizer.token_to_id("<|turn|>"), tokenizer.token_to_id("</s>")]
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     export_gguf(directory, tmp_path / "m.gguf")
     header = values(tmp_path / "m.gguf")
     ids = {"bos": 1, "eos": ends[0], "eot": 2, "padding": 0, "unknown": 0}
@@ -66,6 +68,7 @@ def test_special_tokens_and_the_template_are_told(tmp_path):
     assert [header[f"tokenizer.ggml.{name}"] for name in adds] == [True, False, True]
     assert header["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]  # UNKNOWN, CONTROL, CONTROL, BYTE
     assert header["tokenizer.chat_template"] == "{{ messages }}<|turn|>"
+    assert header["tokenizer.chat_template.tool_use"] == "{{ tools }}"
     scores = dict(zip(header["tokenizer.ggml.tokens"], header["tokenizer.ggml.scores"], strict=True))
     assert scores["th"] > scores["▁the"] > scores["hat"] > scores["em"]
 
