@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dtrain.base.json_files import loads
+from dtrain.base.nested_columns import example_row
 from dtrain.data.formats.encoder import describe
 from dtrain.data.sources.sources import Look, looks, notes_on_endings
 from dtrain.run.host import DryHost
@@ -45,7 +46,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         files += [(f"data.{split}", look) for look in opened]
         chunks = [host.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
-        spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
+        spec.columns[split] = example_row(rows)
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
         read[split] = sum(chunk.rows for chunk in chunks if chunk)
         host.ask(accept_images, spec, any(any(chunk.images) for chunk in chunks if chunk))
