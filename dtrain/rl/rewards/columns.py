@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.nested_columns import column_names, column_of, has_column
-from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
+from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, READS_ANSWERS, definition, find_file
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
         if column is not None:
             if not has_column(columns, column):
                 return no_column(own, column, columns)
-            reads_answers = module == "dtrain.rl.rewards.right_answers"
-            refusal = not_an_answer(own, column, column_of(columns, column)) if reads_answers else None
+            refusal = None
+            if own in READS_ANSWERS:
+                refusal = not_an_answer(own, column, column_of(columns, column))
             if refusal is not None:
                 return refusal
         try:
