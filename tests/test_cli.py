@@ -1,5 +1,7 @@
 """The command line as its user meets it: answers at once, errors on stderr with a status, pipes that end well."""
 
+import os
+import re
 import subprocess
 import sys
 
@@ -148,3 +150,29 @@ def test_overrides_are_not_asked_for(capsys):
     with pytest.raises(SystemExit):
         main(["run"])
     assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "settings"),
+    [
+        ("ascii", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+        ("latin-1", {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}),
+        ("gbk", {"PYTHONIOENCODING": "gbk", "PYTHONUTF8": "0"}),
+    ],
+)
+def test_a_terminal_that_lacks_characters_gets_escapes(tmp_path, encoding, settings):
+    text = "method: sft  # ★ é 好 👩\n"
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    given = [sys.executable, "-m", "dtrain", "cat", str(tmp_path / "mine.yaml")]
+    done = subprocess.run(given, capture_output=True, check=True, env={**os.environ, **settings})
+    assert done.stdout == text.encode(encoding, "backslashreplace")
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart-images"])
+def test_the_quickstart_away_from_a_checkout_says_what_makes_its_data(tmp_path, monkeypatch, capsys, recipe):
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate", recipe]) == 1
+    commands = set(re.findall(r"`python (.*?)` makes it", capsys.readouterr().err))
+    (command,) = commands
+    subprocess.run([sys.executable, *command.split()], check=True, capture_output=True)
+    assert main(["validate", recipe]) == 0, capsys.readouterr().err

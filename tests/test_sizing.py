@@ -54,6 +54,7 @@ def test_auto_is_the_same_on_every_mesh_and_after_a_resume(tmp_path, capfd):
     one = run(tiny_recipe(tmp_path, *shape, name="one"))
     told = _told(capfd)
     assert "150 rows a pass" in told and "global batch 4 (auto) = micro batch 2 × accumulation 2 × dp 1" in told
+    assert "train.micro_batch=3 becomes 2, since it does not divide the 4 rows" in told
     two = run(tiny_recipe(tmp_path, *shape, name="two"), 2)
     assert len(trajectory(one)) == 38
     assert_same(two, one, rtol=1e-9)

@@ -2,6 +2,7 @@
 
 errors                          errors that a user can mend
 json_files, ranges              JSON that others may have written; ranges of settings, near misses, plurals
+nested_columns                  columns of a row by name, such as `reward_model.ground_truth`
 batch, row_images               the batch contract; images of the rows of a batch
 dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort

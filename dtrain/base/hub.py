@@ -5,16 +5,26 @@ torch. Only weights in safetensors and the small files beside them are fetched, 
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import COMPANIONS, CONFIG, INDEX, NESTED_COMPANIONS, SINGLE, files_of_weights
-from dtrain.base.ranges import beside
+from dtrain.base.model_directory import (
+    COMPANIONS,
+    CONFIG,
+    INDEX,
+    NESTED_COMPANIONS,
+    SINGLE,
+    TOKENIZER,
+    files_of_weights,
+)
+from dtrain.base.ranges import beside, plural
 
 SHARDS = "model-*.safetensors"
+MOST_NAMED = 8  # missing files in a message
 SMALL_FILES = [CONFIG, *COMPANIONS, *NESTED_COMPANIONS]
 FETCHED = [*SMALL_FILES, SINGLE, SHARDS, INDEX]
 _SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
@@ -43,6 +53,8 @@ def find_directory(path: Path) -> Path:
     name = str(path)
     if (has_id := is_id(name)) and (directory := cached(name)) is not None:
         return directory
+    if has_id and (missing := missing_files(name)):
+        raise UserError(incomplete(name, missing, f"dtrain download {name}"))
     fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
     takes = "give a model's directory, an adapter's, a run's or a step's"
     raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else beside(name)}")
@@ -61,7 +73,79 @@ def cached(name: str, *, weights: bool = True) -> Path | None:
         directory = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return directory if (directory / CONFIG).is_file() and (not weights or _has_weights(directory)) else None
+    return None if missing_files(name, weights=weights) or not _is_whole(directory, weights) else directory
+
+
+def missing_files(name: str, *, weights: bool = True) -> list[str]:
+    """Return the files that an interrupted download of model `name` did not reach. No network.
+
+    They are known from the hub's listing, which huggingface_hub keeps beside a snapshot, or from the index of the
+    weights. Only files without which a model cannot be read are named.
+
+    Args:
+        name: The model's id.
+        weights: Whether the weights are needed.
+
+    Returns:
+        The names, sorted. Empty if nothing of the model is in the cache, or nothing is known to be missing.
+    """
+    directory = _snapshot(name)
+    if directory is None:
+        return []
+    listed = cached_listing(name, "model", directory.name)
+    needed = [path for path in listed if path in (CONFIG, TOKENIZER)]
+    if weights and not _has_weights(directory):
+        needed += [path for path in listed if any(fnmatchcase(path, pattern) for pattern in (SINGLE, SHARDS, INDEX))]
+        with suppress(UserError):  # a damaged index is reported where the weights are read
+            needed += files_of_weights(directory) or ()
+    return sorted({path for path in needed if not (directory / path).is_file()})
+
+
+def incomplete(name: str, missing: Sequence[str], command: str) -> str:
+    """Return the message for a model or dataset whose download was interrupted.
+
+    Args:
+        name: Its id.
+        missing: The files that are missing, at least one.
+        command: The command that finishes the download.
+    """
+    shown = ", ".join(missing[:MOST_NAMED]) + (", .." if len(missing) > MOST_NAMED else "")
+    count = f"{len(missing)} {plural(len(missing), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
+    return (
+        f"{name}: its download into the hub's cache on this machine is incomplete: {count} ({shown}). Run `{command}` "
+        "where there is a network: it downloads only these"
+    )
+
+
+def cached_listing(name: str, kind: str, commit: str) -> list[str]:
+    """Return every path of a repository at `commit`, as huggingface_hub keeps them; [] if it keeps no listing.
+
+    Args:
+        name: The repository's id.
+        kind: model, or dataset.
+        commit: The name of the snapshot's directory.
+    """
+    with suppress(ImportError):  # versions of the library that keep none
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+        with suppress(CachedRepoTreeNotFoundError):
+            return [entry.path for entry in get_cached_repo_tree(name, repo_type=kind, revision=commit)]
+    return []
+
+
+def _snapshot(name: str) -> Path | None:
+    """Return the directory of the snapshot of model `name`, complete or not; None if a download never began."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    repository = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=name, repo_type="model")
+    branch = repository / "refs" / constants.DEFAULT_REVISION
+    return repository / "snapshots" / branch.read_text(encoding="utf-8") if branch.is_file() else None
+
+
+def _is_whole(directory: Path, weights: bool) -> bool:
+    return (directory / CONFIG).is_file() and (not weights or _has_weights(directory))
 
 
 def download(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
@@ -71,8 +155,12 @@ def download(name: str, *, weights: bool = True, key: str = "model.path") -> Pat
     from huggingface_hub import snapshot_download
 
     patterns = FETCHED if weights else SMALL_FILES
-    with hub_errors(name, "model", f"dtrain download {name}", f"{key} to a directory"):
+    command = f"dtrain download {name}"
+    with hub_errors(name, "model", command, f"{key} to a directory", partial(missing_files, name, weights=weights)):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
+    # Without a network the library returns a snapshot for which it keeps no listing as it is.
+    if missing := missing_files(name, weights=weights):
+        raise UserError(incomplete(name, missing, command))
     _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))
     return directory
 
@@ -98,9 +186,18 @@ def _refuse_unfit(name: str, has_config: bool, has_weights: bool) -> None:
 
 
 @contextmanager
-def hub_errors(name: str, kind: str, command: str, otherwise: str) -> Iterator[None]:
-    """Raise what the library raises in the block as a UserError that says what to do. kind: model, or dataset.
-    command: what fetches it elsewhere. otherwise: what else to set."""
+def hub_errors(
+    name: str, kind: str, command: str, otherwise: str, missing: Callable[[], Sequence[str]] = list
+) -> Iterator[None]:
+    """Raise what the library raises in the block as a UserError that says what to do.
+
+    Args:
+        name: The id of a repository on the hub.
+        kind: model, or dataset.
+        command: What fetches it elsewhere.
+        otherwise: What else to set.
+        missing: Returns the files that an interrupted download did not reach. Called if the hub cannot be reached.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -126,6 +223,8 @@ def hub_errors(name: str, kind: str, command: str, otherwise: str) -> Iterator[N
             "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
         ) from error
     except LocalEntryNotFoundError as error:
+        if names := missing():
+            raise UserError(incomplete(name, names, command)) from error
         raise UserError(
             f"{name} is no {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
             f"(no network, or HF_HUB_OFFLINE=1): run `{command}` where there is a network, or set {otherwise}"

@@ -6,6 +6,7 @@ Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error 
 
 import argparse
 import importlib
+import io
 import os
 import re
 import shutil
@@ -69,7 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> None:
     """Run `main` as a program. If torch was loaded, the process ends without the interpreter's teardown: a process
-    group's thread that is still alive then aborts, now and then, a run that is done."""
+    group's thread that is still alive then aborts, now and then, a run that is done.
+
+    A terminal or a pipe may have an encoding that lacks some characters (ASCII under LC_ALL=C, Latin-1, GBK). Those are
+    written as escapes such as \\u2605.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
+            stream.reconfigure(errors="backslashreplace")
     status = main()
     if "torch" in sys.modules:
         with suppress(BrokenPipeError):

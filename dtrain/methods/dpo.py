@@ -316,12 +316,13 @@ class DpoMethod(MethodWithReference):
 
         def loss(source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor):
             weighted = source.weighted_sum(batch["token_weights"])
-            share = source.documents / global_seqs.to(total.dtype)  # the values are whole: each micro-batch says a part
-            value = source.shared(total.to(share.device, non_blocking=True) * share)
-            parts = {
-                name: source.shared(value.to(share.device, non_blocking=True) * share)
-                for name, value in measured.items()
-            }
+            # The values are those of the global batch, and each micro-batch reports a part of them, in float64: in
+            # float32 the parts of 5 pairs would not add up to 5.
+            part = source.documents / global_seqs.double()
+            value = source.shared(total.to(part.device, non_blocking=True) * part)
+            parts = {}
+            for name, whole in measured.items():
+                parts[name] = source.shared(whole.to(part.device, non_blocking=True) * part)
             return value + (weighted - weighted.detach()), parts
 
         return {**batch, "token_weights": weights - sft}, loss

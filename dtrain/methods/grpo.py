@@ -41,7 +41,7 @@ from dtrain.rl.collect import (
 )
 from dtrain.rl.environments.episodes import open_episodes
 from dtrain.rl.remote.http_client import read_key
-from dtrain.rl.rewards.columns import lacking_columns
+from dtrain.rl.rewards.columns import lacking_columns_of
 from dtrain.rl.tools import tool_schemas
 
 FIELDS = (
@@ -224,14 +224,12 @@ class GrpoMethod(MethodWithReference):
             f"{steps} optimizer step{'s' if steps > 1 else ''}{how}"
         ]
 
-    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
-        """The columns that the rewards take, and the file of the servers' key."""
+    def examine(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
+        """Check the columns that the rewards read, and the file of the servers' key."""
         section = self.section
-        sets = list(dict.fromkeys(tuple(names) for names in columns.values()))
-        needs = [(str(reward.fn), reward.options, names) for reward in section.rewards for names in sets]
-        problems = [problem for need in needs if (problem := lacking_columns(*need))]
+        problems = lacking_columns_of(section.rewards, columns.values())
         if problems:
-            raise UserError("\n".join(dict.fromkeys(problems)))
+            raise UserError("\n".join(problems))
         if section.engine == "http":
             read_key(section.server.api_key_file)
 

@@ -8,11 +8,11 @@ backward of a step: no micro-batch and no mesh changes it.
 In a batch such rows stand behind those that are trained; their stream `desirable` is 0.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class KtoMethod(MethodWithReference):
     def needs_reference(self) -> bool:
         return True
 
-    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
+    def examine(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
         """Raises UserError where a split has one row alone: it has no reply of another."""
         for split, count in samples.items():
             if self._estimates and count < 2:

@@ -1,6 +1,6 @@
 """The base of the methods; a method's own file holds its section and how it differs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -261,9 +261,16 @@ class Method:
             return []
         return [f"micro-batches: rows of like length, up to {rows.tokens:,} tokens with their padding"]
 
-    def examine(self, columns: Mapping[str, Sequence[str]], samples: Mapping[str, int]) -> None:
-        """Raise UserError for what the method cannot begin with, as far as that shows before a model is built. columns:
-        of the rows of each split, where these are prompts. samples: how many each split has, as far as known."""
+    def examine(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
+        """Check what the method needs to begin, as far as possible before a model is built.
+
+        Args:
+            columns: By split, a row with every column of the prompts. Empty for other kinds of rows.
+            samples: By split, the number of samples, as far as known.
+
+        Raises:
+            UserError: If the method cannot begin.
+        """
 
     def refuse_device(self, device: torch.device) -> None:
         """Raise UserError where the method's section asks for what `device` does not do."""

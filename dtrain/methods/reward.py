@@ -141,7 +141,7 @@ class RewardMethod(Method):
         total = losses.sum() * self._documents / global_seqs
         count = torch.full((), len(losses), device=scores.device)
         measured = {"loss": losses.sum(), **sums, "count": count}
-        return source.shared(total), {name: source.shared(value.detach().to(total)) for name, value in measured.items()}
+        return source.shared(total), {name: source.shared(value.detach()) for name, value in measured.items()}
 
     def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """scores [documents, labels], targets [documents] -> losses [documents], and sums over them."""

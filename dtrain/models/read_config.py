@@ -17,6 +17,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.quantization_config import unquantized
 from dtrain.models.registry import FAMILIES, class_of, of_classifier, of_model_type
+from dtrain.recipe.shipped import how_to_make
 
 MOST_PARAMETERS = 10**14
 
@@ -59,6 +60,8 @@ def _no_directory(name: str) -> str:
             f"model.path={name} is a file: give the directory that holds config.json, *.safetensors and the tokenizer"
         )
     message = f"model.path: there is no directory {name!r}"
+    if command := how_to_make(name):
+        return message + command
     if hint := beside(name):
         return message + hint
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):

@@ -157,12 +157,21 @@ class LogprobSource:
         return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
 
     def shared(self, value: Tensor) -> Tensor:
-        """Return a value [..] that every cp rank computes alike from `by_document`, as this rank's share: a sum over
-        the ranks counts it once. Its gradient stays whole, for each rank sends it to its own tokens only."""
+        """Return this rank's share of a value that every cp rank computes alike, so that a sum over the ranks counts it
+        once.
+
+        The first rank has the value and the others have 0. The sum is exact, also for counts and for a number of ranks
+        such as 3, by which a division would round. The gradient is the full one on every rank, because each rank passes
+        it to its own tokens only.
+
+        Args:
+            value: Computed from `by_document`, [..], of any dtype.
+        """
         if self._cp.size() == 1:
             return value
-        share = value.detach() / self._cp.size()
-        return share + (value - value.detach()) if value.requires_grad else share
+        own = value.detach()
+        share = own if self._cp.get_local_rank() == 0 else torch.zeros_like(own)
+        return share + (value - own) if value.requires_grad else share
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dtrain.base.gpus import C_COMPILERS
 
 Config = TypeVar("Config")
 
-AUTO, COMPILE = "auto", "train.compile"
+AUTO, COMPILE, MICRO_BATCH = "auto", "train.compile", "train.micro_batch"
 USUAL_ROWS = 4
 USUAL: dict[str, Any] = {
-    "train.micro_batch": USUAL_ROWS,
+    MICRO_BATCH: USUAL_ROWS,
     "train.activation_checkpointing": "none",
     "train.activation_offload": False,
     "train.tile": "none",
@@ -44,6 +44,19 @@ def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
     """Return `values` as one types them, "key=value" each."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
+
+
+def as_choices(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return `values` that were chosen for `auto` in `config`, as a line for the terminal shows them.
+
+    With `train.global_batch=auto` the data decides the global batch later, and a micro-batch that does not divide it is
+    lowered then. So what is chosen here is a bound: "train.micro_batch at most 4", and not "train.micro_batch=4".
+    """
+    texts = []
+    for key, value in values.items():
+        is_bound = key == MICRO_BATCH and config.train.global_batch == AUTO
+        texts += [f"{key} at most {value}"] if is_bound else as_overrides({key: value})
+    return texts
 
 
 def open_keys(config: Any) -> list[str]:

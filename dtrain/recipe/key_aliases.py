@@ -24,6 +24,7 @@ OURS = by_word(_FILE["keys"])
 NEEDLESS = by_word(_FILE["needless"])
 NOT_YET = by_word(_FILE["not_yet"])
 FAMILIES = by_word(_FILE["families"])  # beginnings of words
+METHODS = by_word(_FILE["methods"])  # words for a method, where a loss is asked for
 VALUES = {key: by_word(table) for key, table in _FILE["values"].items()}  # of a key: our value by word
 
 
@@ -47,9 +48,27 @@ def meant(key: str, value: Any) -> str | None:
 
 
 def hint(key: str, value: str, known: Collection[str]) -> str:
-    """Return the end of a refusal of `value` at `key`: the value meant, or all names in `known`."""
+    """Return the end of a refusal of `value` at `key`.
+
+    It names the value that was meant, the method that `value` is, the nearest name in `known`, or all of them.
+    """
     near = meant(key, value)
-    return f"; did you mean {near}?" if near else ranges.hint(value, known)
+    if near:
+        return f"; did you mean {near}?"
+    return method_hint(key, value) or ranges.hint(value, known)
+
+
+def method_hint(key: str, value: Any) -> str:
+    """Return the end of a refusal of `value` at `key`, if the key is a method's loss and the value another method.
+
+    >>> method_hint("dpo.loss", "kto_pair")
+    '; set method=kto, which trains single replies that are marked as wanted or not'
+    """
+    section, _, leaf = key.partition(".")
+    other = METHODS.get(str(value).lower(), "")
+    if leaf != "loss" or not other or other.startswith(f"method={section},"):
+        return ""
+    return f"; set {other}"
 
 
 def moved(key: str, value: Any) -> tuple[str, Any] | None:

@@ -129,8 +129,9 @@ class Source:
     format: Format = "auto"
     """What the rows are. auto looks at the first row of each file, and says what it found."""
     columns: dict[str, str] = field(default_factory=dict)
-    """dtrain's name of a column, and the file's own: `{messages: conversations, tools: functions}`. A column that the
-    format needs must be in every row; another must be at least in the first row of each file."""
+    """dtrain's name of a column, and the file's own: `{messages: conversations, tools: functions}`. A dot leads into an
+    object: `{answer: reward_model.ground_truth}`. A column that the format needs must be in every row; another must be
+    at least in the first row of each file."""
 
 
 @dataclass

@@ -111,8 +111,11 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
         setattr(section, key, fitting)
         return []
     if choices:
-        near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value) or nearest(str(value), choices)
-        hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
+        near = key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value)
+        hint = "" if near else key_aliases.method_hint(dotted, value)
+        near = near or nearest(str(value), choices)
+        if not hint:
+            hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
         return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
     if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
         return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]

@@ -11,12 +11,43 @@ CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 QUICKSTART = "quickstart"
 """Begins the names of the quickstart's recipes, which name a model of their own. The others are general."""
 
+MADE = {
+    "build/arithmetic/early": "dtrain export runs/quickstart/checkpoints/step-300 build/arithmetic/early",
+    "build/arithmetic/pairs.jsonl": (
+        "python {tools}/make_preferences.py runs/quickstart/checkpoints/step-300 build/arithmetic/train.jsonl "
+        "build/arithmetic/pairs.jsonl"
+    ),
+    "build/arithmetic": "python {tools}/make_arithmetic.py build/arithmetic",
+    "build/shapes": "python {tools}/make_shapes.py build/shapes",
+}
+"""Files and directories that the quickstart's recipes read, and the command that makes each. The first that fits
+counts."""
+
 
 def recipes_dir() -> Path:
-    """Return the directory of the shipped recipes: in the package of an installed wheel, beside it in a checkout."""
+    """Return the directory of the shipped recipes."""
+    return _shipped_directory("recipes")
+
+
+def how_to_make(path: str) -> str:
+    """Return the end of a message that `path` is missing: the command that makes it, if a quickstart's recipe reads it.
+
+    >>> how_to_make("build/shapes/train.jsonl")  # doctest: +ELLIPSIS
+    ': `python .../make_shapes.py build/shapes` makes it'
+    >>> how_to_make("build/other")
+    ''
+    """
+    for made, command in MADE.items():
+        if Path(path).is_relative_to(made):
+            return f": `{command.format(tools=_shipped_directory('tools'))}` makes it"
+    return ""
+
+
+def _shipped_directory(name: str) -> Path:
+    """Return a directory of the repository: in the package of an installed wheel, beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
-    packaged = package / "_recipes"
-    return packaged if packaged.is_dir() else package.parent / "recipes"
+    packaged = package / f"_{name}"
+    return packaged if packaged.is_dir() else package.parent / name
 
 
 def shipped(general: Sequence[str] = ()) -> list[tuple[str, str]]:

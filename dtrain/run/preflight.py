@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.base.hub import cached, download, is_id, look
+from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
 from dtrain.base.ranges import beside
 from dtrain.data.sources.files import Pick, absent_ids, away, entries, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
@@ -118,11 +118,17 @@ def _named(key: str, name: str, refused: list[str] | None = None) -> Iterator[No
 
 def not_here(recipe: Recipe) -> list[str]:
     """Return what `with_local_model` would fetch, as problems where nothing is fetched."""
-    return [
-        f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's cache: "
-        f"`dtrain download {name}` fetches it{beside(name)}"
-        for key, name, _ in model_ids(recipe)
-    ] + [_data_hub().absent(name, pick, key) for key, name, pick in absent_data(recipe)]
+    problems = []
+    for key, name, weights in model_ids(recipe):
+        missing = missing_files(name, weights=weights)
+        if missing:
+            problems.append(f"{key}={incomplete(name, missing, f'dtrain download {name}')}")
+        else:
+            problems.append(
+                f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this "
+                f"machine's cache: `dtrain download {name}` fetches it{beside(name)}"
+            )
+    return problems + [_data_hub().absent(name, pick, key) for key, name, pick in absent_data(recipe)]
 
 
 def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:

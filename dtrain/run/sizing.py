@@ -14,7 +14,7 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.recipe.automatic import AUTO, USUAL, Config, as_overrides, changed, open_keys, value_of, without_auto
+from dtrain.recipe.automatic import AUTO, USUAL, Config, as_choices, changed, open_keys, value_of, without_auto
 from dtrain.recipe.world import dp_of
 from dtrain.run.directory import ABOUT
 from dtrain.run.spec import RunSpec, World
@@ -40,9 +40,9 @@ class Sizing:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], why: str) -> "Sizing":
-        """Return `values` with one line, that says `why` for all."""
-        return cls(values, (f"{', '.join(as_overrides(values))} (auto): {why}",))
+    def of(cls, recipe: Config, values: Mapping[str, Any], why: str) -> "Sizing":
+        """Return `values` for what `recipe` leaves open, with one line that gives the reason for all."""
+        return cls(values, (f"{', '.join(as_choices(recipe, values))} (auto): {why}",))
 
 
 def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
@@ -56,7 +56,7 @@ def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
         values = {key: old for key, old, new in config.diff(saved, recipe) if key in USUAL and new == AUTO}
         differing = [key for key, _, _ in config.diff(saved, changed(recipe, values))]
         if values.keys() == {*open_keys(recipe)} and all(key.startswith(_FREE_KEYS) for key in differing):
-            return Sizing.of(values, "as this run chose before, on the same machine")
+            return Sizing.of(recipe, values, "as this run chose before, on the same machine")
     return None
 
 
@@ -78,7 +78,7 @@ def usual_sizing(spec: RunSpec, memory: int) -> Sizing | None:
     if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
         return None
     values = {key: value_of(spec.recipe, key) for key in open_keys(spec.written)}
-    return Sizing.of(values, "a small model")
+    return Sizing.of(spec.written, values, "a small model")
 
 
 def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def sizing_by_plan(
         if peak.choice is not None:
             return peak.choice
         why = peak.words
-    return Sizing.of(_without_plan(recipe, world_size), why)
+    return Sizing.of(recipe, _without_plan(recipe, world_size), why)
 
 
 def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class RunSpec:
     built_for_images: bool | None = None  # `has_images` as `model` was built for; None where it is not built yet
     # data: by split
     rows: "dict[str, Rows]" = field(default_factory=dict)
-    columns: dict[str, list[str]] = field(default_factory=dict)
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)  # a row with every kept column, for each split
     plain_prompts: int = 0  # of the training rows
     has_images: bool = False  # so that the model has its vision tower
     row_images: "Sequence[Layout]" = ()  # of a planned row

@@ -18,7 +18,8 @@ from dtrain.checkpoint.peft.config import base_of
 from dtrain.commands import cli
 from dtrain.launch import launch
 from dtrain.run.preflight import load, not_here, preflight
-from tests.tiny import tiny_grpo, tiny_recipe, write_model
+from tests.loopback_hub import hub as loopback  # noqa: F401 (a fixture)
+from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
 NAME = "someone/Tiny-0.1B"
 
@@ -81,6 +82,36 @@ def test_a_part_of_a_model_is_not_taken_for_the_whole(tmp_path, cache):
     recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained"))
     assert "`dtrain download someone/Tiny-0.1B` fetches it" in not_here(recipe)[0]
     assert load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=scratch")).model.path == str(cache)
+
+
+def test_half_a_download_names_the_shards_that_its_index_lacks(tmp_path, cache, capsys):
+    """A cache without a listing of the repository, as other versions of huggingface_hub leave it."""
+    (cache / "model.safetensors").rename(cache / "model-00001-of-00003.safetensors")
+    shards = {f"layer.{number}": f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
+    (cache / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    said = f"{NAME}: its download into the hub's cache on this machine is incomplete: 2 files are missing "
+    said += "(model-00002-of-00003.safetensors, model-00003-of-00003.safetensors). Run `dtrain download someone/Tiny"
+    recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained"))
+    assert said in not_here(recipe)[0]
+    for command in (["download", NAME], ["generate", NAME, "--prompt", "a"]):
+        assert cli.main(command) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_half_a_download_names_the_files_of_the_hubs_listing(tmp_path, loopback, monkeypatch, capsys):  # noqa: F811
+    source = save_weights(write_model(tmp_path / "source"))
+    loopback.models[NAME] = {"main": {path.name: path.read_bytes() for path in source.iterdir()}}
+    loopback.datasets["someone/rows"] = {"main": {f"train-0000{n}-of-00002.jsonl": b'{"text": "a"}\n' for n in (0, 1)}}
+    assert cli.main(["download", NAME]) == 0 and cli.main(["download", "--data", "someone/rows"]) == 0
+    snapshot = Path(capsys.readouterr().out.splitlines()[0])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (rows,) = snapshot.parents[2].glob("datasets--*/snapshots/*/train-00001*")
+    for file in (snapshot / "model.safetensors", snapshot / "config.json", rows):
+        file.unlink()
+    assert cli.main(["download", NAME]) == 1
+    assert "2 files are missing (config.json, model.safetensors)" in capsys.readouterr().err
+    assert cli.main(["download", "--data", "someone/rows"]) == 1
+    assert "1 file is missing (train-00001-of-00002.jsonl). Run `dtrain download --data" in capsys.readouterr().err
 
 
 def test_offline_and_not_cached_is_said(tmp_path, cache, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods import load_recipe
@@ -18,7 +19,7 @@ from dtrain.run.resume import compare
 from dtrain.run.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
-from tests.tiny import check, tiny_recipe
+from tests.tiny import check, tiny_grpo, tiny_recipe
 
 ASK, REPLY = {"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -82,6 +83,26 @@ def test_the_file_s_names_give_what_ours_give(tmp_path, model, kind, name, detec
     found, _ = opened(model, section(str(theirs), format=format, columns=columns), kind)
     assert contents(found) == contents(expected)
     assert found.samples.identity == expected.samples.identity
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_column_may_be_a_value_in_an_object(tmp_path, model, kind, name):
+    row = ROWS[kind][name]
+    ours = write_jsonl(tmp_path / "ours.jsonl", [row, row])
+    theirs = write_jsonl(tmp_path / "theirs.jsonl", [{"id": 7, "data": {"in": row}}] * 2)
+    columns = {key: f"data.in.{key}" for key in row}
+    expected, _ = opened(model, section(str(ours)), kind)
+    found, _ = opened(model, section(str(theirs), columns=columns), kind)
+    assert contents(found)[0] == contents(expected)[0]
+    for kept, wanted in zip(contents(found)[1], contents(expected)[1], strict=True):
+        assert {key: value for key, value in kept.items() if key not in ("id", "data")} == wanted
+
+
+def test_a_column_whose_own_name_has_a_dot_comes_first(tmp_path, model):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"a.b": "one", "a": {"b": "two"}}])
+    plain = write_jsonl(tmp_path / "b.jsonl", [{"text": "one"}])
+    found, _ = opened(model, section(str(file), columns={"text": "a.b"}))
+    assert contents(found) == contents(opened(model, section(str(plain)))[0])
 
 
 def test_names_may_be_exchanged_and_what_is_not_named_stays(tmp_path, model):
@@ -171,6 +192,7 @@ def test_a_later_row_of_another_format_is_refused(tmp_path, model):
         ([{"convs": []}], {"messages": "conversation"}, ["a.jsonl:1: data.train.columns names messages: conversation"]),
         ([{"convs": [], "id": 1}], {"messages": "conversation"}, ["no such column; it has convs, id"]),
         ([{"m": [ASK, REPLY]}], {"messages": "m", "tools": "functions"}, ["tools: functions", "it has m"]),
+        ([{"m": {"chat": [ASK]}}], {"messages": "m.chats"}, ["names messages: m.chats", "it has m, m.chat"]),
         ([{"m": 5, "n": 1}], {"system": "m"}, ["a.jsonl:1: no known format has the keys n, system"]),
     ],
 )
@@ -207,6 +229,23 @@ def test_names_that_no_format_takes(tmp_path, settings, answer):
 def test_rewards_may_read_any_column(tmp_path):
     recipe = tiny_recipe(tmp_path, "method=grpo", "data.train.columns={question: q, answer: a, level: l}")
     assert not [problem for problem in check(recipe, 1) if "columns" in problem]
+
+
+@pytest.mark.parametrize("key", ["data.train", "eval"])
+def test_rewards_read_values_in_objects(tmp_path, capsys, key):
+    """The objects of the rows differ: the first row of GRPO's data does not have every column."""
+    named = {"style": "rule", "ground_truth": "4"}
+    rows = [{"prompt_ids": [3, 4], "wanted": 5, "reward_model": model} for model in ({"style": "rule"}, named)]
+    write_jsonl(tmp_path / "prompts.jsonl", rows if key == "data.train" else rows[::-1])
+    recipe = tiny_grpo(tmp_path)
+    rewards = "[{fn: math_exact, kwargs: {column: reward_model.ground_truth}}]"
+    owner = "grpo" if key == "data.train" else key
+    (tmp_path / "r.yaml").write_text(config.to_yaml(recipe))
+    words = [f"{key}.path={tmp_path}/prompts.jsonl", f"{owner}.rewards={rewards}", "launch.device=cpu"]
+    assert main(["validate", str(tmp_path / "r.yaml"), *words]) == 0, capsys.readouterr().err
+    words[1] = words[1].replace("ground_truth", "truth")
+    assert main(["validate", str(tmp_path / "r.yaml"), *words]) == 1
+    assert "no column 'reward_model.truth'" in capsys.readouterr().err
 
 
 def test_text_for_a_column_s_name_is_wanted():

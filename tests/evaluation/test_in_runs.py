@@ -20,6 +20,7 @@ from dtrain.rl.remote.judge import Judge
 from dtrain.run.evaluations import Evaluations
 from dtrain.run.preflight import preflight
 from dtrain.run.trainer import train
+from tests.data.makers import write_jsonl
 from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
 from tests.running import run, run_all
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_prompts
@@ -292,6 +293,11 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
         (["eval.a.path={root}/empty.jsonl"], "the dataset is empty"),
         (["eval.a.format=text"], "eval.a.format=text: the model answers prompts"),
         (["eval.a.sampling.max_new_tokens=128"], "leaves no room for a prompt within the model's 128 positions"),
+        (
+            ["eval.a.rewards=[{fn: text_exact}]", "eval.a.columns={answer: info}"],
+            "asked.jsonl:1: reward text_exact: column 'answer' holds an object (name, truth), and an answer is a text",
+        ),
+        (["eval.a.columns={answer: info.gold}"], "names answer: info.gold, and the file has no such column; it has "),
         (["eval.a.columns={answer: gold}"], "eval.a.columns names answer: gold, and the file has no such column"),
         (["eval={'a b': {path: x}}"], "the set's name 'a b' must be letters"),
         (["checkpoint.keep_best=eval_a_pass@1", "checkpoint.every=4"], "set eval.a.every=4"),
@@ -301,7 +307,8 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, words, told):
-    write_prompts(tmp_path / "asked.jsonl", count=2)
+    rows = [{"prompt_ids": [3, 4], "wanted": 5, "info": {"name": "x", "truth": "5"}}] * 2
+    write_jsonl(tmp_path / "asked.jsonl", rows)
     (tmp_path / "empty.jsonl").write_text("")
     fixed = [f"eval.a.path={tmp_path}/asked.jsonl"]
     if not any("rewards" in word for word in words):

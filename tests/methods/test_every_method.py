@@ -25,6 +25,7 @@ MODEL = {
 MESH = {
     "mesh": {
         "dp3": [],
+        "cp3": ["parallel.cp=3"],
         "tp2 cp2": ["parallel.tp=2", "parallel.cp=2", "parallel.cp_rotate=ring"],
     },
     "micro-batches": {
@@ -39,7 +40,7 @@ HEAD = "lora.modules_to_save=[score]"
 
 
 def ranks_of(case):
-    return 3 if case["mesh"] == "dp3" else 4
+    return 3 if case["mesh"] in ("dp3", "cp3") else 4
 
 
 def can_run(case):

@@ -11,9 +11,13 @@ def _rows(*rows: dict) -> str:
 
 CHAT = {"messages": [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]}
 PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
+VERL = _rows({"prompt_ids": [3, 4], "reward_model": {"style": "rule", "truth": "4"}})
 REWARDS = """
 def takes_gold(completions, gold, *, bonus=1.0):
     return [bonus for _ in completions]
+
+def takes_truth(completions, truth):
+    return [1.0 for _ in completions]
 
 def takes_any(completions, **columns):
     return [0.0 for _ in completions]
@@ -81,6 +85,12 @@ ROWS = (
          files={"second.jsonl": "{not json\n"}),
     _one("grpo.rewards=[{fn: math_exact}]", "reward math_exact", "'answer'",
          "it has wanted", base="grpo"),
+    *(_one(f"grpo.rewards=[{{fn: {reward}}}]  data.train.path={{root}}/verl.jsonl", says, files={"verl.jsonl": VERL,
+           "rewards_of_mine.py": REWARDS}, base="grpo")
+      for reward, says in (
+          ("math_exact", "no column 'answer' (it has reward_model, reward_model.style, reward_model.truth)"),
+          ("math_exact, kwargs: {column: reward_model}", "holds an object (style, truth)"),
+          ("rewards_of_mine.takes_truth", "map it with data.train.columns={truth: reward_model.truth}"))),
     _one("grpo.rewards=[{fn: numeric, kwargs: {column: gold}}]", "reward numeric", "'gold'", base="grpo"),
     _one("grpo.rewards=[{fn: rewards_of_mine.takes_gold}]", "reward takes_gold takes gold", "it has wanted",
          files={"rewards_of_mine.py": REWARDS}, base="grpo"),

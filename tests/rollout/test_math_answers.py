@@ -141,6 +141,50 @@ def test_a_row_without_an_answer_has_no_reward_and_a_missing_column_is_named():
     assert math_exact(["1"], column="gold", gold=["1"]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong", "rewards"),
+    [
+        (["New York", "NYC"], ["NYC", "new  york"], ["York"], (text_exact,)),
+        (["1/2", "0.25"], ["\\boxed{0.5}", "so 1/4"], ["2"], (math_exact, numeric)),
+        (["no number", 7], ["7"], ["8"], (math_exact, text_exact, numeric)),
+        (4, ["4", "4.0"], ["5", "40"], (math_exact, text_exact, numeric)),
+        (4.0, ["4", "4.0"], ["4.5"], (math_exact, text_exact, numeric)),
+        (1234567, ["1,234,567", "1234567"], ["12,34,567"], (text_exact,)),
+        (1e-7, ["0.0000001"], ["0.000001"], (math_exact, text_exact, numeric)),
+        (True, ["true", "True"], ["false", "1"], (text_exact,)),
+        (True, ["#### true", "#### True"], ["#### false", "1"], (math_exact,)),
+        (["red", "blue"], ["#### blue"], ["#### green"], (math_exact,)),
+    ],
+)
+def test_answers_may_be_lists_and_numbers(answer, right, wrong, rewards):
+    for reward in rewards:
+        options = {"ignore_case": True} if reward is text_exact else {}
+        for texts, expected in ((right, 1.0), (wrong, 0.0)):
+            nested = [{"truth": {"is": answer}}] * len(texts)
+            assert reward(texts, answer=[answer] * len(texts), **options) == [expected] * len(texts), reward
+            found = reward(texts, column="row.truth.is", row=nested, **options)
+            assert found == [expected] * len(texts), reward
+
+
+def test_rows_without_an_accepted_answer_have_no_reward():
+    empty = [None, "", [], [None, ""], float("nan")]
+    for reward in (math_exact, text_exact, numeric):
+        assert reward(["1"] * 5, answer=empty) == [None] * 5
+    assert cosine_length(["#### 7"] * 2, [[1]] * 2, max_tokens=1, answer=[["8", 7], []]) == [0.5, None]
+    objects = [{"is": "1"}, {}, None]
+    assert text_exact(["1"] * 3, column="truth.is", truth=objects) == [1.0, None, None]
+
+
+@pytest.mark.parametrize("reward", [math_exact, text_exact, numeric])
+def test_an_object_is_no_answer(reward):
+    with pytest.raises(UserError, match=r"'gold' holds an object \(value, aliases\).*column: gold.aliases"):
+        reward(["1"], column="gold", gold=[{"value": "1", "aliases": ["1", "one"]}])
+    with pytest.raises(UserError, match="holds a list of lists or objects"):
+        reward(["1"], answer=[[{"text": "1"}]])
+    with pytest.raises(UserError, match=r"no column 'gold.value' \(it has answer\)"):
+        reward(["1"], column="gold.value", answer=["1"])
+
+
 def test_close_numbers():
     assert numeric(["3.14"] * 3, answer=[3.1415] * 3, absolute=0.01) == [1.0] * 3
     assert numeric(["3.14"], answer=["3.1415"]) == [0.0]

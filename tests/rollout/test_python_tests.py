@@ -41,9 +41,9 @@ def test_missing_walls_are_told(monkeypatch, tmp_path):
     how = "bwrap is not installed here: apt-get install bubblewrap"
     with pytest.raises(UserError, match=how):
         PythonTests()
-    assert how in lacking_columns("python_tests", {}, ["tests"])
-    assert "the data has no column 'tests'" in lacking_columns("python_tests", {}, ["answer"])
-    assert lacking_columns("python_tests", {"allow_full_access": True}, ["tests"]) is None
+    assert how in lacking_columns("python_tests", {}, {"tests": TESTS})
+    assert "the data has no column 'tests'" in lacking_columns("python_tests", {}, {"answer": "4"})
+    assert lacking_columns("python_tests", {"allow_full_access": True}, {"tests": TESTS}) is None
     assert PythonTests(allow_full_access=True)([RIGHT, WRONG], tests=[TESTS, TESTS]) == [1.0, 0.5]
     monkeypatch.setattr(CodeSandbox, "passes", lambda *_: False)
     with pytest.raises(UserError, match="memory=64 MiB or timeout=6.0 is too little"):

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
+from dtrain.base.nested_columns import example_row
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
 from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
@@ -33,6 +34,7 @@ from dtrain.rl.judging import (
     read_questions,
 )
 from dtrain.rl.judging import evaluate as answer_and_judge
+from dtrain.rl.rewards.columns import lacking_columns_of
 from dtrain.rl.rewards.scoring import known
 from dtrain.run.directory import DATA
 from dtrain.run.eval_sets import longest_answer
@@ -90,6 +92,10 @@ def evaluate(arguments: Namespace) -> Report:
         questions = Questions(
             rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together, images
         )
+        columns = example_row(row.prompt.columns for row in rows)
+        problems = lacking_columns_of(rewards, [columns])
+        if problems:
+            raise UserError("\n".join(problems))
         engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
         draw, write = partial(_drawn, engine), partial(_write, out, questions)
         return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(alone=True))
@@ -200,7 +206,7 @@ def _shown(value: float, error: float = math.nan) -> str:
 
 # A recipe's key as the shared code writes it -> the command's option.
 _OPTIONS = {
-    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): \.\.\}\}\]": r"""--reward '\1={"\2": ".."}'""",
+    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): ([\w.]+)\}\}\]": r"""--reward '\1={"\2": "\3"}'""",
     r"grpo\.rewards\[\d+\]\.fn": "--reward",
     r"grpo\.reward_timeout": "--reward-timeout",
     r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",

@@ -24,7 +24,7 @@ from dtrain.commands.plan.units import gib
 from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import sizes
-from dtrain.recipe.automatic import USUAL, USUAL_ROWS, as_overrides, changed, open_keys
+from dtrain.recipe.automatic import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
 from dtrain.run.sizing import Sizing
 from dtrain.run.spec import RunSpec
@@ -34,7 +34,7 @@ FREE = 0.1
 LAUNCH = 6e-6  # seconds in which the host starts a kernel
 HIDING = 2  # times what a pass sends and starts that its computing should take
 
-MICRO_BATCH, OFFLOAD = "train.micro_batch", "parallel.optimizer_offload"
+OFFLOAD = "parallel.optimizer_offload"
 
 Values = Mapping[str, Any]
 
@@ -298,7 +298,8 @@ class _Search:
         if MICRO_BATCH in values:
             why = "more would not be faster" if tried.micro >= wanted else "more do not fit"
             why = "all rows of a rank" if tried.micro == self.rows else why
-            yield f"{MICRO_BATCH}={tried.micro} (auto): {why}"
+            (choice,) = as_choices(self.spec.written, {MICRO_BATCH: tried.micro})
+            yield f"{choice} (auto): {why}"
         others = {key: value for key, value in values.items() if key != MICRO_BATCH}
         usual = {key: value for key, value in others.items() if value == USUAL[key]}
         for text in as_overrides({key: value for key, value in others.items() if key not in usual}):

@@ -46,6 +46,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import lock, publish, sync, write_new
 from dtrain.base.host_memory import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
+from dtrain.base.nested_columns import example_row
 from dtrain.base.ranges import plural
 from dtrain.base.ranks import Ranks, digests, view
 from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, RowEncoder
@@ -201,12 +202,12 @@ class Samples:
         first = index * self.documents_per_sample
         return images_of(self._images, first, self.documents_per_sample, self.origin(index))
 
-    def column_names(self) -> list[str]:
-        """Return the names of the columns kept of up to 256 rows, which are spread over all."""
+    def example_row(self) -> dict[str, Any]:
+        """Return a row with every column kept of up to 256 rows, which are evenly spread over the samples."""
         if not self._columns:
-            return []
-        rows = range(0, len(self), -(-len(self) // 256))
-        return list(dict.fromkeys(name for index in rows for name in self.row(index)["columns"]))
+            return {}
+        indices = range(0, len(self), -(-len(self) // 256))
+        return example_row(self.row(index)["columns"] for index in indices)
 
     def origin(self, index: int) -> tuple[str, int]:
         """Return file and line of a sample."""

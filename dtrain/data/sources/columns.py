@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import loads
+from dtrain.base.nested_columns import column_names, column_of, has_column
 from dtrain.base.ranges import nearest
 from dtrain.data.formats.formats import KINDS, LABELS, detect
 
@@ -55,22 +56,24 @@ def renamed(
 ) -> dict[str, Any]:
     """Return `row` with our names: each of `columns` holds what the file's column holds, which loses its own name.
 
+    The file's column may be a value in an object, such as `reward_model.ground_truth`; the object then stays.
+
     strict: raise UserError, naming `key`, for a column that the row does not have; else it stays absent.
     """
-    absent = [f"{ours}: {theirs}" for ours, theirs in columns.items() if theirs not in row]
+    absent = [f"{ours}: {theirs}" for ours, theirs in columns.items() if not has_column(row, theirs)]
     if absent and strict:
         raise UserError(
-            f"{key} names {', '.join(absent)}, and the file has no such column; it has {', '.join(map(str, row))}"
+            f"{key} names {', '.join(absent)}, and the file has no such column; it has {', '.join(column_names(row))}"
         )
     taken = {*columns, *columns.values()}
     rest = {name: value for name, value in row.items() if name not in taken}
-    return rest | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    return rest | {ours: column_of(row, theirs) for ours, theirs in columns.items() if has_column(row, theirs)}
 
 
 def lacking(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     """Return the end of a refusal of `row`, as the file has it: those of `columns` that are missing."""
-    absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if theirs not in row]
-    return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(map(str, row))})" if absent else ""
+    absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if not has_column(row, theirs)]
+    return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(column_names(row))})" if absent else ""
 
 
 _QUESTIONS = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human")

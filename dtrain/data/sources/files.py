@@ -26,6 +26,7 @@ from dtrain.data.formats import formats
 from dtrain.data.formats.formats import ENDINGS, ending_of
 from dtrain.data.sources.chunk import CHUNK_BYTES, CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
+from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
     from dtrain.data.sources.urls import Remote
@@ -145,7 +146,7 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
         return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
-    raise UserError(f"{key}: there is no file {path}{several or _instead(expanded)}")
+    raise UserError(f"{key}: there is no file {path}{several or how_to_make(path) or _instead(expanded)}")
 
 
 def _instead(file: Path) -> str:

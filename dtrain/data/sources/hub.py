@@ -7,15 +7,15 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from dtrain.base.errors import UserError
-from dtrain.base.hub import hub_errors
+from dtrain.base.hub import cached_listing, hub_errors, incomplete
 from dtrain.base.json_files import LARGE, read_text
 from dtrain.base.name_patterns import pattern_error
 from dtrain.data.formats.formats import ENDINGS, ending_of
@@ -39,6 +39,8 @@ _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 
 def absent(name: str, pick: "Pick", key: str) -> str:
     """Return the message for a dataset that `cached` does not find. key: of the recipe."""
+    if missing := missing_files(name, pick, key.removesuffix(".path")):
+        return f"{key}={incomplete(name, missing, f'dtrain download --data {name}{pick.options()}')}"
     return (
         f"{key}={name} is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache: "
         f"`dtrain download --data {name}{pick.options()}` fetches it"
@@ -50,16 +52,34 @@ def cached(name: str, pick: "Pick", key: str = "data.train") -> list[Path] | Non
 
     key: of the recipe, without .path. Raises UserError where the cache knows that there is no such split or subset.
     """
+    directory = _snapshot(name, pick)
+    if directory is None:
+        return None
+    files = [directory / path for path in _chosen(name, directory, pick, key)]
+    return files if all(file.is_file() for file in files) else None
+
+
+def missing_files(name: str, pick: "Pick", key: str = "data.train") -> list[str]:
+    """Return the files of a split that an interrupted download did not reach; [] if it never began. No network.
+
+    key: of the recipe, without .path. Raises UserError as `cached` does.
+    """
+    directory = _snapshot(name, pick)
+    if directory is None:
+        return []
+    return [path for path in _chosen(name, directory, pick, key) if not (directory / path).is_file()]
+
+
+def _snapshot(name: str, pick: "Pick") -> Path | None:
+    """Return the directory of a dataset in the cache; None if it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         options: dict[str, Any] = {"repo_type": "dataset", "revision": pick.revision, "local_files_only": True}
-        directory = Path(snapshot_download(name, allow_patterns=[README], **options))
+        return Path(snapshot_download(name, allow_patterns=[README], **options))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    files = [directory / path for path in _chosen(name, directory, pick, key)]
-    return files if all(file.is_file() for file in files) else None
 
 
 def look(name: str, pick: "Pick", key: str = "data.train") -> tuple[Path, list[str]]:
@@ -84,19 +104,16 @@ def _fetched(name: str, pick: "Pick", key: str, patterns: list[str], revision: s
     """Return the directory of a dataset in the cache, its files of these patterns downloaded. Raises UserError."""
     from huggingface_hub import snapshot_download
 
-    with hub_errors(name, "dataset", f"dtrain download --data {name}{pick.options()}", f"{key}.path to files"):
+    command = f"dtrain download --data {name}{pick.options()}"
+    with hub_errors(name, "dataset", command, f"{key}.path to files", partial(missing_files, name, pick, key)):
         return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 
 def _listing(name: str, directory: Path) -> list[str]:
     """Return every path of the repository at the commit of that snapshot. Where the library keeps no listing, of an
     earlier version or of files that others put there, the files that are there."""
-    with suppress(ImportError):
-        from huggingface_hub import get_cached_repo_tree
-        from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-        with suppress(CachedRepoTreeNotFoundError):
-            return [entry.path for entry in get_cached_repo_tree(name, repo_type="dataset", revision=directory.name)]
+    if listing := cached_listing(name, "dataset", directory.name):
+        return listing
     return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
 
 

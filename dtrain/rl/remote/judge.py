@@ -95,7 +95,7 @@ class Judge:
 
     def _messages(self, prompt: Any, completion: str, answer: Any) -> list[dict[str, str]]:
         question = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        reference = "" if answer in (None, "") else f"\n\nThe right answer:\n{answer}"
+        reference = _reference(answer)
         content = f"The question:\n{question}{reference}\n\nThe answer to judge:\n{completion}"
         return [
             {"role": "system", "content": INSTRUCTIONS.replace("{rubric}", self._rubric)},
@@ -129,6 +129,24 @@ class Judge:
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 with self._cache.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "reward": reward}) + "\n")
+
+
+def _reference(answer: Any) -> str:
+    """Return the part of the question that shows the data's answer; "" without one.
+
+    >>> _reference(["Paris", "Paris, France"])
+    '\\n\\nRight is any of these answers:\\nParis\\nParis, France'
+    """
+    if answer is None or answer == "" or answer == []:
+        return ""
+    if isinstance(answer, list):
+        return "\n\nRight is any of these answers:\n" + "\n".join(map(_as_text, answer))
+    return f"\n\nThe right answer:\n{_as_text(answer)}"
+
+
+def _as_text(answer: Any) -> str:
+    """Return an answer as the judge reads it: objects and lists as JSON, all else as `str` writes it."""
+    return json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict | list) else str(answer)
 
 
 def together(options: Mapping[str, Any]) -> int:

@@ -4,21 +4,28 @@ not tell."""
 import ast
 import inspect
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, definition, find_file
+from dtrain.base.nested_columns import column_names, column_of, has_column
+from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, READS_ANSWERS, definition, find_file
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt
+
+if TYPE_CHECKING:
+    from dtrain.recipe.rollouts import Reward
 
 OWN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward beside the columns of the data."""
 _ONE_VALUE = ("float", "int", "bool", "len", "str")
+_MOST_LISTED = 30  # names of columns in a message
+_USUAL_ANSWERS = ("ground_truth", "aliases", "answers", "answer", "value", "text", "target", "label")
+"""Keys that usually hold the answer in an object, for a hint."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +39,54 @@ class Signature:
     takes_all: bool = False
 
 
-def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """Return why a reward has no values with data of these `columns`; None where it may have some.
+def lacking_columns_of(rewards: Iterable["Reward"], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return why rewards have no values, one line each, without repetition.
 
-    A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine;
-    another must have what its signature takes without a default, and take something of what a reward is called with. A
-    class must have __call__ and options for all that it is made with. That is read in the source. Where the source does
-    not tell, of a decorated function say, the module is imported in a process of its own, as a run does. Raises
-    UserError as `find` does."""
+    Args:
+        rewards: Checked rewards, each with a name or import path.
+        rows: For each split, a row with every column of its data.
+
+    Raises:
+        UserError: As `lacking_columns`.
+    """
+    rows = list(rows)
+    problems = []
+    for reward in rewards:
+        for row in rows:
+            problem = lacking_columns(str(reward.fn), reward.options, row)
+            if problem is not None:
+                problems.append(problem)
+    return list(dict.fromkeys(problems))
+
+
+def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """Return why a reward has no values with data of these columns; None if it may have some.
+
+    A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine.
+    Another function must have what its signature takes without a default, and take something of what a reward is called
+    with. A class must have __call__ and options for all that it is made with. This is read in the source. If the source
+    is not enough, for example for a decorated function, the module is imported in a process of its own, as a run does.
+
+    Args:
+        name: The reward's name or import path.
+        options: Its options.
+        columns: A row with every column of the data.
+
+    Raises:
+        UserError: As `find`.
+    """
     module, function, file = find_file(name)
     own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
     if own is not None:
         column = {**import_module("dtrain.rl.rewards.options").REWARDS[own], **options}.get("column")
-        if column is not None and column not in columns:
-            return no_column(own, column, columns)
+        if column is not None:
+            if not has_column(columns, column):
+                return no_column(own, column, columns)
+            refusal = None
+            if own in READS_ANSWERS:
+                refusal = not_an_answer(own, column, column_of(columns, column))
+            if refusal is not None:
+                return refusal
         try:
             if own == "python_tests":  # whose walls may not stand here
                 getattr(import_module(module), function)(**options)
@@ -86,7 +127,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Collection[s
     return None
 
 
-def no_column(name: str, column: str, columns: Collection[str]) -> str:
+def no_column(name: str, column: str, columns: Mapping[str, Any]) -> str:
     """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
@@ -94,20 +135,58 @@ def no_column(name: str, column: str, columns: Collection[str]) -> str:
     )
 
 
+def not_an_answer(name: str, column: str, value: Any) -> str | None:
+    """Return why `value` of a column is no answer to compare with; None if it is one.
+
+    An answer is a text, a number, a truth value or null, or a list of these. An object is none, because only the user
+    knows which of its values is meant.
+    """
+    if isinstance(value, Mapping):
+        keys = [str(key) for key in value]
+        usual = [key for key in (*_USUAL_ANSWERS, *keys[:1]) if key in keys]
+        nested = f"{column}.{usual[0]}" if usual else ".."
+        return (
+            f"reward {name}: column {column!r} holds an object ({', '.join(keys[:_MOST_LISTED]) or 'empty'}), and an "
+            "answer is a text, a number, or a list of accepted ones; name the value in it that is the answer: "
+            f"grpo.rewards=[{{fn: {name}, kwargs: {{column: {nested}}}}}]"
+        )
+    items = value if isinstance(value, list | tuple) else ()
+    if any(isinstance(item, Mapping | list | tuple) for item in items):
+        return (
+            f"reward {name}: column {column!r} holds a list of lists or objects; a list of accepted answers holds "
+            "texts or numbers"
+        )
+    return None
+
+
 def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
-    """Return the values of the column that a reward of dtrain's own reads. Raises UserError where there is none."""
-    if column not in columns:
+    """Return the values of the column that a reward of dtrain's own reads, one for each completion.
+
+    A value in an object, such as `reward_model.ground_truth`, is None in rows whose object does not have it.
+
+    Raises:
+        UserError: If the data has no such column.
+    """
+    if column in columns:
+        return columns[column]
+    top, _, nested = column.partition(".")
+    if not nested or top not in columns:
         raise UserError(no_column(name, column, columns))
-    return columns[column]
+    objects = [value if isinstance(value, Mapping) else {} for value in columns[top]]
+    return [column_of(value, nested) if has_column(value, nested) else None for value in objects]
 
 
-def takes_more(name: str, missing: Collection[str], columns: Collection[str]) -> str:
+def takes_more(name: str, missing: Collection[str], columns: Mapping[str, Any]) -> str:
     """Return the refusal of a reward whose signature takes columns that are `missing` from the data."""
-    return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)})"
+    nested = [f"{key}: {known}" for key in missing for known in column_names(columns) if known.endswith(f".{key}")]
+    hint = f"; map it with data.train.columns={{{', '.join(nested)}}}" if len(nested) == len(missing) else ""
+    return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)}){hint}"
 
 
-def _listed(columns: Collection[str]) -> str:
-    return ", ".join(key for key in columns if key not in OWN) or "none"
+def _listed(columns: Mapping[str, Any]) -> str:
+    names = [name for name in column_names(columns) if name not in OWN]
+    more = ", .." if len(names) > _MOST_LISTED else ""
+    return (", ".join(names[:_MOST_LISTED]) or "none") + more
 
 
 class Look:

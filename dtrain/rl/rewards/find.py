@@ -15,10 +15,11 @@ from dtrain.base.errors import UserError
 from dtrain.base.import_paths import search_path
 from dtrain.base.ranges import nearest
 
+READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length")
+"""Rewards that compare a completion with the data's answer."""
 _MODULES = {
-    **dict.fromkeys(("math_exact", "text_exact", "numeric"), "right_answers"),
-    **dict.fromkeys(("regex", "format_tags", "json_valid", "length_penalty"), "form"),
-    **{"cosine_length": "right_answers", "repetition_penalty": "form"},
+    **dict.fromkeys(READS_ANSWERS, "right_answers"),
+    **dict.fromkeys(("regex", "format_tags", "json_valid", "length_penalty", "repetition_penalty"), "form"),
 }
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {

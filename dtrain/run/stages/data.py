@@ -210,6 +210,6 @@ def open_splits(
             recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
     spec.recipe, spec.rows = recipe, opened
     accept_images(spec, any(rows.samples.meta["images"] for rows in opened.values()))
-    spec.columns = {split: rows.samples.column_names() for split, rows in opened.items()}
+    spec.columns = {split: rows.samples.example_row() for split, rows in opened.items()}
     spec.identities |= {DIGEST_OF_SPLIT[split]: rows.samples.identity for split, rows in opened.items()}
     spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]

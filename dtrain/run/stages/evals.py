@@ -1,11 +1,12 @@
 """Stage evals: the sets of `eval`, their rewards and questions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.encoder import evaluated_as
@@ -19,7 +20,7 @@ from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.judging import Questions, plain_prompts_of, read_questions
-from dtrain.rl.rewards.columns import lacking_columns
+from dtrain.rl.rewards.columns import lacking_columns_of
 from dtrain.rl.rewards.find import BUILT_IN
 from dtrain.rl.rewards.math_answers import answer_in
 from dtrain.rl.rewards.options import is_path
@@ -91,13 +92,13 @@ def _look(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> li
         if first is not None:
             line, row = first
             try:
-                names = normalise_prompt(columns.renamed(row, section.columns), name).columns
+                kept = normalise_prompt(columns.renamed(row, section.columns), name).columns
             except UserError as problem:
                 raise UserError(f"{file}:{line}: {problem}") from problem
-            # Of other rewards `check_keys` tells.
+            # `check_keys` reports rewards of unknown names.
             known = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
-            answers = [lacking_columns(str(reward.fn), reward.options, names) for reward in known]
-            errors += [f"{file}:{line}: {eval_set.in_its_keys(problem)}" for problem in answers if problem]
+            for refusal in lacking_columns_of(known, [kept]):
+                errors.append(f"{file}:{line}: {eval_set.in_its_keys(refusal)}")
     return list(dict.fromkeys(errors))
 
 
@@ -114,23 +115,35 @@ def _unjudged(eval_set: EvalSet) -> list[str]:
 
 def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
     """Return the rewards of a set, or the usual one of its data where it names none."""
-    return eval_set.section.rewards or [Reward(usual_reward(files))]
+    return eval_set.section.rewards or [Reward(usual_reward(files, eval_set.section.columns))]
 
 
-def usual_reward(files: Sequence[Path]) -> str:
-    """The reward of data where none is asked for, by its first answers: math_exact, or text_exact where fewer than half
-    of them hold a number or a mark of an answer. Rows that are wrong are told later. Raises UserError for files that
-    cannot be read."""
+def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the reward of data for which none is named, by its first answers.
+
+    It is math_exact, or text_exact if fewer than half of the answers hold a number or a mark of an answer. Wrong rows
+    are skipped here; the reader of the questions reports them.
+
+    Args:
+        files: Files of prompts.
+        names: The files' own names of columns (`eval.columns`).
+
+    Raises:
+        UserError: If a file cannot be read.
+    """
     is_math: list[bool] = []
     for file in files:
         chunk = next(read_chunks(file), None)
         for line, row in chunk.rows if chunk else ():
             try:
-                parsed = parse(str(file), line, row)
+                parsed = columns.renamed(parse(str(file), line, row), names)
                 answer = normalise_prompt(parsed, detect(parsed, "prompts") or "messages").columns.get("answer")
             except UserError:
                 continue
-            is_math += [answer_in(str(answer)) is not None] if answer not in (None, "") else []
+            accepted = answer if isinstance(answer, list) else [answer]
+            texts = [str(text) for text in accepted if text not in (None, "")]
+            if texts:
+                is_math.append(any(answer_in(text) is not None for text in texts))
     return "text_exact" if is_math and 2 * sum(is_math) < len(is_math) else "math_exact"
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dtrain.base.json_files import loads
+from dtrain.base.nested_columns import example_row
 from dtrain.data.formats.encoder import EncodedChunk, describe
 from dtrain.data.sources.sources import Look, looks, note_on_dropped_text, notes_on_endings, rows_left_out
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT, DroppedText, describe_dropped_text
@@ -49,7 +50,7 @@ def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
         chunks = [host.ask(look.first) for look in opened]
         rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
         beginnings[split] = [chunk for chunk in chunks if chunk]
-        spec.columns[split] = list(dict.fromkeys(name for row in rows for name in row))
+        spec.columns[split] = example_row(rows)
         plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
         read[split] = sum(chunk.rows for chunk in chunks if chunk)
         dropped_text += _notes_on_dropped_text(f"{split} data", opened, chunks, recipe.data.allow_dropped_text)

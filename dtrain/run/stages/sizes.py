@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import shown
+from dtrain.base.ranges import plural, shown
 from dtrain.data import Cursor, Rows
 from dtrain.methods import method_of
 from dtrain.recipe.automatic import largest_divisor
@@ -88,5 +88,10 @@ def _resolve_batch(spec: RunSpec, rows: Rows) -> bool:
             f"{fewer} of them (launch.nproc)"
         )
     micro = largest_divisor(total // dp, recipe.train.micro)
+    if micro != recipe.train.micro and spec.written.train.micro_batch != "auto":
+        spec.notes.append(
+            f"note: train.micro_batch={recipe.train.micro} becomes {micro}, since it does not divide the "
+            f"{total // dp} {plural(total // dp, 'row')} that a rank has of the global batch"
+        )
     spec.recipe = replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
     return True

@@ -1,0 +1,68 @@
+"""Columns of a row by name, where a dot leads into an object: `reward_model.ground_truth`.
+
+A column whose own name holds dots is found by that name first, so that a flattened file keeps working:
+
+    {"reward_model": {"ground_truth": "4"}}    reward_model.ground_truth is "4"
+    {"reward_model.ground_truth": "4"}         reward_model.ground_truth is "4"
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+def has_column(row: Mapping[str, Any], name: str) -> bool:
+    """Return whether `row` has the column `name`, at its top level or in an object."""
+    try:
+        column_of(row, name)
+    except KeyError:
+        return False
+    return True
+
+
+def column_of(row: Mapping[str, Any], name: str) -> Any:
+    """Return the value of the column `name`. Raises KeyError if the row has none.
+
+    >>> column_of({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth")
+    '4'
+    """
+    if name in row:
+        return row[name]
+    value: Any = row
+    for key in name.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(name)
+        value = value[key]
+    return value
+
+
+def column_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of all columns of `row`, each followed by the columns in its object.
+
+    >>> column_names({"level": 1, "reward_model": {"ground_truth": "4"}})
+    ['level', 'reward_model', 'reward_model.ground_truth']
+    """
+    return list(_names(row, ""))
+
+
+def _names(row: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in row.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{key}.")
+
+
+def example_row(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row with every column of `rows`, each with its first value that is not null. Objects are merged.
+
+    >>> example_row([{"level": None, "meta": {"a": 1}}, {"level": 2, "meta": {"b": 3}}])
+    {'level': 2, 'meta': {'a': 1, 'b': 3}}
+    """
+    example: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            known = example.get(name)
+            if isinstance(known, Mapping) and isinstance(value, Mapping):
+                example[name] = example_row([known, value])
+            elif known is None:
+                example[name] = value
+    return example
