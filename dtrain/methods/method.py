@@ -1,6 +1,6 @@
 """The base of the methods; a method's own file holds its section and how it differs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
