@@ -338,7 +338,7 @@ class RowEncoder:
 
     def text_of(self, messages: Messages, tools: Messages | None, trained: Collection[int]) -> DroppedText:
         """Count the text of messages[i], i in `trained`, and the part of it that the chat template leaves out."""
-        messages = self.replies.with_objects(without_images(messages), tools)
+        messages = self.replies.with_calls(without_images(messages), tools)
         rendered = self.replies.template.render(messages, tools)
         return find_dropped_text(self.replies.template, messages, tools, trained, rendered)
 
