@@ -14,7 +14,7 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.launch.hosts.consistency import same_on_all
+from dtrain.launch.consistency import same_on_all
 from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import Runtime
 from dtrain.run.trainer import train
@@ -41,7 +41,7 @@ def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
     recipe = tiny_recipe(tmp_path)
 
     def act(rank):  # what is read by one rank alone, or is a matter of speed, may differ
-        same_on_all(load_recipe(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]))
+        same_on_all(load_recipe(recipe, [f"launch.collective_timeout={60 + rank}", f"data.num_workers={rank}"]))
 
     assert two_hosts(tmp_path, act) == [None, None]
     assert not list((tmp_path / "runs" / "run").iterdir())
@@ -60,7 +60,7 @@ def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path):
 
 
 def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.launch.hosts.consistency.SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("dtrain.launch.consistency.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
     told = two_hosts(tmp_path, lambda rank: same_on_all(recipe))
