@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, total_memory
-from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.launch.reports import OutOfMemory, Report, log_file
@@ -97,6 +96,8 @@ def run_rank(
         UserError: If memory ran out, or if another rank was lost (Unavailable).
         Exception: Whatever `job.train` raises.
     """
+    from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes  # it loads torch
+
     set_threads(job.threads)
     with ExitStack() as stack:
         attempt = place.attempt if meeting is None else meeting.attempt
