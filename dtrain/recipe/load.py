@@ -327,6 +327,8 @@ def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
     made: Any = recipe_from(kind, _nested({key: value}), problems)
     for part in key.split("."):
         made = getattr(made, part)
+    if key == "train.epochs" and isinstance(made, float) and made.is_integer():
+        made = int(made)  # other tools write whole passes as 3.0
     return value if isinstance(value, list) else made, problems
 
 
