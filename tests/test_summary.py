@@ -1,6 +1,9 @@
 """The terminal's lines about a run before it begins and when it is done."""
 
 import json
+import re
+
+import pytest
 
 from dtrain.commands.cli import main
 from dtrain.run.spec import RunSpec, World
@@ -10,7 +13,8 @@ from tests.tiny import tiny_grpo, tiny_recipe
 
 
 def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
-    recipe = tiny_recipe(tmp_path, "checkpoint.export=final", "scheduler.warmup_steps=null")
+    saves = ("checkpoint.every=2", "checkpoint.keep_last=2")
+    recipe = tiny_recipe(tmp_path, "checkpoint.export=final", "scheduler.warmup_steps=null", *saves)
     run(recipe)
     lines = "".join(capfd.readouterr()).splitlines()
     told = [(line[:10].strip(), line[10:]) for line in lines if line[:1].isalpha() and line[9:10] == " "]
@@ -28,6 +32,10 @@ def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
     assert "┤" in lines[drawn] and "⣀" in lines[drawn + 4] and lines[drawn + 5].split() == ["1", "10"]
     about = json.loads((recipe.run.directory / "about.json").read_text())
     assert about["steps"] == 10 and about["mesh"] == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
+    # Weights and Adam's two moments in float64; the third save is complete before the first is deleted.
+    pattern = r"saves: ([\d.]+) KiB each, at most 3 at a time \(checkpoint.keep_last=2\): .*; [\d.,]+ GiB are free in "
+    taken = next(float(match[1]) for line in lines if (match := re.match(pattern, line)))
+    assert taken == pytest.approx(about["parameters"] * 3 * 8 / 1024, rel=0.01)
     assert about["device"] == "cpu" and about["parameters"] == about["trained"] > 1000
     assert main(["compare", str(recipe.run.directory)]) == 0
     told = capfd.readouterr().out

@@ -32,6 +32,7 @@ from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
+from dtrain.checkpoint.dcp.space import bytes_of, free_bytes, saves_at_once, shown_bytes, space_line
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
 from dtrain.models.common.flops import text_flops
@@ -206,6 +207,8 @@ class Trainer:
             self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
             self._log(step, batch.epoch, result, clock, data_time)
+            if step - self.start.step == 1:
+                self._tell_space()
             last = step == self.total_steps
             if step - start.step > 1 or last:  # the optimizer's state is there from the first update on
                 self._tell_plan(PLAN_SECONDS if last else 0.0)
@@ -352,6 +355,22 @@ class Trainer:
             return self.runtime.stop.signum != 0
 
         return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
+
+    def _tell_space(self) -> None:
+        """Report what the run's saves take and what is free, after the update that makes the optimizer's state."""
+        every = self.recipe.checkpoint.every
+        if every is None or not self.runtime.is_main:
+            return
+        size = bytes_of(self.policy.checkpoint.tensors())
+        retention, directory = self.saver.retention, self.run.checkpoints
+        saves = -(-self.total_steps // every)
+        free = free_bytes(directory)
+        self.metrics.say(f"saves: {space_line(size, retention, saves)}; {shown_bytes(free)} are free in {directory}")
+        if free < size * (saves_at_once(retention, saves) or 1):
+            self.metrics.say(
+                "note: that is less than the saves take: lower checkpoint.keep_last, save less often "
+                "(checkpoint.every), or set run.dir to a larger disk"
+            )
 
     def _tell_plan(self, wait: float) -> None:
         planned = self._planned(wait) if self._planned is not None else None

@@ -1,5 +1,7 @@
 """Saves in the background hold the numbers of their step, run one at a time, and fail aloud."""
 
+import json
+import re
 import resource
 import signal
 import threading
@@ -169,6 +171,12 @@ def test_a_failed_background_save_ends_the_run_at_the_next_step_on_every_rank(tm
     messages = run_world(full_disk_on_one_rank, 2, recipe, 2)
     assert messages[0] == messages[1]
     assert "step-4 could not be saved" in messages[0] and "rank 1" in messages[0] and "File too large" in messages[0]
+    first_save = Path(recipe.run.dir) / "run" / "checkpoints" / "step-2"
+    parameters = json.loads((recipe.run.directory / "about.json").read_text())["parameters"]
+    # Weights and Adam's two moments in float64, and the count of steps of each parameter.
+    taken = float(re.search(r"A save takes ([\d.]+) KiB, and [\d.,]+ GiB are free there; ", messages[0])[1])
+    assert taken == pytest.approx(parameters * 3 * 8 / 1024, rel=0.01)
+    assert f"the last complete step is {first_save}" in messages[0]
     assert len(trajectory(recipe)) == 5
     directory = Path(recipe.run.dir) / "run" / "checkpoints"
     assert sorted(path.name for path in directory.iterdir()) == ["step-2"]

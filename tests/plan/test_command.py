@@ -103,6 +103,7 @@ def test_json_is_all_that_is_printed_and_config_json_all_that_is_read(tmp_path, 
     assert plan["memory"]["parameters"] == 4 * ((elements - norms) // 8 + norms) // 32
     assert plan["memory"]["optimizer_state"] == pytest.approx(2 * plan["memory"]["parameters"], rel=1e-5)
     assert plan["memory"]["peak"] == sum(plan["memory"]["peak_parts"].values()) and plan["memory"]["fits"]
+    assert plan["save_bytes"] == pytest.approx(3 * 4 * elements, rel=1e-3)  # weights and two moments, each in float32
     flops = plan["flops_per_token"] * plan["tokens"]
     assert plan["tokens"] == 128 * 8192 and plan["mfu"] == pytest.approx(flops / 4 / 1024 / 989e12)
     lanes = {(lane["dimension"], lane["kind"]): lane for lane in plan["traffic"] if lane["dimension"] != "all"}

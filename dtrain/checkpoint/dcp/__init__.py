@@ -6,5 +6,6 @@ training_state    model and optimizer as named tensors and JSON, and back
 rng               random number generators, likewise
 background        saves that training does not wait for
 retention         saves that stay
+space             what saves take on the disk, and what is free
 origin            what a run began from
 """

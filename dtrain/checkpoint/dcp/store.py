@@ -38,6 +38,7 @@ from dtrain.base.json_files import OWN, digest, loads, read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.pieces import Piece, PieceReader, PieceWriter, Table, read_table, read_whole
 from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.space import bytes_of, free_bytes, shown_bytes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -164,11 +165,19 @@ class CheckpointStore:
             self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
             files = {name: record for of_rank in self.ranks.every(written) for name, record in of_rank.items()}
             self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, files, beside))
-        except UserError:
-            if self.ranks.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+        except UserError as error:  # on every rank
+            room = self.ranks.first(lambda: self._after_failure(partial, bytes_of(pieces)))
+            raise UserError(f"{error}\n{room}") from error
         return final
+
+    def _after_failure(self, partial: Path, size: int) -> str:
+        """Delete what a failed save of `size` bytes has written, and return the end of its message. No collective."""
+        shutil.rmtree(partial, ignore_errors=True)
+        last = max(self.steps(), default=None)
+        saved = "there is no complete step yet" if last is None else f"the last complete step is {self.path(last)}"
+        free = free_bytes(self.directory)
+        short = "; make room, or set run.dir to another disk" if free < size else ""
+        return f"A save takes {shown_bytes(size)}, and {shown_bytes(free)} are free there{short}; {saved}"
 
     def read_state(self, step: int) -> dict[str, Any]:
         """The `state` of a step; no tensor is read. No collective."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
+from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.space import free_bytes, shown_bytes, space_line
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
 from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
@@ -115,6 +117,8 @@ def text(plan: Plan, step_time: float | None = None) -> str:
     sections = [_head(plan), _memory(plan), _traffic(plan), _time(plan, step_time)]
     if plan.spec.sizes.tp > 1:
         sections.insert(1, _tensor_parallel(plan))
+    if saves := _saves(plan):
+        sections.append(saves)
     if lines := (*plan.assumed, *plan.chosen):
         sections.insert(1, "\n".join(lines))
     return "\n\n".join(sections)
@@ -200,6 +204,27 @@ def _memory(plan: Plan) -> str:
     return _table(rows, right=(1,))
 
 
+def _bytes_of_a_save(plan: Plan) -> int | None:
+    """Return about what a save takes; None without saves, or if the optimizer's state is on the host, where a plan does
+    not count it."""
+    recipe, sizes = plan.spec.recipe, plan.spec.sizes
+    if recipe.checkpoint.every is None or recipe.parallel.optimizer_offload is True:
+        return None
+    # Rank 0 has the largest shards, and what tp does not shard is counted once a rank: a little too much.
+    return (plan.step.trained + plan.step.state) * sizes.dp_shard * sizes.cp * sizes.tp
+
+
+def _saves(plan: Plan) -> str:
+    """Return what the run's saves take on the disk; "" if this is not known."""
+    recipe, keep, size = plan.spec.recipe, plan.spec.recipe.checkpoint, _bytes_of_a_save(plan)
+    if size is None or keep.every is None:
+        return ""
+    saves = None if recipe.train.steps is None else -(-recipe.train.steps // keep.every)
+    line = space_line(size, Retention(keep.keep_last, keep.keep_every, keep.keep_best), saves)
+    directory = recipe.run.directory / "checkpoints"
+    return f"Saves, about {line}; {shown_bytes(free_bytes(directory))} are free in {directory} on this machine"
+
+
 def _traffic(plan: Plan) -> str:
     rows = [("Sent by a rank in a step", "ranks", "messages", "bytes")]
     for collective, (count, size) in sorted(plan.step.traffic.items()):
@@ -252,6 +277,7 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "sizes": asdict(plan.spec.sizes),
         "assumed": list(plan.assumed),
         "chosen": list(plan.chosen),
+        "save_bytes": _bytes_of_a_save(plan),
         "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
         "memory": {
