@@ -228,7 +228,7 @@ FILES = {
     "torchtune": ("", TORCHTUNE),
     "Unsloth": ("A script's arguments, those of all its calls, are written as lines `key: value` first.", UNSLOTH),
     "NeMo-RL": ("What a file lacks is in the example that it builds on.", NEMO_RL),
-    "verl": ("A script's overrides, `data.train_batch_size=256`, are written as lines of YAML first.", VERL),
+    "verl": ("A script's overrides are written as YAML first, as in this file.", VERL),
     "Automodel": ("", AUTOMODEL),
 }
 """Tool → what to know of its files, and one of them."""

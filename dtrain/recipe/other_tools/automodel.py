@@ -7,9 +7,9 @@ Compared with nemo_automodel/components (training, optim, _peft, datasets) and n
 import fnmatch
 from typing import Any
 
-from dtrain.recipe.other_tools.datasets import Dataset, put_chat_template, put_datasets, put_split
 from dtrain.recipe.other_tools.draft import Draft, Tool, listed
-from dtrain.recipe.other_tools.hugging_face import BFLOAT16_ROUNDING
+from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
+from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets, put_split
 
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,
@@ -252,8 +252,7 @@ def _convert_weights(draft: Draft) -> None:
     comment = "Automodel trains weights in model.torch_dtype, without a float32 copy"
     if dtype == "auto":
         comment = "Automodel trains weights in the type of the model's files, which is bfloat16 for most"
-    draft.set("train.masters", "bfloat16", comment)
-    draft.note(BFLOAT16_ROUNDING)
+    put_bfloat16_weights(draft, comment)
 
 
 def _convert_schedule(draft: Draft) -> None:

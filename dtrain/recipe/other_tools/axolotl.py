@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain.recipe.other_tools import hugging_face, trl
-from dtrain.recipe.other_tools.datasets import FILE_READERS, Dataset, put_chat_template, put_datasets, put_split
 from dtrain.recipe.other_tools.draft import Draft, Tool, listed
+from dtrain.recipe.other_tools.sources import FILE_READERS, Dataset, put_chat_template, put_datasets, put_split
 
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 512,
@@ -339,9 +339,8 @@ def _convert_weights(draft: Draft, has_adapter: bool) -> None:
     is_bfloat16 = bf16 not in (False, None) or (bf16 is None and not draft.file.get("fp16"))
     shards = draft.given("fsdp", "deepspeed") or any(key.startswith("fsdp_config.") for key in draft.file)
     if is_bfloat16 and not has_adapter and not shards:
-        draft.set(
-            "train.masters", "bfloat16", "axolotl trains weights in bfloat16 where bf16 is on, without a float32 copy"
-        )
+        comment = "axolotl trains weights in bfloat16 where bf16 is on, without a float32 copy"
+        hugging_face.put_bfloat16_weights(draft, comment)
     if draft.given("deepspeed"):
         draft.note("deepspeed: here parameters are sharded by FSDP2, over parallel.dp_shard ranks")
 

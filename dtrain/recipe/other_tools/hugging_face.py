@@ -295,6 +295,16 @@ def convert_moving_reference(draft: Draft, *, every: int, mix: float, prefix: st
         draft.put(f"{draft.method}.sync_mix", alpha or mix, f"{prefix}sync_ref_model")
 
 
+def put_bfloat16_weights(draft: Draft, comment: str) -> None:
+    """Write that trained weights have no float32 copy, if dtrain's optimizer can do without one."""
+    name = draft.effective("optimizer.name", "adamw")
+    if name in ("adamw", "adam", "muon"):
+        draft.set("train.masters", "bfloat16", comment)
+        draft.note(BFLOAT16_ROUNDING)
+    else:
+        draft.note(f"{comment}; here optimizer.name={name} has float32 weights")
+
+
 def drop_adapter_keys(draft: Draft) -> None:
     """Remove the keys of an adapter from the recipe of a file that trains none."""
     unread = [key for key in draft.values if key.startswith("lora.") and key != "lora.path"]

@@ -6,8 +6,8 @@ Compared with llamafactory/hparams and llamafactory/train of LLaMA-Factory 0.9.5
 from typing import Any
 
 from dtrain.recipe.other_tools import hugging_face, trl
-from dtrain.recipe.other_tools.datasets import Dataset, put_datasets
 from dtrain.recipe.other_tools.draft import Draft, Tool, listed
+from dtrain.recipe.other_tools.sources import Dataset, put_datasets
 
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 2048,

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.recipe.other_tools.datasets import FILE_READERS, Dataset, put_datasets, put_split
 from dtrain.recipe.other_tools.draft import Draft, Tool
-from dtrain.recipe.other_tools.hugging_face import BFLOAT16_ROUNDING
+from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
+from dtrain.recipe.other_tools.sources import FILE_READERS, Dataset, put_datasets, put_split
 
 DEFAULTS: dict[str, Any] = {
     "data.packing": False,
@@ -150,8 +150,7 @@ def convert(draft: Draft) -> None:
     if not draft.given("tokenizer.max_seq_len") and not draft.has("data.max_length"):
         draft.note("tokenizer.max_seq_len: null cuts no row there; data.max_length cuts at 4096 here")
     if draft.values.get("train.dtype") == "bfloat16":
-        draft.set("train.masters", "bfloat16", "torchtune trains weights in dtype, without a float32 copy")
-        draft.note(BFLOAT16_ROUNDING)
+        put_bfloat16_weights(draft, "torchtune trains weights in dtype, without a float32 copy")
 
 
 def _convert_losses(draft: Draft) -> None:
