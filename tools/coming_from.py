@@ -16,18 +16,24 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.methods import translate_recipe
+from dtrain.methods import convert_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = """# Coming from another tool
 
-`tools/coming_from.py` writes this page. `dtrain validate FILE` answers a file of another tool: each key by its name
-here, and then the whole recipe, to copy. A comment marks each value that the file leaves to its tool, where dtrain's
-own default is another. The comments below a recipe say what dtrain does otherwise.
+`dtrain validate FILE` takes a file of another tool and answers with the recipe that it becomes, to copy. It knows files
+of TRL, the alignment handbook, axolotl, LLaMA-Factory, Unsloth, torchtune, NeMo-RL, verl and Automodel.
 
-- `train.global_batch` is that of one GPU. For more, multiply it by their number. NeMo-RL's and Automodel's count all.
+- A comment marks each value that the file leaves to its tool, if dtrain's own default is another.
+- The comments below a recipe say what dtrain does otherwise, and which keys of the file were not carried over and why.
+  Read these: some of them change numbers.
+- `train.global_batch` is that of one GPU. For more GPUs, multiply it by their number. The batches of NeMo-RL, verl and
+  Automodel count all GPUs.
 - Saving, logging and validation keep dtrain's defaults, unless the file has keys for them.
 - The same keys do not give the same bits: dtrain draws the order of rows and the start of adapters in its own way.
+- A method that dtrain does not have, such as PPO with a critic, stays in the recipe, and dtrain refuses it.
+
+`tools/coming_from.py` writes this page.
 """
 TRL = """\
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -165,16 +171,64 @@ optimizer:
 lr_scheduler:
   lr_decay_style: cosine
 """
+VERL = """\
+algorithm:
+  adv_estimator: grpo
+data:
+  train_files: gsm8k/train.parquet
+  val_files: gsm8k/test.parquet
+  train_batch_size: 256
+  max_prompt_length: 512
+  max_response_length: 1024
+  filter_overlong_prompts: true
+actor_rollout_ref:
+  model:
+    path: Qwen/Qwen3-8B
+    enable_gradient_checkpointing: true
+  actor:
+    optim: {lr: 1.0e-6}
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: 8
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+  rollout:
+    name: vllm
+    n: 8
+trainer:
+  total_epochs: 15
+  save_freq: 20
+  test_freq: 5
+"""
+HANDBOOK = """\
+model_name_or_path: HuggingFaceTB/SmolLM2-1.7B
+torch_dtype: bfloat16
+dataset_mixture:
+  datasets:
+    - {id: HuggingFaceTB/smoltalk, config: all, split: train, weight: 1.0}
+    - {id: HuggingFaceTB/smol-smoltalk, split: train, weight: 0.5}
+  test_split_size: 0.01
+learning_rate: 3.0e-4
+num_train_epochs: 2
+max_length: 8192
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 4
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+packing: true
+"""
 FILES = {
     "TRL": (
         "A file for `trl sft --config`. Of a script's `LoraConfig` write `use_peft: true`, `lora_r` and `lora_alpha`.",
         TRL,
     ),
+    "alignment-handbook": ("", HANDBOOK),
     "axolotl": ("", AXOLOTL),
     "LLaMA-Factory": ("", LLAMA_FACTORY),
     "torchtune": ("", TORCHTUNE),
     "Unsloth": ("A script's arguments, those of all its calls, are written as lines `key: value` first.", UNSLOTH),
     "NeMo-RL": ("What a file lacks is in the example that it builds on.", NEMO_RL),
+    "verl": ("A script's overrides are written as YAML first, as in this file.", VERL),
     "Automodel": ("", AUTOMODEL),
 }
 """Tool → what to know of its files, and one of them."""
@@ -187,7 +241,7 @@ def page() -> str:
 
 def recipe(file: str) -> str:
     """The recipe that a file of another tool becomes, with its comments."""
-    made = translate_recipe(arguments(file))
+    made = convert_recipe(arguments(file))
     assert made is not None, file
     return made.text()
 

@@ -15,13 +15,13 @@ from dtrain.methods.registry import (
     REWARD_MODEL,
     SECTIONS,
     TEACHER,
+    convert_recipe,
     load_recipe,
     method_class,
     method_of,
     model_keys,
     recipe_and_problems,
     recipe_keys,
-    translate_recipe,
 )
 
 if TYPE_CHECKING:
@@ -40,5 +40,5 @@ __all__ = [
     "model_keys",
     "recipe_and_problems",
     "recipe_keys",
-    "translate_recipe",
+    "convert_recipe",
 ]

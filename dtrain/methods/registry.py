@@ -8,12 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.recipe import Recipe, keys, load, read, translate
+from dtrain.recipe import Recipe, convert, keys, load, read
 from dtrain.recipe.saved import Loaded
 
 if TYPE_CHECKING:
     from dtrain.methods.method import Method
-    from dtrain.recipe.other_tools import Translation
+    from dtrain.recipe.other_tools import Conversion
 
 METHODS: dict[str, "str | type[Method]"] = {
     "sft": "dtrain.methods.sft:SftMethod",
@@ -78,9 +78,9 @@ def recipe_and_problems(
     return read(recipe, overrides, sections=SECTIONS)
 
 
-def translate_recipe(tree: Mapping) -> "Translation | None":
-    """Translate a recipe of another tool, as `dtrain.recipe.translate` does."""
-    return translate(tree, sections=SECTIONS)
+def convert_recipe(tree: Mapping) -> "Conversion | None":
+    """Convert a recipe of another tool, as `dtrain.recipe.convert` does."""
+    return convert(tree, sections=SECTIONS)
 
 
 def recipe_keys() -> list[str]:

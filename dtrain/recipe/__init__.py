@@ -10,12 +10,12 @@ saved, secrets                  a `Recipe` to YAML, with secrets redacted; which
 world                           the mesh and the batch in a world of so many processes
 error_hints                     ends of messages about mistakes in YAML or in a value (error_hints.toml)
 key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
-other_tools                     a file of another tool as a recipe, with that tool's defaults (other_tools.yaml)
+other_tools                     conversion of other tools' files to recipes, with those tools' defaults
 
 `dtrain.run.stages`, which know the methods, check keys against one another.
 """
 
-from dtrain.recipe.load import load, read, translate
+from dtrain.recipe.load import convert, load, read
 from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
 from dtrain.recipe.schema import Recipe
 from dtrain.recipe.sections import keys
@@ -25,6 +25,7 @@ from dtrain.recipe.world import Sizes, sizes
 __all__ = [
     "Recipe",
     "Sizes",
+    "convert",
     "diff",
     "find",
     "keys",
@@ -38,6 +39,5 @@ __all__ = [
     "shipped",
     "sizes",
     "to_yaml",
-    "translate",
     "with_origins_of",
 ]

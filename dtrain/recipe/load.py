@@ -6,7 +6,7 @@ checked, and all problems are reported at once.
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.base.errors import RecipeError, UserError, first_line
 from dtrain.base.json_files import check_shape, read_text
 from dtrain.recipe import error_hints, key_aliases, secrets
-from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, redact, table_of, texts, with_origins
-from dtrain.recipe.schema import Recipe, recipe_type
+from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, nested, redact, table_of, texts, with_origins
+from dtrain.recipe.schema import Lora, Recipe, recipe_type
 from dtrain.recipe.sections import entry_of, keys, kinds_of, recipe_from, section_of, type_at
 from dtrain.recipe.shipped import find
 
 if TYPE_CHECKING:
-    from dtrain.recipe.other_tools import Translation
+    from dtrain.recipe.other_tools import Conversion
 
 RECIPE_BYTES = 1 << 20
 DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
@@ -96,7 +96,7 @@ def read(
     method = (
         made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
     )
-    if problems and (foreign := translate(written, made.model.path, method, sections=sections)):
+    if problems and (foreign := convert(written, made.model.path, method, sections=sections)):
         problems.append("\n      ".join(foreign.answer().splitlines()))
     if made.run.name is None:
         made.run.name = _default_name(made, stem, written)
@@ -301,44 +301,63 @@ def _head(key: str) -> str:
     return re.split(r"[.\[]", key)[0]
 
 
-def translate(
+def convert(
     tree: Mapping, path: str | None = None, method: str | None = None, *, sections: Mapping[str, type]
-) -> "Translation | None":
-    """Translate a recipe of another tool to one of ours. None where it is ours: it shows no tool, or `path`, our
-    model's, is given, and few of its keys have one here. method: where it is known; else the file's keys tell it."""
-    kind = recipe_type(sections, sections)
-    hints = get_type_hints(kind)
-    resolved = _resolve(OmegaConf.create(dict(tree)), "", [])
-    theirs = flat(resolved)
-    theirs |= {f"{key}.name": theirs.pop(key) for key in ("optimizer", "scheduler") if isinstance(theirs.get(key), str)}
-    from dtrain.recipe import other_tools  # files of other tools alone need it
+) -> "Conversion | None":
+    """Convert a recipe of another tool to one of ours.
 
-    if other_tools.tool_of(theirs) is None:
-        named = ("optimizer.name", "scheduler.name")
-        theirs = {key: value for key, value in theirs.items() if _head(key) not in hints or key in named}
-    made = other_tools.Translation(theirs, method, kind(), keys(sections), partial(_fitted, kind))
-    is_ours = (made.tool is None or path) and len(made.values) - len(made.origins) < FOREIGN
+    Args:
+        tree: The other recipe.
+        path: `model.path` of the same tree read as a recipe of ours, if it has one.
+        method: The recipe's method, if it is known; else the file's keys show it.
+        sections: The methods' sections by name.
+
+    Returns:
+        The conversion. None if the tree is a recipe of ours: no key shows another tool, or it names our model's path,
+        and few of its keys are another tool's.
+    """
+    from dtrain.recipe import other_tools  # no recipe of ours needs it
+
+    kind = recipe_type(sections, sections)
+    config = OmegaConf.create(dict(tree))
+    file = flat(_resolve(config, "", []))
+    for key, text in flat(_tree(config)).items():
+        is_resolved = any(f"{other}.".startswith(f"{key}.") for other in file)
+        if not is_resolved:
+            file[key] = text  # an interpolation that leads nowhere: the conversion reports it
+    if other_tools.tool_of(file) is None:
+        file = _keys_of_others(file, get_type_hints(kind))
+    recipe_keys = other_tools.RecipeKeys(keys(sections), _defaults(kind), partial(_fitted, kind))
+    made = other_tools.convert(file, recipe_keys, method)
+    num_given = len(made.values) - len(made.comments)
+    is_ours = (made.tool is None or path is not None) and num_given < FOREIGN
     return None if is_ours else made
+
+
+def _keys_of_others(file: Mapping[str, Any], own_sections: Container[str]) -> dict[str, Any]:
+    """Return the keys of a file that lie in no section of ours, with an optimizer or a schedule that is only named."""
+    others = {}
+    for key, value in file.items():
+        if key in ("optimizer", "scheduler") and isinstance(value, str):
+            others[f"{key}.name"] = value
+        elif _head(key) not in own_sections:
+            others[key] = value
+    return others
+
+
+def _defaults(kind: type[Recipe]) -> dict[str, Any]:
+    """Return the default of every dotted key, those of the section `lora` too, which is null by default."""
+    tree = asdict(kind())
+    tree["lora"] = asdict(Lora())
+    return flat(tree)
 
 
 def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
     """Return `value` in the type of a dotted key, and the problems with it."""
     problems: list[str] = []
-    made: Any = recipe_from(kind, _nested({key: value}), problems)
+    made: Any = recipe_from(kind, nested({key: value}), problems)
     for part in key.split("."):
         made = getattr(made, part)
     if key == "train.epochs" and isinstance(made, float) and made.is_integer():
         made = int(made)  # other tools write whole passes as 3.0
     return value if isinstance(value, list) else made, problems
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of dotted keys: the inverse of `flat`."""
-    made: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, leaf = key.split(".")
-        inner = made
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[leaf] = value
-    return made

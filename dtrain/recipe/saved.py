@@ -234,3 +234,15 @@ def flat(values: Mapping, prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value
         leaves |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return leaves
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of dotted keys: the inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, leaf = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[leaf] = value
+    return tree

@@ -9,7 +9,7 @@ import transformers
 import yaml
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from dtrain.methods import load_recipe, translate_recipe
+from dtrain.methods import convert_recipe, load_recipe
 from dtrain.optim.update import build_optimizer, build_scheduler
 from dtrain.recipe import other_tools
 from tools import coming_from
@@ -27,6 +27,8 @@ optimizer: {_component_: torch.optim.AdamW}
 epochs: 1
 batch_size: 2
 """,
+    "verl": "model: {path: m}\ndata: {train_files: d.jsonl}",
+    "alignment-handbook": "model_name_or_path: m\ndataset_mixer: {d.jsonl: 1.0}",
     "NeMo-RL": "policy: {model_name: m}\nsft: {max_num_epochs: 1}\ndata: {train: {data_path: d.jsonl}}",
     "Automodel": """
 model: {pretrained_model_name_or_path: m}
@@ -80,6 +82,7 @@ DEFAULTS = {
         "data.loss_on": "assistant",
         "data.too_long": "drop",
         "train.dtype": "bfloat16",
+        "train.masters": "bfloat16",  # loaders/model.py loads the weights in torch_dtype, which bf16 sets
         "train.activation_checkpointing": "none",
     },
     # llamafactory 0.9.5: hparams/finetuning_args.py, data_args.py, model_args.py
@@ -147,6 +150,28 @@ DEFAULTS = {
         "data.max_length": 1024,
         "data.packing": False,
     },
+    "alignment-handbook": TRL,
+    # verl 0.10: trainer/config/sft_trainer_engine.yaml, optim/fsdp.yaml
+    "verl": {
+        "run.seed": 1,
+        "train.epochs": 4,
+        "train.global_batch": 256,
+        "train.micro_batch": 8,  # max_token_len_per_gpu 8192 / max_length 1024
+        "train.dynamic_batch": True,
+        "train.dtype": "bfloat16",
+        "train.masters": "float32",
+        "train.max_grad_norm": 1.0,
+        "train.activation_checkpointing": "full",
+        "optimizer.name": "adamw",
+        "optimizer.lr": 1e-3,
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.weight_decay": 0.01,
+        "scheduler.name": "constant",
+        "scheduler.warmup": 0,
+        "data.max_length": 1024,
+        "data.packing": False,
+        "data.too_long": "error",
+    },
     # nemo_automodel 0.7.0: components/training/step_scheduler.py, recipes/llm/train_ft.py, torch.optim.AdamW
     "Automodel": {
         "run.seed": 42,
@@ -160,20 +185,18 @@ DEFAULTS = {
         "scheduler.name": "constant",
         "scheduler.warmup": 0,
         "data.packing": False,
+        "train.masters": "bfloat16",  # from_pretrained takes the checkpoint's type
     },
 }
 
 
-METHODS_ = ("sft", "dpo", "kto", "grpo")
-
-
-def translated(file: str) -> other_tools.Translation:
-    return translate_recipe(coming_from.arguments(file))
+def converted(file: str) -> other_tools.Conversion:
+    return convert_recipe(coming_from.arguments(file))
 
 
 def recipe_of(file: str):
     """The recipe that the user is told to copy, as dtrain reads it."""
-    return load_recipe(yaml.safe_load(translated(file).text()))
+    return load_recipe(yaml.safe_load(converted(file).text()))
 
 
 def value(recipe, key):
@@ -184,7 +207,7 @@ def value(recipe, key):
 
 @pytest.mark.parametrize("tool", DEFAULTS)
 def test_a_bare_file_gets_its_tools_defaults(tool):
-    assert translated(BARE[tool]).tool.name == tool
+    assert converted(BARE[tool]).tool == tool
     recipe = recipe_of(BARE[tool])
     assert (recipe.method, recipe.model.path, recipe.data.train.path) == ("sft", "m", "d.jsonl")
     assert {key: value(recipe, key) for key in DEFAULTS[tool]} == DEFAULTS[tool]
@@ -193,12 +216,12 @@ def test_a_bare_file_gets_its_tools_defaults(tool):
 
 @pytest.mark.parametrize("tool", DEFAULTS)
 def test_each_default_says_whose_it_is_and_what_the_file_says_does_not(tool):
-    made = translated(BARE[tool])
-    assert made.origins.keys() <= made.values.keys() and "optimizer.betas" in made.origins
+    made = converted(BARE[tool])
+    assert made.comments.keys() <= made.values.keys() and "optimizer.betas" in made.comments
     lines = [line for line in made.text().splitlines() if "#" in line and not line.startswith("#")]
-    assert len(lines) == len(made.origins)
-    version = f"{made.tool.name} {made.tool.version}"
-    assert all(version in line for line in lines) and "model.path" not in made.origins
+    assert len(lines) == len(made.comments)
+    version = f"{made.tool} {made.version}"
+    assert all(version in line or made.tool in line for line in lines) and "model.path" not in made.comments
 
 
 # trl 1.16.0: trainer/dpo_config.py, kto_config.py, reward_config.py, grpo_config.py, distillation_config.py
@@ -250,7 +273,7 @@ def test_trls_adapter_has_the_commands_defaults_and_none_is_read_without_use_pef
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
     assert recipe.lora.target == TARGETS["qwen3"] == TARGETS["llama"]
-    made = translated(f"{BARE['TRL']}\nlora_r: 8")
+    made = converted(f"{BARE['TRL']}\nlora_r: 8")
     assert not any(key.startswith("lora") for key in made.values)
     assert "not carried over: lora.rank" in made.text()
 
@@ -342,14 +365,25 @@ def test_automodels_rates_rise_from_a_tenth_and_fall_to_a_hundredth(style):
     assert mine == pytest.approx(expected, rel=1e-9)
 
 
-def test_torchtunes_schedule_is_a_cosine_to_zero_and_clipping_stays_off():
-    lines = "clip_grad_norm: null\nlr_scheduler: {_component_: torchtune.training.lr_schedulers."
+@pytest.mark.parametrize("module", ["torchtune.training.lr_schedulers", "torchtune.modules"])  # since 0.4, before
+def test_torchtunes_schedule_is_a_cosine_to_zero_and_clipping_stays_off(module):
+    lines = f"clip_grad_norm: null\nlr_scheduler: {{_component_: {module}."
     recipe = recipe_of(f"{BARE['torchtune']}{lines}get_cosine_schedule_with_warmup, num_warmup_steps: 5}}")
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-3)
     scheduler = transformers.get_cosine_schedule_with_warmup(optimizer, 5, 30)
     assert ours(recipe, 30)[0] == pytest.approx(rates(scheduler, optimizer, 30), rel=1e-12, abs=1e-20)
     assert recipe.train.max_grad_norm is None
     assert recipe_of(f"{BARE['torchtune']}clip_grad_norm: 0.5").train.max_grad_norm == 0.5
+
+
+def test_verls_former_trainer_falls_by_a_cosine_after_a_tenth_of_the_steps():
+    """verl 0.4, trainer/config/sft_trainer.yaml and utils/torch_functional.py, which copies transformers' formula."""
+    file = "model: {partial_pretrain: m}\ndata: {train_files: d.parquet}\ntrainer: {total_training_steps: 30}"
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-5)
+    scheduler = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 30)
+    mine, built = ours(recipe_of(file), 30)
+    assert mine == pytest.approx(rates(scheduler, optimizer, 30), rel=1e-12, abs=1e-20)
+    assert list(built.param_groups[0]["betas"]) == [0.9, 0.95]
 
 
 def test_clipping_is_off_where_transformers_has_it_off_and_its_default_where_axolotl_says_null():

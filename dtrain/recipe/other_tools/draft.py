@@ -1,0 +1,364 @@
+"""A conversion while it is being made: which keys of the file were read, and what the recipe holds so far.
+
+Each tool's module reads keys of the file from a `Draft` and writes keys of the recipe to it, topic by topic. At the end
+`finish` fills in the tool's defaults and lists every key that nobody read, so that no key is dropped without a word.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import yaml
+
+from dtrain.recipe import key_aliases
+from dtrain.recipe.other_tools.conversion import Conversion, LostKey
+from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES
+
+Fit = Callable[[str, Any], tuple[Any, list[str]]]
+"""(key, value) -> the value in the key's own type, and the problems with it."""
+
+# Keys in whose values "a,b" is a list of two entries.
+_COMMA_LISTS = ("data.train.path", "data.val.path", "lora.target", "lora.modules_to_save", "reward_funcs")
+_NAMES = {"optimizer.name": OPTIMIZERS, "scheduler.name": SCHEDULES}
+_NO_KEY = "dtrain has no key for it"
+
+
+@dataclass(frozen=True)
+class RecipeKeys:
+    """What a conversion has to know about recipes.
+
+    Attributes:
+        names: Every dotted key, in the order of docs/recipe.md.
+        defaults: Default by dotted key, including those of the section `lora`.
+        fit: Converts a value to the type of its key.
+    """
+
+    names: Sequence[str]
+    defaults: Mapping[str, Any]
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool whose files can be converted.
+
+    Attributes:
+        name: As its users write it.
+        version: The version that the tables were compared with.
+        marks: Regular expressions for dotted keys. A file with a key that matches one is this tool's.
+        convert: Writes the file's content to the draft.
+    """
+
+    name: str
+    version: str
+    marks: tuple[str, ...]
+    convert: Callable[["Draft"], None]
+
+
+class Meaning(NamedTuple):
+    """A value in dtrain's words: the value, other keys that it sets, and a remark on what differs."""
+
+    value: Any
+    more: dict[str, Any]
+    remark: str
+
+
+class Draft:
+    """A recipe in the making.
+
+    Attributes:
+        tool: The tool that the file is written for; None if no key shows it.
+        file: The file's values by dotted key. Lists stay as they are.
+        keys: dtrain's own keys.
+        method: The recipe's method as far as it is known.
+        values: The recipe's values by dotted key.
+        comments: Comments on some of them.
+        notes: Differences that no key expresses.
+        lost: Keys of the file that are not carried over.
+        defaults: The tool's own defaults by dotted key of the recipe. `finish` writes those that the file leaves out.
+    """
+
+    def __init__(self, tool: Tool | None, file: Mapping[str, Any], keys: RecipeKeys, method: str | None):
+        self.tool = tool
+        self.keys = keys
+        self.typed_method = method
+        self.method = method or str(keys.defaults["method"])
+        self.values: dict[str, Any] = {"method": method} if method else {}
+        self.comments: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.lost: list[LostKey] = []
+        self.defaults: dict[str, Any] = {}
+        self._read: set[str] = set()
+        self._refused: set[str] = set()  # keys of the recipe whose value was refused: no default may replace it
+        self._ignored: tuple[str, ...] = ()
+        self.file: dict[str, Any] = {}
+        self._unresolved: dict[str, str] = {}
+        for key, value in file.items():
+            if isinstance(value, str) and "${" in value:
+                self._unresolved[key] = value
+            else:
+                self.file[key] = value
+
+    @property
+    def version(self) -> str:
+        """The tool with its version, for comments."""
+        return f"{self.tool.name} {self.tool.version}" if self.tool else "another tool"
+
+    # Reading the file
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """Return the value of the first of these keys that has one, and mark all of them as read.
+
+        A key with the value null counts as absent: in most files null stands for the tool's default.
+        """
+        self._read.update(names)
+        for name in names:
+            value = self.file.get(name)
+            if value is not None:
+                return value
+        return default
+
+    def given(self, *names: str) -> bool:
+        """Return whether the file holds one of these keys with a value other than null. Marks nothing as read."""
+        return any(self.file.get(name) is not None for name in names)
+
+    def section(self, prefix: str) -> dict[str, Any]:
+        """Return the values below `prefix` that are not null, without the prefix, and mark all of them as read."""
+        found = {}
+        for key, value in self.file.items():
+            if not key.startswith(f"{prefix}."):
+                continue
+            self._read.add(key)
+            if value is not None:
+                found[key.removeprefix(f"{prefix}.")] = value
+        return found
+
+    def ignore(self, *names: str) -> None:
+        """Mark keys that change no number as read. A name that ends with a dot stands for all keys below it."""
+        self._ignored += names
+        self._read.update(key for key in self.file if _matches(key, names))
+
+    # Writing the recipe
+
+    def rename(self, table: Mapping[str, str]) -> None:
+        """Write the value of each of the file's keys in the table (theirs: ours) under our key."""
+        for theirs, ours in table.items():
+            value = self.take(theirs)
+            if value is None or _is_unset(value):
+                continue
+            self.put(ours, value, theirs)
+
+    def put(self, key: str, value: Any, source: str) -> None:
+        """Write a value of the file, unless the recipe's key has one already.
+
+        Words of other tools become ours, and a value that the key does not take becomes a lost key.
+
+        Args:
+            key: The recipe's key.
+            value: The value, in the file's words.
+            source: The file's key, for messages.
+        """
+        self._read.add(source)
+        meaning = meaning_of(key, value)
+        if meaning is None:
+            self.lose(source, f"{key} does not take {value}: {key_aliases.meant(key, value)}", key)
+            return
+        if meaning.remark:
+            self.note(f"{source}={value}: {key}={_shown(meaning.value)}, {meaning.remark}")
+        for other_key, other_value in meaning.more.items():
+            self.put(other_key, other_value, source)
+        value = meaning.value
+        if isinstance(value, str) and key in _COMMA_LISTS and "," in value:
+            value = [part.strip() for part in value.split(",")]
+        if isinstance(value, list) and len(value) == 1 and (key.endswith(".path") or value == ["all-linear"]):
+            value = value[0]
+        # "grpo.kwargs.delta" is the entry "delta" of the mapping "grpo.kwargs".
+        section, is_entry, entry = key.partition("kwargs.")
+        if is_entry:
+            key = f"{section}kwargs"
+            value = {entry: value}
+        if key.endswith("kwargs") and isinstance(value, Mapping):
+            value = {**value, **self.values.get(key, {})}
+        elif key in self.values:
+            return
+        fitted, problems = self.keys.fit(key, value)
+        if isinstance(value, str) and key in _NAMES and value not in _NAMES[key] and "." not in value:
+            problems = [f"{key}={value} is none of {', '.join(_NAMES[key])}"]
+        if key == "method" and problems:
+            self.values[key] = value  # dtrain refuses this recipe too, instead of training by another method
+        if problems:
+            self.lose(source, problems[0], key)
+        else:
+            self.values[key] = fitted
+
+    def set(self, key: str, value: Any, comment: str = "") -> None:
+        """Write a value of ours, in place of what the key had."""
+        self.values[key] = value
+        self.comments.pop(key, None)
+        if comment:
+            self.comments[key] = comment
+
+    def remove(self, key: str) -> None:
+        """Remove a key from the recipe."""
+        self.values.pop(key, None)
+        self.comments.pop(key, None)
+
+    def lose(self, source: str, reason: str, *keys: str) -> None:
+        """List a key of the file as not carried over, once; no default of the tool is written for our `keys`."""
+        self._read.add(source)
+        self._refused.update(keys)
+        if all(lost.key != source for lost in self.lost):
+            self.lost.append(LostKey(source, self.file.get(source), reason))
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def effective(self, key: str, default: Any = None) -> Any:
+        """Return the value of a recipe's key: the file's, or the tool's default, or `default`."""
+        return self.values.get(key, self.defaults.get(key, default))
+
+    def has(self, prefix: str) -> bool:
+        """Return whether the recipe has a value for a key or for one below it."""
+        return any(key == prefix or key.startswith(f"{prefix}.") for key in self.values)
+
+    def set_defaults(self, *layers: Mapping[str, Any]) -> None:
+        """Set the tool's defaults; later layers win."""
+        for layer in layers:
+            self.defaults.update(layer)
+
+    # The end
+
+    def carry_aliases(self) -> None:
+        """Write every key that nobody has read under the name that key_aliases.toml gives it, if it gives one."""
+        for key in [key for key in self.file if key not in self._read]:
+            self._carry_by_alias(key)
+
+    def finish(self) -> Conversion:
+        """Fill in the tool's defaults, list the keys that nobody has read as lost, and return the result."""
+        for key in [key for key in self.file if key not in self._read]:
+            self._lose_unread(key)
+        for key, text in self._unresolved.items():
+            if not _matches(key, self._ignored):
+                self.lost.append(LostKey(key, text, f"{text} cannot be resolved within the file"))
+        if self.tool:
+            self.values["method"] = str(self.values.get("method", self.method))
+            self._fill_in_defaults()
+        if self.values.get("train.validate_every") and not self.has("data.val"):
+            self.remove("train.validate_every")
+            self.note("train.validate_every needs data.val")
+        values = {key: self.values[key] for key in sorted(self.values, key=self._position)}
+        name, version = (self.tool.name, self.tool.version) if self.tool else (None, "")
+        return Conversion(name, version, values, self.comments, self.notes, self.lost)
+
+    def _carry_by_alias(self, key: str) -> None:
+        """Write a key under the name that all tools' aliases give it, if they give one."""
+        value = self.file[key]
+        if value is None or value == "auto" or _is_unset(value):
+            self._read.add(key)
+            return
+        ours, moved_value = key_aliases.moved(key, value) or ("", value)
+        if not ours and key in self.keys.names:
+            ours = key
+        if not ours and "." not in key:
+            same_name = [own for own in self.keys.names if own.rpartition(".")[2] == key]
+            ours = same_name[0] if len(same_name) == 1 else ""
+        if not ours:
+            return
+        section = ours.partition(".")[0]
+        if self._is_of_another_method(section):
+            self.lose(key, f"dtrain's key for it is {ours}, which method={self.method} does not read")
+        else:
+            self.put(ours, moved_value, key)
+
+    def _is_of_another_method(self, section: str) -> bool:
+        """Return whether a section is that of a method other than the file's."""
+        _, problems = self.keys.fit("method", section)
+        return not problems and section != self.method
+
+    def _lose_unread(self, key: str) -> None:
+        """List a key that nobody read as lost, unless it changes nothing: switched off, or known to be needless."""
+        value = self.file[key]
+        is_off = value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {})
+        answer = key_aliases.answer(key) or _NO_KEY
+        is_needless = answer.startswith("dtrain needs")
+        has_no_effect_at_zero = answer.startswith("dtrain does not have") and value == 0
+        if not (is_off or is_needless or has_no_effect_at_zero or self._is_switched_off(key)):
+            self.lose(key, answer)
+
+    def _is_switched_off(self, key: str) -> bool:
+        """Return whether a key lies in a section that its own `enable` or `enabled` switches off."""
+        section = key.rpartition(".")[0]
+        return any(self.file.get(f"{section}.{switch}") is False for switch in ("enable", "enabled"))
+
+    def _fill_in_defaults(self) -> None:
+        """Write each default of the tool that the file leaves out, if dtrain's default is another one."""
+        for key, value in self.defaults.items():
+            is_taken = any(_overlaps(key, other) for other in (*self.values, *self._refused))
+            if is_taken or (key in self.keys.defaults and self.keys.defaults[key] == value):
+                continue
+            fitted, problems = self.keys.fit(key, value)
+            is_own_default = key in self.keys.defaults and self.keys.defaults[key] == fitted
+            if not problems and not is_own_default:
+                self.set(key, fitted, f"{self.version}'s default")
+
+    def _position(self, key: str) -> int:
+        """Return where a key stands in docs/recipe.md; a section stands where its first key does."""
+        for position, name in enumerate(self.keys.names):
+            if f"{name}.".startswith(f"{key}."):
+                return position
+        return -1
+
+
+def meaning_of(key: str, value: Any) -> Meaning | None:
+    """Return a value of a recipe's key in dtrain's words.
+
+    key_aliases.toml writes a meaning as `value`, `value, with key=value and key=value`, or `value, remark`.
+
+    Returns:
+        The meaning; the value itself if the table does not have it; None if the table only has advice for it.
+    """
+    text = key_aliases.meant(key, value)
+    if text is None:
+        return Meaning(value, {}, "")
+    word, _, remark = text.partition(",")
+    if " " in word:
+        return None
+    remark = remark.strip()
+    more: dict[str, Any] = {}
+    if re.fullmatch(r"with ([\w.]+=\w+)( and [\w.]+=\w+)*", remark):
+        for pair in remark.removeprefix("with ").split(" and "):
+            name, _, other_value = pair.partition("=")
+            more[name] = yaml.safe_load(other_value)
+        remark = ""
+    return Meaning(yaml.safe_load(word), more, remark)
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a value that may be one entry, a list, or entries with commas between them, as a list."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        return list(value)
+    return [] if value is None else [value]
+
+
+def _matches(key: str, names: Iterable[str]) -> bool:
+    """Return whether a key is one of these names, or lies below one that ends with a dot."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
+def _is_unset(value: Any) -> bool:
+    """Return whether a value is -1, which stands for "not given" in the files of most tools."""
+    return isinstance(value, int | float) and value == -1
+
+
+def _overlaps(key: str, other: str) -> bool:
+    """Return whether two dotted keys are the same, or one is a section that holds the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
