@@ -69,17 +69,6 @@ def test_the_drawing_names_files_that_exist():
     assert named and not [name for name in named if not (ROOT / "dtrain" / name).is_file()]
 
 
-def test_the_pages_are_short():
-    """Words outside of blocks and tables, of the pages that are written by hand and do not grow with time."""
-    made = ("CHANGELOG.md", *(f"docs/{name}.md" for name in ("recipe", "metrics", "coming-from", "traps", "real")))
-    counted = {path: words_of_prose(path) for path in PAGES if path not in made}
-    assert sum(counted.values()) <= 9000, counted
-
-
-def words_of_prose(path):
-    return sum(len(line.split()) for line in page(path).prose.splitlines() if not line.startswith("|"))
-
-
 @pytest.mark.parametrize("path", PAGES)
 def test_every_command_runs(path, model, tmp_path):
     found = page(path)
