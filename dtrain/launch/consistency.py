@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from dtrain import __version__
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.base.ranks import Ranks
 from dtrain.launch.place import RankPlace
 from dtrain.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from dtrain.base.ranks import Ranks
 
 SEEN_SECONDS = 5.0  # for a new file to be seen by every host
 
@@ -82,14 +83,16 @@ def refuse_other_hosts(recipe: Recipe) -> None:
 
     Collective: the process group is up.
     """
-    import torch
+    import torch  # the launcher, which imports this file, starts without it
+
+    from dtrain.base.ranks import Ranks
 
     ranks = Ranks()
     ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
     _refuse_separate_directories(recipe.run.directory, ranks)
 
 
-def _refuse_separate_directories(run: Path, ranks: Ranks) -> None:
+def _refuse_separate_directories(run: Path, ranks: "Ranks") -> None:
     """Check that every rank sees a file that rank 0 writes."""
 
     def write() -> Path:
