@@ -336,7 +336,7 @@ class RowEncoder:
             return self.images.expand(text, [image.layout for image in images]).text
         return text
 
-    def text_of(self, messages: Messages, tools: Messages | None, trained: Collection[int]) -> DroppedText:
+    def count_text(self, messages: Messages, tools: Messages | None, trained: Collection[int]) -> DroppedText:
         """Count the text of messages[i], i in `trained`, and the part of it that the chat template leaves out."""
         messages = self.replies.with_calls(without_images(messages), tools)
         rendered = self.replies.template.render(messages, tools)

@@ -111,7 +111,7 @@ class LabelledTextEncoder(RowEncoder):
         text = DroppedText()
         if isinstance(sample, Conversation):
             ids = self.conversation(sample.messages, sample.tools)
-            text = self.text_of(sample.messages, sample.tools, range(len(sample.messages)))
+            text = self.count_text(sample.messages, sample.tools, range(len(sample.messages)))
         else:
             ids, _ = self._examples.encode(sample)
         if self.drops(len(ids)):

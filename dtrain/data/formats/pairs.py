@@ -271,7 +271,7 @@ class PairEncoder(RowEncoder):
             messages = [*pair.prompt, *completion]
             replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             completed = [index for index in replies if index >= len(pair.prompt)]
-            texts.append(self.text_of(messages, pair.tools, completed))
+            texts.append(self.count_text(messages, pair.tools, completed))
         return texts
 
     def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
