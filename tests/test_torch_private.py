@@ -52,18 +52,21 @@ FUNCTIONS = {
     "torch.distributed.fsdp._fully_shard._fsdp_common:ShardPlacementResult": "placement mesh_info",
     "torch._dynamo.utils:maybe_enable_compiled_autograd": "should_enable",
     "torch._dynamo:maybe_mark_dynamic": "t index",
+    "torch._dynamo.eval_frame:skip_code": "code",
 }
 
 # The one file of each name; those of C++ tell no signature, and run wherever the tests do.
 HOMES = {
+    "attention/foreign.py": "skip_code",
     "attention/kernels.py": "FakeTensor",
+    "base/torch_functions.py": "_C.DisableTorchFunction",
     "base/compiled.py": (
         "FailOnRecompileLimitHit TorchDynamoException _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic "
         "has_triton"
     ),
     "commands/plan/compiled.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
     "commands/plan/memory.py": "OpOverload",
-    "commands/plan/meta_kernels.py": "FakeWork TorchDispatchMode _C.DisableTorchFunction _schema",
+    "commands/plan/meta_kernels.py": "FakeWork TorchDispatchMode _schema",
     "commands/plan/planned_device.py": "_engine_run_backward",
     "commands/plan/step.py": "fake_pg",
     "commands/plan/tracer.py": "_resolve_process_group",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.base.torch_functions import without_torch_functions
 from dtrain.commands.plan.memory import OpOverload
 from dtrain.parallel.activation_offload import storage_key
 
@@ -64,7 +65,7 @@ class MetaKernels(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():  # torch's own kernels for meta tensors ask where these are, too
+        with without_torch_functions():  # torch's own kernels for meta tensors ask where these are, too
             if func.is_view:
                 self.before_view(args[0])
                 return func(*args, **(kwargs or {}))

@@ -1,10 +1,11 @@
 """Context parallel: batches in the head-tail layout, and the contexts and flat batches known by name.
 
 batch           a batch cut over cp to the head-tail layout, and put together again
-train_context   `get_train_context`, `create_context_parallel_ctx`, `make_cp_batch_and_ctx`
+train_context   `get_train_context`, `make_cp_batch_and_ctx`
 thd             packed batches as one run of tokens: `make_cp_batch_for_te`
 
-Names are imported when they are used.
+`create_context_parallel_ctx` is in `dtrain.attention.foreign`, because it computes attention. Users know it by the name
+that it has here. Names are imported when they are used.
 """
 
 # ruff: noqa: F401
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING
 from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
+    from dtrain.attention.foreign import create_context_parallel_ctx
     from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
     from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
     from dtrain.parallel.context.train_context import (
         _build_position_ids,
-        create_context_parallel_ctx,
         get_train_context,
         make_cp_batch_and_ctx,
     )
@@ -27,6 +28,7 @@ __getattr__, __all__ = late_names(
     {
         "batch": "cut_streams gather_tokens shard_tokens",
         "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
-        "train_context": "_build_position_ids create_context_parallel_ctx get_train_context make_cp_batch_and_ctx",
+        "train_context": "_build_position_ids get_train_context make_cp_batch_and_ctx",
+        "dtrain.attention.foreign": "create_context_parallel_ctx",
     },
 )
