@@ -715,8 +715,8 @@ class ShardedAttention(TorchFunctionMode):
         if mask.shape[-2] == length * self.size:
             mask = mask.index_select(-2, self._own_positions(length, mask.device))
         both = gather_sequence(torch.cat([call.k, call.v], -1), self.mesh.get_group(), dim=2)
-        options = {"scale": call.scale, "enable_gqa": call.q.shape[1] != call.k.shape[1]}
-        return F.scaled_dot_product_attention(call.q, both[..., :head], both[..., head:], attn_mask=mask, **options)
+        k, v, is_grouped = both[..., :head], both[..., head:], call.q.shape[1] != call.k.shape[1]
+        return F.scaled_dot_product_attention(call.q, k, v, attn_mask=mask, scale=call.scale, enable_gqa=is_grouped)
 
     def _context_kernel(self) -> ContextKernel:
         if self._kernel is None:
