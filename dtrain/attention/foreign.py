@@ -67,7 +67,7 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: Collection[Tensor],
     cp_rotate_method: str | None = None,
     *,
-    num_padding: int = 0,
+    num_padding: int | Tensor = 0,
 ) -> AbstractContextManager[None]:
     """Create a context inside which tensors and attention are sharded over the context-parallel ranks.
 
@@ -103,8 +103,8 @@ def create_context_parallel_ctx(
         cp_no_restore_buffers: Those of `cp_buffers` that stay sharded on exit.
         cp_rotate_method: None or "allgather" gathers keys and values. "alltoall" (also "addtoall", "ring") rotates
             them, except under a mask over all keys, which needs memory for S keys in any case.
-        num_padding: Tokens at the end of the S tokens of each row that were added only to make them divisible. Only
-            attention that is not causal could see them, and does not.
+        num_padding: Padding at the end of the S tokens, of every row or of each, [B]. Only attention that is not causal
+            could see it, and does not.
 
     Raises:
         ValueError: For an unknown method, a buffer without a dimension, a length that 2·cp does not divide, or a buffer
@@ -142,7 +142,7 @@ class _Buffer(NamedTuple):
 
 @contextlib.contextmanager
 def _sharded(
-    buffers: Sequence[_Buffer], kept: set[int], cp_mesh: DeviceMesh, rotates: bool, num_padding: int
+    buffers: Sequence[_Buffer], kept: set[int], cp_mesh: DeviceMesh, rotates: bool, num_padding: int | Tensor
 ) -> Iterator[None]:
     """Shard `buffers` inside, and the attention of the modules called there; restore all but those `kept` by id."""
     with torch.no_grad():
@@ -347,7 +347,12 @@ class ShardedAttention(TorchFunctionMode):
     """
 
     def __init__(
-        self, cp_mesh: DeviceMesh, buffers: Sequence[_Buffer], modules: _RunningModules, rotates: bool, num_padding: int
+        self,
+        cp_mesh: DeviceMesh,
+        buffers: Sequence[_Buffer],
+        modules: _RunningModules,
+        rotates: bool,
+        num_padding: int | Tensor,
     ):
         super().__init__()
         self.mesh, self.modules, self.rotates, self.num_padding = cp_mesh, modules, rotates, num_padding
@@ -355,6 +360,7 @@ class ShardedAttention(TorchFunctionMode):
         self.lengths = {buffer.shard.shape[buffer.dim] for buffer in buffers}
         self.positions = [found for buffer in buffers if (found := _positions_of(buffer)) is not None]
         self.num_calls, self.num_deferred_calls, self.is_compiled = 0, 0, False
+        self._buffer_tensors = {id(buffer.tensor) for buffer in buffers}
         self._position_tensors = {id(positions.tensor) for positions in self.positions}
         self._reads_positions = self._makes_positions = False
         self._kernel: ContextKernel | None = None
@@ -395,6 +401,12 @@ class ShardedAttention(TorchFunctionMode):
         """Return what `func` would compute over local tokens only; empty if nothing is known to be wrong."""
         if func is F.multi_head_attention_forward:
             return "nn.MultiheadAttention was called"
+        if func is F.pad and self.modules.stack and id(args[0]) in self._buffer_tensors:
+            # transformers shifts labels so: F.pad(labels, (0, 1))[..., 1:]
+            return (
+                f"{type(self.modules.stack[0]).__name__} shifted labels {list(args[0].shape)} (compute the loss from "
+                "its logits, or pass labels to transformers as shift_labels)"
+            )
         if str(getattr(func, "__module__", "")).startswith("torch._ops"):
             name = str(func)  # such as torch_attn._varlen_attn, or flash_attn's
             is_attention = "attn" in name or "attention" in name
@@ -668,7 +680,8 @@ class ShardedAttention(TorchFunctionMode):
         own = self._own_positions(length, device)[None]
         ends, documents, bit = None, None, 0
         if call.kind == BIDIRECTIONAL:
-            ends = torch.full_like(own, total - 1 - self.num_padding)
+            padding = torch.as_tensor(self.num_padding, device=device).view(-1, 1)
+            ends = (total - 1 - padding).clamp(min=0).expand(-1, length)  # [1 or B, S/cp]
         else:
             bit, documents = self._documents_of(meanings, length)
         if documents is not None:
@@ -715,8 +728,8 @@ class ShardedAttention(TorchFunctionMode):
         if mask.shape[-2] == length * self.size:
             mask = mask.index_select(-2, self._own_positions(length, mask.device))
         both = gather_sequence(torch.cat([call.k, call.v], -1), self.mesh.get_group(), dim=2)
-        options = {"scale": call.scale, "enable_gqa": call.q.shape[1] != call.k.shape[1]}
-        return F.scaled_dot_product_attention(call.q, both[..., :head], both[..., head:], attn_mask=mask, **options)
+        k, v, is_grouped = both[..., :head], both[..., head:], call.q.shape[1] != call.k.shape[1]
+        return F.scaled_dot_product_attention(call.q, k, v, attn_mask=mask, scale=call.scale, enable_gqa=is_grouped)
 
     def _context_kernel(self) -> ContextKernel:
         if self._kernel is None:

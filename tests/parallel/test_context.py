@@ -349,6 +349,19 @@ def test_streams_of_another_length_are_refused(change, options, error, message):
         make_cp_batch_and_ctx(StandIn(2), batch, mask, **options)
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.tensor([[1] * 10, [0] * 3 + [1] * 7]), "padding on the left"),
+        (torch.ones(2, 1, 10, 10), r"\[2, 1, 10, 10\]"),
+        ({"full_attention": None}, "dict"),
+    ],
+)
+def test_a_mask_that_cannot_be_dropped_without_changing_the_numbers_is_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        make_cp_batch_and_ctx(StandIn(2), {**a_batch(), "attention_mask": mask})
+
+
 def test_a_buffer_with_a_gradient_is_not_cut_in_place():
     with pytest.raises(ValueError, match="buffer 1 requires grad"):
         create_context_parallel_ctx(Dimension(2), [torch.ones(1, 4), torch.ones(1, 4, requires_grad=True)], [1, 1], ())

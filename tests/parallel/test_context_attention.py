@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import CheckpointError
 
 from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx
@@ -245,16 +246,32 @@ class Encoder(nn.Module):
 
 
 def padding_in_both_directions(rank):
+    """Check that no query sees padding, of the caller's rows (9 and 6 tokens) or up to a multiple of 4."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     model, batch = Encoder(), rows(9)
-    x = model.embed(batch["input_ids"])[:, None]
-    expected = attention_by_hand(x, x, x)[:, 0]
-    ctx, batch = make_cp_batch_and_ctx(mesh, batch)
-    with ctx():
-        out = model(batch["input_ids"])
-    joined = gather_sequence(out.detach(), mesh["cp"].get_group())
-    assert joined.shape[1] == 12 and torch.allclose(joined[:, :9], expected, rtol=1e-12)
+    x, lengths = model.embed(batch["input_ids"])[:, None], torch.tensor([9, 6])
+    seen = torch.arange(9) < lengths[:, None]
+    for mask in (None, seen.long()):
+        visible = torch.ones(1, dtype=torch.bool) if mask is None else seen[:, None, None, :]
+        expected = attention_by_hand(x, x, x, visible)[:, 0]
+        ctx, batch = make_cp_batch_and_ctx(mesh, rows(9) | ({} if mask is None else {"attention_mask": mask}))
+        with ctx():
+            out = model(batch["input_ids"])
+        joined = gather_sequence(out.detach(), mesh["cp"].get_group())
+        assert joined.shape[1] == 12 and torch.allclose(joined[:, :9], expected, rtol=1e-12)
+
+
+def rotation_gathers_no_keys(rank):
+    """Count the collectives of a call: one for its description, and those of keys where they are gathered."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
+    counts = {}
+    for rotate in ("allgather", "alltoall"):
+        x = torch.randn(1, 2, 4, 4, requires_grad=True)
+        with create_context_parallel_ctx(mesh, [torch.zeros(1, 8)], [1], (), rotate), CommDebugMode() as debug:
+            F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+        counts[rotate] = [count for _, count in sorted(debug.get_comm_counts().items(), key=str)]
+    assert counts == {"allgather": [2, 1], "alltoall": [1]}
 
 
 def nested_contexts(rank):
@@ -302,7 +319,13 @@ def other_lengths_of_a_batch(rank):
 
 
 def test_encoders_nested_contexts_recomputation_and_calls_without_a_batch():
-    functions = (padding_in_both_directions, nested_contexts, recomputed_outside, other_lengths_of_a_batch)
+    functions = (
+        padding_in_both_directions,
+        rotation_gathers_no_keys,
+        nested_contexts,
+        recomputed_outside,
+        other_lengths_of_a_batch,
+    )
     run_cases(lambda rank, function: function(rank), 2, {one.__name__: (one,) for one in functions})
 
 
@@ -348,6 +371,10 @@ def other_mask_on_one_rank(rank, batch):
 
 def without_positions(rank, batch):
     model_of("llama")(input_ids=batch["input_ids"], use_cache=False)
+
+
+def with_labels(rank, batch):
+    model_of("llama")(**batch)
 
 
 def with_a_model(rank, batch, family="llama", attention="sdpa", before=None, **changes):
@@ -409,6 +436,7 @@ REFUSED = {
     "another length": (ValueError, "is neither over", partial(bare, attn_mask=torch.ones(4, 5) > 0)),
     "mask and causal": (ValueError, "not both", partial(bare, attn_mask=torch.ones(4, 8) > 0, is_causal=True)),
     "no positions": (ValueError, "position_ids", without_positions),
+    "labels": (NotImplementedError, "shifted labels", with_labels),
     "eager": (NotImplementedError, "eager attention", partial(with_a_model, attention="eager")),
     "window unseen": (
         ValueError,

@@ -58,7 +58,9 @@ def make_cp_batch_and_ctx(
     other tensor [B, S, ...] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
     the dimension that is cut. Anything else stays as it is. A tensor that needs no padding is cut itself, the caller's
     own; one that requires grad is cut at once, as a new tensor with its gradient. Raises KeyError where ids or labels
-    or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids.
+    or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids, and for an
+    attention_mask that hides more than padding at the end of rows: a causal model gives the same numbers without the
+    latter, and other numbers without the former.
 
     use_te: `(nullcontext, make_cp_batch_for_te(...))`; extra_seq_buffers are then a ValueError.
     """
@@ -81,8 +83,8 @@ def make_cp_batch_and_ctx(
     for name in (tokens, "labels", *(extra_seq_buffers or ())):
         if name not in batch:
             raise KeyError(f"{name} is missing: context parallel cuts it")
-    batch.pop("attention_mask", None)
     shape = batch[tokens].shape[:2]
+    num_padding = -shape[1] % (2 * cp_mesh.size()) + _padding_of(batch.pop("attention_mask", None), shape)
     _build_position_ids(batch, batch[tokens].device)
     dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}  # which may be [3, B, S]
     dims |= {"loss_mask": 1} if loss_mask is not None else {}
@@ -116,3 +118,22 @@ def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[
         ids = batch["input_ids" if "input_ids" in batch else "inputs_embeds"]
         batch["position_ids"] = torch.arange(ids.shape[1], device=device)[None]
     return batch
+
+
+def _padding_of(attention_mask: Any, shape: torch.Size) -> int | Tensor:
+    """Return how many tokens `attention_mask` [B, S] hides at the end of each row, [B]; 0 without a mask."""
+    if attention_mask is None:
+        return 0
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape:
+        given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask ({given}) is dropped under context parallel, which is right for a padding mask "
+            f"{list(shape)} only. Remove it, and pass masks [B, 1, S/cp, S] to the model inside the context"
+        )
+    seen = attention_mask.long()
+    if bool((seen[:, 1:] > seen[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask hides tokens before others that it shows (padding on the left?). It is dropped under "
+            "context parallel: put the padding on the right"
+        )
+    return shape[1] - seen.sum(1)
