@@ -273,7 +273,7 @@ actor_rollout_ref:
     clip_ratio_high: 0.28
     entropy_coeff: 0
   rollout: {name: vllm, n: 8, temperature: 0.9, gpu_memory_utilization: 0.6}
-trainer: {total_epochs: 2, total_training_steps: null, save_freq: 20, test_freq: 5, n_gpus_per_node: 8}
+trainer: {total_epochs: 2, total_training_steps: null, save_freq: 20, n_gpus_per_node: 8}
 """)
     grpo = recipe.grpo
     assert (recipe.method, recipe.data.train.path) == ("grpo", ["a.parquet", "b.parquet"])
@@ -295,6 +295,8 @@ trainer: {total_epochs: 2, total_training_steps: null, save_freq: 20, test_freq:
     assert (recipe.optimizer.betas, recipe.optimizer.weight_decay) == ([0.9, 0.999], 0.01)
     assert (recipe.scheduler.name, recipe.scheduler.warmup) == ("constant", 0.1)
     assert (recipe.train.epochs, recipe.train.micro_batch, recipe.launch.nproc) == (2, 4, 8)
+    # a rollout has 64 / 16 = 4 optimizer steps; save_freq counts rollouts
+    assert recipe.checkpoint.every == 80
 
 
 def test_nemo_rls_completions_may_fill_the_sequence_and_its_rewards_are_divided_without_their_own():

@@ -366,7 +366,7 @@ def _convert_rollout_sizes(draft: Draft) -> None:
         draft.set("grpo.dynamic_batch", True, "use_dynamic_bsz")
         draft.set("train.micro_batch", max(1, tokens // length), f"{tokens} tokens of ppo_max_token_len_per_gpu")
     steps = draft.take("trainer.total_training_steps")
-    steps_per_rollout = max(1, prompts // minibatch) * updates
+    steps_per_rollout = _steps_per_rollout(draft)
     if steps:
         comment = f"{steps} rollouts with {steps_per_rollout} optimizer steps each"
         draft.set("train.steps", steps * steps_per_rollout, comment)
@@ -374,6 +374,15 @@ def _convert_rollout_sizes(draft: Draft) -> None:
     if steps_per_rollout > 1:
         draft.note("verl's learning rate moves once per rollout; dtrain's moves with every optimizer step")
     draft.note("verl leaves out the last prompts of an epoch that fill no batch; dtrain trains on them")
+
+
+def _steps_per_rollout(draft: Draft) -> int:
+    """Return the optimizer steps of a rollout; 1 for supervised fine-tuning."""
+    if not draft.has("grpo.prompts_per_step"):
+        return 1
+    completions = draft.values["grpo.prompts_per_step"] * draft.values["grpo.group_size"]
+    minibatches = max(1, completions // draft.values["train.global_batch"])
+    return minibatches * draft.values["grpo.updates_per_rollout"]
 
 
 def _convert_policy_loss(draft: Draft) -> None:
@@ -591,6 +600,7 @@ def _convert_truncation(draft: Draft) -> None:
 
 
 def _convert_trainer(draft: Draft) -> None:
+    steps_per_rollout = _steps_per_rollout(draft)  # verl counts rollouts, and dtrain counts optimizer steps
     if draft.take("trainer.total_training_steps") and not draft.has("train.steps"):
         draft.put("train.steps", draft.file["trainer.total_training_steps"], "trainer.total_training_steps")
     if draft.has("train.steps"):
@@ -608,7 +618,7 @@ def _convert_trainer(draft: Draft) -> None:
     for source, key in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "train.validate_every")):
         every = draft.take(source)
         if isinstance(every, int) and every > 0:
-            draft.put(key, every, source)
+            draft.put(key, every * steps_per_rollout, source)
     if "wandb" in listed(draft.take("trainer.logger")) and draft.given("trainer.project_name"):
         draft.put("metrics.wandb", draft.take("trainer.project_name"), "trainer.project_name")
     if draft.take("trainer.nnodes", default=1) != 1:
