@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, total_memory
+from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.launch.reports import OutOfMemory, Report, log_file
@@ -96,8 +97,6 @@ def run_rank(
         UserError: If memory ran out, or if another rank was lost (Unavailable).
         Exception: Whatever `job.train` raises.
     """
-    from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes  # it loads torch
-
     set_threads(job.threads)
     with ExitStack() as stack:
         attempt = place.attempt if meeting is None else meeting.attempt
@@ -105,11 +104,10 @@ def run_rank(
         recipe, lines = choose_compile(recipe, device)
         plan = start_plan(recipe, job, place, device, stack)
         store = open_store(place, meeting)
-        if meeting is not None:
-            show_one_failure(recipe, place, meeting, terminal, stack)
+        use_interfaces(recipe, job, place, device, stack)
+        show_failures(recipe, place, meeting, terminal, stack)
         if store is not None:
             refuse_other_recipes(recipe, replace(place, attempt=attempt), store)
-        use_interfaces(recipe, job, place, device, stack)
         devices = start_devices(recipe, place, device, attempt, store, plan)
         sizes = choose_sizes(recipe, place, attempt, store, plan, devices)
         recipe = sizes.recipe
@@ -244,13 +242,14 @@ def join_process_group(recipe: Recipe, place: RankPlace, device: "torch.device",
         init_process_group(device.type, store, place.rank, place.world_size, recipe.launch.collective_timeout)
 
 
-def show_one_failure(
-    recipe: Recipe, place: RankPlace, meeting: "Meeting", terminal: int | None, stack: ExitStack
+def show_failures(
+    recipe: Recipe, place: RankPlace, meeting: "Meeting | None", terminal: int | None, stack: ExitStack
 ) -> None:
-    """From here on, until `stack` closes, show the first failure of any rank once on each host."""
+    """Until `stack` closes, show the first failure of any rank once on each host, if ranks may be on several."""
     from dtrain.launch.meeting import one_failure_shown
 
-    stack.enter_context(one_failure_shown(place, meeting.store, recipe, terminal))
+    if meeting is not None:
+        stack.enter_context(one_failure_shown(place, meeting.store, recipe, terminal))
 
 
 def use_deterministic(recipe: Recipe, place: RankPlace, stack: ExitStack) -> None:
