@@ -10,7 +10,6 @@ from pathlib import Path
 # Who calls anything of these modules starts a process or a whole run; so does who calls a test's helper that does.
 STARTING_MODULES = {
     "dtrain.commands.cli",
-    "dtrain.launch.hosts",
     "dtrain.launch",
     "dtrain.commands.plan",
     "dtrain.rl.environments.calls.TimeoutPool",

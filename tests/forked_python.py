@@ -26,7 +26,7 @@ from pathlib import Path
 
 import tests.world  # noqa: F401  imports all of torch that a rank needs, and sets its threads
 from dtrain.base.orphans import end_with
-from dtrain.launch.agent import START
+from dtrain.launch.processes import START
 
 SHORTCUTS = {"dtrain", "tests.launch.launched", "torch.distributed.run", START}  # modules, and code after -c
 NETWORK, HOSTNAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS

@@ -39,6 +39,16 @@ class Stopped(Exception):
         super().__init__(message)
 
 
+NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
+
+
+class StoppedAtStart(Stopped):
+    """A signal ended this rank before the ranks had met, so that the other ranks do not know of it."""
+
+    def __init__(self, signum: int):
+        super().__init__(signum, NOTHING_LOST)
+
+
 def first(problems: Sequence[str], *, by_kind: bool = False) -> list[str]:
     """Return the first ten problems, and a line that counts the others; by_kind: with the word before the colon of the
     first."""

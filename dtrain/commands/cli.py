@@ -193,7 +193,7 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 def _run(arguments: argparse.Namespace) -> None:
     from dtrain.commands.run import plan_beside
     from dtrain.launch import launch
-    from dtrain.launch.agent import WorkerFailed
+    from dtrain.launch.reports import WorkerFailed
     from dtrain.run import preflight
 
     try:

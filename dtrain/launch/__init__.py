@@ -1,17 +1,14 @@
 """The start of a run: from a recipe to ranks that have met, on one machine or many. Imports no torch.
 
 start            in place, in processes of its own, as a rank of torchrun's or srun's, or dry; reads the environment
-agent            several ranks on this machine: the launcher, and the worker that it starts
-watch            the watch over ranks, on one host and on many; the processes of one machine; the newest checkpoint
-job              the private directory that launcher and workers share
-consistency      checks that the ranks of a run agree on recipe, versions and directory
-rank             one rank: its process group, its log, what running out of memory means
-signals          the answer of a run to signals
-devices          the device of a rank, and what is wrong with it or with those of all ranks together
 place            the place of a rank among those of its run, by what torchrun and SLURM say
-hosts            several hosts: their ranks meet and watch over one another
-
-Ranks that torchrun or srun started watch over one another: `dtrain.launch.hosts`.
+processes        several ranks on this machine: the launcher, and the worker that it starts
+rank             one rank, step by step: its plan, its device, its sizes, its process group, its log
+meeting          ranks of torchrun or SLURM: how they find each other, and which failure is shown
+consistency      checks that the hosts of a run agree
+reports          why a rank ended, in the error file that torch's elastic agent reads
+signals          how a run answers signals
+devices          the device of a rank, and what is wrong with it or with those of all ranks together
 """
 
 from dtrain.launch.start import launch, validate, work

@@ -15,11 +15,12 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 class RankPlace:
     """This process among those of the run.
 
-    started_by  torchrun, or slurm; None: this process is alone, or a launcher or one of its ranks
-    attempt     restarts of all processes before this one
-    master      host and port of the store where ranks meet; rank 0 serves it, or the elastic agent (`agent_store`)
-    file        where the ranks of one launcher meet instead
-    environ     the environment of this process, where gloo's interface is named unless its user has
+    Attributes:
+        started_by: "torchrun", "slurm" or "pods". None for a process of its own, and for a rank of our own launcher.
+        attempt: How often all processes were started again before this one.
+        master: Host and port of the store where ranks meet. Rank 0 serves it, or the elastic agent (`agent_store`).
+        file: The file where the ranks of our own launcher meet instead.
+        environ: The environment of this process. The network interface of gloo is set there while a run lasts.
     """
 
     rank: int = 0
@@ -34,59 +35,99 @@ class RankPlace:
     environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def watches(self) -> bool:
-        """True if the ranks watch over one another; those of a launcher are watched by it."""
+    def meets_others(self) -> bool:
+        """True if torchrun or SLURM started several ranks: they have to find each other, perhaps across hosts."""
         return self.world_size > 1 and self.started_by is not None
 
     @property
-    def is_inside(self) -> bool:
-        """True if all ranks are known to be on this host: SLURM does not always say."""
-        return self.world_size == 1 or (self.world_size == self.local_world_size and self.started_by != "slurm")
+    def is_one_host(self) -> bool:
+        """True if all ranks are known to be on this host."""
+        if self.started_by == "slurm" and self.world_size > 1:
+            return self.environ.get("SLURM_STEP_NUM_NODES") == "1"
+        return self.world_size == self.local_world_size
 
 
 def find_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace | None:
-    """Return the place that torchrun or SLURM gave this process, or None where nobody started it as one of several
-    ranks.
+    """Return the place that torchrun, SLURM or a job of pods gave this process; None if it was not started as a rank.
 
-    Of SLURM's processes srun's tasks are ranks; a batch script and a shell of salloc are none, and neither is a step of
-    one task that asks for processes of its own (`nproc` > 1). Raises UserError for an environment that contradicts
-    itself.
+    Of SLURM's processes srun's tasks are ranks. A batch script and a shell of salloc are none, and neither is a step of
+    one task that asks for processes of its own (`nproc` > 1). Kubeflow's PyTorchJob sets RANK and WORLD_SIZE but not
+    LOCAL_RANK: each pod is then one rank.
+
+    Args:
+        nproc: `launch.nproc` as a number.
+
+    Raises:
+        UserError: If the environment contradicts itself, or counts pods while the recipe asks for several processes.
     """
-    if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        world = number(environ, "WORLD_SIZE")
-        place = RankPlace(
-            rank=number(environ, "RANK"),
-            local_rank=number(environ, "LOCAL_RANK"),
-            world_size=world,
-            local_world_size=number(environ, "LOCAL_WORLD_SIZE", 1 if world == 1 else None),
-            started_by="torchrun",
-            attempt=number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            master=(environ.get("MASTER_ADDR", "localhost"), number(environ, "MASTER_PORT", 29500)),
-            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            environ=environ,
-        )
+    has_rank = "RANK" in environ and "WORLD_SIZE" in environ
+    if has_rank and "LOCAL_RANK" in environ:
+        place = _torchrun_place(environ)
     elif "SLURM_PROCID" in environ and _is_step(environ):
-        tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ), "SLURM_NTASKS")
-        world = number(environ, tasks)
-        if world == 1 < nproc:
+        place = _slurm_place(environ)
+        if place.world_size == 1 < nproc:
             return None
-        place = RankPlace(
-            rank=number(environ, "SLURM_PROCID"),
-            local_rank=number(environ, "SLURM_LOCALID"),
-            world_size=world,
-            local_world_size=_tasks_here(environ, world),
-            started_by="slurm",
-            attempt=number(environ, "SLURM_RESTART_COUNT", 0),
-            master=_slurm_master(environ),
-            environ=environ,
-        )
+    elif has_rank and number(environ, "WORLD_SIZE") > 1:
+        place = _pod_place(environ, nproc)
     else:
         return None
     if not 0 <= place.rank < place.world_size:
         raise UserError(
-            f"{place.started_by} started this process as rank {place.rank} of {place.world_size}, says the environment"
+            f"the environment says that this process is rank {place.rank} of {place.world_size} ({place.started_by})"
         )
     return place
+
+
+def _torchrun_place(environ: MutableMapping[str, str]) -> RankPlace:
+    world_size = number(environ, "WORLD_SIZE")
+    return RankPlace(
+        rank=number(environ, "RANK"),
+        local_rank=number(environ, "LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=number(environ, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None),
+        started_by="torchrun",
+        attempt=number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        master=(environ.get("MASTER_ADDR", "localhost"), number(environ, "MASTER_PORT", 29500)),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        environ=environ,
+    )
+
+
+def _slurm_place(environ: MutableMapping[str, str]) -> RankPlace:
+    tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ), "SLURM_NTASKS")
+    world_size = number(environ, tasks)
+    return RankPlace(
+        rank=number(environ, "SLURM_PROCID"),
+        local_rank=number(environ, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=_tasks_here(environ, world_size),
+        started_by="slurm",
+        attempt=number(environ, "SLURM_RESTART_COUNT", 0),
+        master=_slurm_master(environ),
+        environ=environ,
+    )
+
+
+def _pod_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace:
+    if nproc > 1:
+        raise UserError(
+            "RANK and WORLD_SIZE are set without LOCAL_RANK, as Kubeflow's PyTorchJob sets them for a pod: one process "
+            f"for each pod. This recipe asks for launch.nproc={nproc}. Set launch.nproc=1, or run torchrun in the pod: "
+            f"torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node={nproc} --master-addr=$MASTER_ADDR "
+            "--master-port=$MASTER_PORT -m dtrain run ..."
+        )
+    if "MASTER_ADDR" not in environ:
+        raise UserError(
+            "RANK and WORLD_SIZE are set, but neither LOCAL_RANK nor MASTER_ADDR, so that this process cannot find the "
+            "other ranks. Unset RANK and WORLD_SIZE for a run of its own, or start the ranks with torchrun."
+        )
+    return RankPlace(
+        rank=number(environ, "RANK"),
+        world_size=number(environ, "WORLD_SIZE"),
+        started_by="pods",
+        master=(environ["MASTER_ADDR"], number(environ, "MASTER_PORT", 29500)),
+        environ=environ,
+    )
 
 
 def number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:

@@ -1,38 +1,32 @@
-"""A rank: its device, its process group, its signals, its log; and what running out of memory means."""
+"""A rank: its device, its process group, its sizes, its log; and what running out of memory means."""
 
 import importlib
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.addresses import loopback
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, total_memory
-from dtrain.base.orphans import descendants, kill
-from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.place import GLOO, NCCL, RankPlace
+from dtrain.launch.place import RankPlace
+from dtrain.launch.reports import OutOfMemory, Report, log_file
 from dtrain.launch.signals import on_signals
-from dtrain.launch.watch import StallTimer, heartbeat, newest_checkpoint
 from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_keys, value_of, with_compile
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
+    from dtrain.launch.meeting import Meeting
     from dtrain.parallel.runtime import Runtime, StopFlag
-
-
-class OutOfMemory(UserError):
-    """An allocation failed; every rank that got so far may have one of its own."""
-
 
 Train = Callable[[Recipe, "Runtime"], None]
 
@@ -55,87 +49,241 @@ class RunJob:
     plan: PlanBeside | None = None
 
 
+@dataclass(frozen=True)
+class StartedPlan:
+    """What is known about a run's sizes before the ranks meet.
+
+    Attributes:
+        is_open: Whether the recipe leaves keys to `auto` that a plan decides.
+        sizing: Their values, if they need no plan. Only on rank 0.
+        planned: The plan, computed in a process of its own; None if there is none. Only on rank 0.
+    """
+
+    is_open: bool
+    sizing: Any = None
+    planned: Any = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a run as all ranks have them: the recipe without `auto`, and what is shown and saved about them."""
+
+    recipe: Recipe
+    lines: tuple[str, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+
 STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
 def run_rank(
-    job: RunJob, place: RankPlace, device: "torch.device", stop: "StopFlag", terminal: int | None = None
+    job: RunJob,
+    place: RankPlace,
+    device: "torch.device",
+    stop: "StopFlag",
+    meeting: "Meeting | None" = None,
+    terminal: int | None = None,
 ) -> None:
-    """Set this rank up on `device`, train, and take its process group down again. A rank of processes that were started
-    again goes on from the newest checkpoint.
+    """Set this rank up on `device`, train, and take its process group down again.
 
-    `terminal` is a file that a lost rank is told on, beside this process's stderr. Raises what `job.train` raises, a
-    UserError where memory ran out, and Unavailable where another rank was lost.
+    A rank of processes that were started again goes on from the newest checkpoint.
+
+    Args:
+        meeting: The meeting of ranks that torchrun or SLURM started.
+        terminal: A file that a failure is shown on, if this process's stderr goes to its log.
+
+    Raises:
+        UserError: If memory ran out, or if another rank was lost (Unavailable).
+        Exception: Whatever `job.train` raises.
+    """
+    set_threads(job.threads)
+    with ExitStack() as stack:
+        attempt = place.attempt if meeting is None else meeting.attempt
+        recipe = resumed(job.recipe) if attempt else job.recipe
+        recipe, lines = choose_compile(recipe, device)
+        plan = start_plan(recipe, job, place, device, stack)
+        store = open_store(place, meeting)
+        use_interfaces(recipe, job, place, device, stack)
+        devices = start_devices(recipe, place, device, attempt, store, plan)
+        sizes = choose_sizes(recipe, place, attempt, store, plan, devices)
+        recipe = sizes.recipe
+        join_process_group(recipe, place, device, store)
+        if meeting is not None:
+            check_hosts_agree(recipe, place, meeting, terminal, stack)
+        stack.enter_context(memory_errors(recipe, place, device))
+        use_deterministic(recipe, place, stack)
+        train(job, place, device, stop, plan, replace(sizes, lines=lines + sizes.lines))
+    leave_process_group(place)
+
+
+def set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def choose_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with a value for `train.compile`, and a line that says why on CUDA."""
+    chosen = with_compile(recipe, device.type)
+    if device.type != "cuda" or value_of(recipe, COMPILE) != AUTO:
+        return chosen, ()
+    is_compiled = value_of(chosen, COMPILE)
+    (value,) = as_overrides({COMPILE: is_compiled})
+    why = f"Triton and a C compiler are {'' if is_compiled else 'not both '}installed"
+    if chosen.run.deterministic:
+        why = "run.deterministic=true"
+    return chosen, (f"{value} (auto): {why}",)
+
+
+def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.device", stack: ExitStack) -> StartedPlan:
+    """On rank 0, choose the sizes of a small run on CPUs, or start the plan in a process that `stack` ends.
+
+    The process is forked, so this has to come before the process group and before CUDA is started.
     """
     import torch
+
+    from dtrain.run.sizing import CPU, machine_of, sizing_of_cpu
+
+    is_open = job.plan is not None and bool(open_keys(recipe))
+    if job.plan is None or place.rank > 0:
+        return StartedPlan(is_open)
+    sizing = None
+    if is_open and device.type == "cpu":
+        machine = machine_of(place.world_size, CPU, total_memory())
+        sizing = sizing_of_cpu(recipe, machine, host_memory(place.local_world_size))
+    is_wanted = device.type == "cuda" if recipe.metrics.plan == "auto" else bool(recipe.metrics.plan)
+    if is_open and sizing is None and recipe.metrics.plan is not False:
+        is_wanted = True
+    has_cuda = torch.cuda.is_initialized()  # by an earlier run in this process: CUDA survives no fork
+    if not is_wanted or has_cuda:
+        return StartedPlan(is_open, sizing)
+    known = recipe if sizing is None else changed(recipe, sizing.values)
+    planned = stack.enter_context(job.plan(known, place.world_size, device.type))
+    return StartedPlan(is_open, sizing, planned)
+
+
+def open_store(place: RankPlace, meeting: "Meeting | None") -> "dist.Store | None":
+    """Return the store of this start; None for a single rank."""
     import torch.distributed as dist
 
-    from dtrain.parallel.mesh import init_process_group
-    from dtrain.parallel.runtime import Runtime
-    from dtrain.run.sizing import CPU, machine_of, sized, sizing_by_plan, sizing_of_cpu
+    if meeting is not None:
+        return meeting.store
+    if place.world_size == 1:
+        return None
+    return dist.FileStore(str(place.file), place.world_size)  # in its launcher's private directory
 
-    if job.threads is not None:
-        torch.set_num_threads(job.threads)
-    recipe = with_compile(resumed(job.recipe) if place.attempt else job.recipe, device.type)
-    chosen: tuple[str, ...] = ()
-    if device.type == "cuda" and value_of(job.recipe, COMPILE) == AUTO:
-        is_compiled = value_of(recipe, COMPILE)
-        (value,) = as_overrides({COMPILE: is_compiled})
-        why = f"Triton and a C compiler are {'' if is_compiled else 'not both '}installed"
-        chosen = (f"{value} (auto): {'run.deterministic=true' if recipe.run.deterministic else why}",)
-    with ExitStack() as stack:
-        planned = None
-        wants_plan = device.type == "cuda" if recipe.metrics.plan == "auto" else recipe.metrics.plan
-        has_cuda = torch.cuda.is_initialized()  # of an earlier run in this process: it survives no fork
-        is_open, sizing = job.plan is not None and bool(open_keys(recipe)), None
-        if is_open and place.rank == 0 and device.type == "cpu":
-            machine = machine_of(place.world_size, CPU, total_memory())
-            sizing = sizing_of_cpu(recipe, machine, host_memory(place.local_world_size))
-        wants_plan = wants_plan or (is_open and sizing is None and recipe.metrics.plan is not False)
-        if job.plan is not None and place.rank == 0 and wants_plan and not has_cuda:
-            known = changed(recipe, sizing.values) if sizing is not None else recipe
-            planned = stack.enter_context(job.plan(known, place.world_size, device.type))
-        met = None
-        if place.watches:
-            watch = importlib.import_module("dtrain.launch.hosts.rendezvous").watch
-            met = stack.enter_context(watch(recipe.run.directory, recipe.launch.lost_after, place, stop, terminal))
-            recipe = resumed(recipe) if met.attempt > place.attempt else recipe
-        if place.is_inside:
-            # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
-            reaches_out = job.train is not None or method_of(recipe).sends_weights()
-            stack.enter_context(loopback_only(place, nccl=device.type == "cuda" and not reaches_out))
-        size, store = place.world_size, None
-        if size > 1:
-            store = met.store if met else dist.FileStore(str(place.file), size)  # in its launcher's private directory
-        meeting = place if met is None else replace(place, attempt=max(place.attempt, met.attempt))
-        if store is not None:
-            refuse_other_recipes(recipe, meeting, store)
-        devices: list[DeviceFacts] = []
-        if device.type == "cuda":
-            start = partial(start_device, device, place)
-            agree(start, meeting, store, partial(_unfit_devices, recipe, None if is_open else planned, devices))
-        least = min(devices, key=lambda device: device.memory, default=None)
-        machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
-        if is_open:
-            free = min((device.free for device in devices if device.free is not None), default=None)
-            host = host_memory(place.local_world_size)
-            decide = partial(sizing_by_plan, recipe, machine, host, planned, least, free)
-            recipe, lines = sized(recipe, place.rank, meeting.attempt, store, lambda: sizing or decide())
-            chosen += lines
-        stack.enter_context(memory_errors(recipe, place, device))
-        if recipe.run.deterministic:
-            deterministic = importlib.import_module("dtrain.base.deterministic")
-            stack.enter_context(deterministic.deterministic_algorithms(place.environ))
-        wait = recipe.launch.collective_timeout
-        if store is not None:
-            init_process_group(device.type, store, place.rank, size, wait)
-        if place.watches:
-            refuse_other_hosts(recipe)
-        peak = planned.peak if planned else None
-        runtime = Runtime(
-            place.rank, place.local_rank, place.world_size, device, stop, peak, wait, chosen, machine if is_open else {}
-        )
-        (job.train or importlib.import_module("dtrain.run.trainer").train_checked)(recipe, runtime)
+
+def use_interfaces(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.device", stack: ExitStack) -> None:
+    """Name the network interfaces that the process groups use, until `stack` closes."""
+    from dtrain.launch.meeting import named_interface
+
+    # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
+    reaches_out = job.train is not None or method_of(recipe).sends_weights()
+    stack.enter_context(named_interface(place, nccl=device.type == "cuda" and not reaches_out))
+
+
+def start_devices(
+    recipe: Recipe,
+    place: RankPlace,
+    device: "torch.device",
+    attempt: int,
+    store: "dist.Store | None",
+    plan: StartedPlan,
+) -> list[DeviceFacts]:
+    """Start CUDA; return the devices of all ranks on rank 0, an empty list elsewhere. Collective over `store`.
+
+    Raises UserError, on every rank, if the run cannot go on with the devices.
+    """
+    devices: list[DeviceFacts] = []
+    if device.type == "cuda":
+        start = partial(start_device, device, place)
+        judge = partial(_unfit_devices, recipe, None if plan.is_open else plan.planned, devices)
+        agree(start, replace(place, attempt=attempt), store, judge)
+    return devices
+
+
+def choose_sizes(
+    recipe: Recipe,
+    place: RankPlace,
+    attempt: int,
+    store: "dist.Store | None",
+    plan: StartedPlan,
+    devices: Sequence[DeviceFacts],
+) -> Sizes:
+    """Decide on rank 0 what the recipe leaves to `auto`, and share it. Collective over `store`."""
+    from dtrain.run.sizing import CPU, machine_of, sized, sizing_by_plan
+
+    if not plan.is_open:
+        return Sizes(recipe)
+    least = min(devices, key=lambda device: device.memory, default=None)
+    machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
+    free = min((device.free for device in devices if device.free is not None), default=None)
+    host = host_memory(place.local_world_size)
+
+    def decide() -> Any:
+        return plan.sizing or sizing_by_plan(recipe, machine, host, plan.planned, least, free)
+
+    recipe, lines = sized(recipe, place.rank, attempt, store, decide)
+    return Sizes(recipe, lines, machine)
+
+
+def join_process_group(recipe: Recipe, place: RankPlace, device: "torch.device", store: "dist.Store | None") -> None:
+    """Start the process group of the run. Collective."""
+    from dtrain.launch.meeting import allow_open_files
+    from dtrain.parallel.mesh import init_process_group
+
+    if store is not None:
+        allow_open_files()
+        init_process_group(device.type, store, place.rank, place.world_size, recipe.launch.collective_timeout)
+
+
+def check_hosts_agree(
+    recipe: Recipe, place: RankPlace, meeting: "Meeting", terminal: int | None, stack: ExitStack
+) -> None:
+    """Raise UserError, on every rank, if hosts were started with different things. Collective: the first one.
+
+    From here on, until `stack` closes, the first failure of any rank is shown once.
+    """
+    from dtrain.launch.consistency import same_on_all
+    from dtrain.launch.meeting import one_failure_shown
+
+    stack.enter_context(one_failure_shown(place, meeting.store, recipe, terminal))
+    same_on_all(recipe)
+
+
+def use_deterministic(recipe: Recipe, place: RankPlace, stack: ExitStack) -> None:
+    """Have torch use deterministic algorithms until `stack` closes, if the recipe asks for them."""
+    if recipe.run.deterministic:
+        deterministic = importlib.import_module("dtrain.base.deterministic")
+        stack.enter_context(deterministic.deterministic_algorithms(place.environ))
+
+
+def train(
+    job: RunJob, place: RankPlace, device: "torch.device", stop: "StopFlag", plan: StartedPlan, sizes: Sizes
+) -> None:
+    """Train, with `job.train` or the trainer."""
+    from dtrain.parallel.runtime import Runtime
+
+    runtime = Runtime(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        device=device,
+        stop=stop,
+        planned=plan.planned.peak if plan.planned else None,
+        collective_timeout=sizes.recipe.launch.collective_timeout,
+        chosen=sizes.lines,
+        machine=sizes.machine,
+    )
+    act = job.train or importlib.import_module("dtrain.run.trainer").train_checked
+    act(sizes.recipe, runtime)
+
+
+def leave_process_group(place: RankPlace) -> None:
+    """Take the process group of `join_process_group` down."""
+    import torch.distributed as dist
+
     if place.world_size > 1:
         dist.destroy_process_group()
 
@@ -158,31 +306,10 @@ def _unfit_devices(
     return reasons
 
 
-@contextmanager
-def loopback_only(place: RankPlace, *, nccl: bool) -> Iterator[None]:
-    """While the block runs, the sockets of gloo, and of NCCL with `nccl`, listen on the loopback interface alone,
-    unless the user has named another. For ranks that are all on this host: nobody outside has any business there."""
-    name = loopback()
-    named = {GLOO: name, **({NCCL: f"={name}"} if nccl else {})} if name else {}
-    missing = {key: value for key, value in named.items() if key not in place.environ}
-    place.environ.update(missing)
-    try:
-        yield
-    finally:  # a process may run another recipe, or start processes that reach other hosts
-        for key in missing:
-            place.environ.pop(key, None)
-
-
 def run_in_place(job: RunJob, place: RankPlace) -> None:
-    """`run_rank` in a process that nobody of ours watches over: it answers signals itself."""
+    """Do `run_rank` in this process, which answers signals itself and leaves torch's agent a report if it fails."""
     from dtrain.parallel.runtime import StopFlag
 
-    recipe, terminal = job.recipe, None
-    with tell_all_ranks(place):
-        device = choose_device(recipe.launch.device, place)
-        if place.rank > 0:
-            terminal = os.dup(2) if place.local_rank == 0 else None  # one rank of each host tells there
-            write_to_log(recipe, place.rank)
     stop = StopFlag()
 
     def ask(signum: int) -> None:
@@ -190,36 +317,37 @@ def run_in_place(job: RunJob, place: RankPlace) -> None:
         if place.rank == 0:
             os.write(2, STOPPING)
 
-    look = None
-    if place.world_size == 1:  # whether one rank of several hangs, or waits for another, it cannot know
-        look = partial(_end_if_hung, recipe, stop, threading.get_ident(), StallTimer(recipe.launch.lost_after))
-    with on_signals(ask, look=look):
-        run_rank(job, place, device, stop, terminal)
+    with on_signals(ask), reported_to_agent(job.recipe, place):
+        if not place.meets_others:
+            run_rank(job, place, choose_device(job.recipe.launch.device, place), stop)
+            return
+        from dtrain.launch.meeting import meet, raise_on_all_ranks
 
-
-def _end_if_hung(recipe: Recipe, stop: "StopFlag", main: int, stalled: StallTimer) -> None:
-    """End this process where its `main` thread was asked to stop and gets nothing done."""
-    stalled.look(heartbeat(stop, main))
-    if stalled.is_over:
-        text = f"asked to stop, the run has stood at {stalled.last.place} for {stalled.seconds:.0f} s"
-        saved = newest_checkpoint(recipe.run.directory)
-        os.write(2, f"dtrain: {text} (launch.lost_after): it ends at once. {saved}\n".encode())
-        kill(descendants(os.getpid()))
-        os._exit(1)
+        try:
+            device = choose_device(job.recipe.launch.device, place)
+            log = open_log(job.recipe, place.rank) if place.rank > 0 else None
+        except UserError as problem:
+            raise_on_all_ranks(place, problem)
+        meeting = meet(place, stop)
+        terminal = None
+        if log is not None:
+            terminal = os.dup(2)
+            redirect_to(log)
+        run_rank(job, place, device, stop, meeting, terminal)
 
 
 @contextmanager
-def tell_all_ranks(place: RankPlace | None) -> Iterator[None]:
-    """Tell the other ranks where the block finds that the run cannot begin (UserError) and `place` is one of several
-    hosts: they are not left to wait for this one. Raises UserError with what all have found, or SystemExit where
-    another process of this host tells of it.
-    """
+def reported_to_agent(recipe: Recipe, place: RankPlace) -> Iterator[None]:
+    """Write torch's error file if the block raises, so that torchrun shows our own line and no traceback of ours."""
     try:
         yield
-    except UserError as problem:
-        if place is None or not place.watches:
-            raise
-        importlib.import_module("dtrain.launch.hosts.rendezvous").fail_together(place, problem)
+    except BaseException as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if place.started_by == "torchrun" and is_main:
+            # Once one process has ended, torchrun sends SIGTERM to the others, which are about to say why they end.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Report.of(error, place.rank, recipe).write(place.environ)
+        raise
 
 
 def resumed(recipe: Recipe) -> Recipe:
@@ -269,18 +397,18 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
     )
 
 
-def write_to_log(recipe: Recipe, rank: int) -> None:
-    """Send what this process prints from here on to its log in the run's directory; rank 0 keeps the terminal."""
+def open_log(recipe: Recipe, rank: int) -> int:
+    """Open the log of a rank in the run's directory; return its descriptor. Raises UserError."""
     path = log_file(recipe, rank)
     try:
         path.parent.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead where nothing is yet
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise UserError(f"run.dir={recipe.run.dir}: {path} cannot be written: {error.strerror}") from error
+
+
+def redirect_to(log: int) -> None:
+    """Send what this process prints from here on to its log. Rank 0 keeps the terminal."""
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-
-
-def log_file(recipe: Recipe, rank: int) -> Path:
-    return recipe.run.directory / f"log-rank{rank}.txt"

@@ -1,27 +1,30 @@
-"""The answer of a run to signals: the first asks it to stop, a second one ends it."""
+"""How a run answers signals: the first one asks it to stop, a second one ends it."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from dtrain.base.errors import NOTHING_LOST, Stopped
 from dtrain.base.orphans import descendants, kill
-from dtrain.launch.watch import LOOK_SECONDS
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is how batch systems announce a pre-emption
+LOOK_SECONDS = 0.25
+# Batch systems announce a pre-emption with SIGUSR1. SIGHUP comes when a terminal or an ssh connection closes.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
-def on_signals(
-    ask: Callable[[int], None], signals: Iterable[int] = STOP_SIGNALS, look: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """The first of `signals` calls `ask`, and from then on `look` is called every LOOK_SECONDS, in a thread; a second
-    one raises KeyboardInterrupt with its number, and where the block does not end by that, the process ends within
-    seconds. Main thread only."""
+def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
+    """Call `ask` with the number of the first stop signal; raise KeyboardInterrupt with the number of a second one.
+
+    If the block does not end by that KeyboardInterrupt, the process ends within seconds. Signals that this process was
+    started to ignore stay ignored, as SIGHUP under nohup. Only the main thread handles signals; in others this does
+    nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -44,17 +47,58 @@ def on_signals(
 
     def insist() -> None:
         while not ended.wait(LOOK_SECONDS):
-            if asked_at and look is not None:
-                look()
             if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
                 kill(descendants(owner))
                 os._exit(128 + last[0])
 
     threading.Thread(target=insist, daemon=True).start()
-    previous = {signum: signal.signal(signum, handle) for signum in signals}
+    handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handle) for signum in handled}
     try:
         yield
     finally:
         ended.set()
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def stopped_at_once() -> Iterator[None]:
+    """Raise Stopped at the first stop signal. For work that leaves nothing to save, such as reading a recipe."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, _interrupt) for signum in handled}
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        signum = error.args[0] if error.args else signal.SIGINT
+        raise Stopped(signum, NOTHING_LOST) from None
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    # KeyboardInterrupt and not Stopped: libraries catch Exception in the middle of their work.
+    raise KeyboardInterrupt(signum)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Block stop signals in this thread, and in processes that the block starts until they call `let_through`.
+
+    A process that has just been started has no handlers yet, so that a signal would end it without a word. A blocked
+    signal stays pending instead.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Unblock stop signals, once this process has handlers; a pending one is delivered now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -4,7 +4,7 @@ Three ways to run, told apart by what the environment says:
 
     torchrun, srun started this process    it is one rank of theirs: in place
     launch.nproc == 1                      in place, without a process group
-    launch.nproc > 1                       that many processes of this machine, which we start and watch (`agent`)
+    launch.nproc > 1                       that many processes of this machine, which `processes` starts
 """
 
 import os
@@ -18,7 +18,8 @@ from dtrain.base.host_memory import num_cores
 from dtrain.base.import_paths import search_path
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
-from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place, tell_all_ranks
+from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
+from dtrain.launch.signals import stopped_at_once
 from dtrain.methods import recipe_and_problems
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.recipe.automatic import open_keys
@@ -35,17 +36,22 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
     `train` defaults to `dtrain.run.trainer.train_checked`. plan: works out the run's plan beside it, where metrics.plan
     asks for one; a function of a module, for workers to import.
 
-    Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM
-    or SIGUSR1, KeyboardInterrupt after a second Ctrl-C, agent.WorkerFailed when a worker died of anything else.
+    Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM,
+    SIGHUP or SIGUSR1, KeyboardInterrupt after a second signal, WorkerFailed when a worker died of anything else.
     """
     place = None
     try:
-        recipe = with_processes(recipe() if callable(recipe) else recipe)
-        place = find_place(os.environ, recipe.launch.processes)
-        recipe = _checked(recipe, place.world_size if place else recipe.launch.processes)
-    except UserError:
-        with tell_all_ranks(place or find_place(os.environ, 1)):
-            raise
+        with stopped_at_once():
+            recipe = with_processes(recipe() if callable(recipe) else recipe)
+            place = find_place(os.environ, recipe.launch.processes)
+            recipe = _checked(recipe, place.world_size if place else recipe.launch.processes)
+    except UserError as problem:
+        place = place or find_place(os.environ, 1)
+        if place is not None and place.meets_others:
+            from dtrain.launch.meeting import raise_on_all_ranks  # of several hosts only
+
+            raise_on_all_ranks(place, problem)
+        raise
     with redacted_errors(recipe):
         _start(recipe, place, train, plan)
     return recipe
@@ -102,17 +108,14 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: P
     if place is None and recipe.launch.processes == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.processes > 1:
-        from dtrain.launch import agent  # of several processes alone
+        with stopped_at_once():
+            from dtrain.launch import processes  # loads torch
 
-        agent.run_workers(RunJob(recipe, _threads(recipe.launch.processes), train, plan), os.environ)
-    else:
-        place, run = place or RankPlace(environ=os.environ), run_in_place
-        if place.started_by == "torchrun":  # it tells of the first error, whichever rank had it, where it finds that
-            from torch.distributed.elastic.multiprocessing.errors import record
-
-            run = record(run)
-        per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
-        run(RunJob(recipe, _threads(place.local_world_size, per_task), train, plan), place)
+        processes.run_workers(RunJob(recipe, _threads(recipe.launch.processes), train, plan), os.environ)
+        return
+    place = place or RankPlace(environ=os.environ)
+    per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
+    run_in_place(RunJob(recipe, _threads(place.local_world_size, per_task), train, plan), place)
 
 
 def _checked(recipe: Recipe, world_size: int) -> Recipe:
@@ -147,13 +150,13 @@ def _note_tasks(environ: Mapping[str, str]) -> None:
         )
 
 
-def work(job: str, fd: str) -> None:
-    """The main function of a process that `agent.run_workers` started. Never returns."""
+def work(directory: str) -> None:
+    """Be a process that `processes.run_workers` started. Never returns."""
     place = find_place(os.environ, 1)
     assert place is not None, "its launcher says which rank it is"
-    from dtrain.launch import agent
+    from dtrain.launch import processes
 
-    agent.work(Path(job), int(fd), place)
+    processes.work(Path(directory), place)
 
 
 def _threads(processes: int, per_task: int | None = None) -> int | None:

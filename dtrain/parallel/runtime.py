@@ -1,7 +1,6 @@
 """Facts of a rank about itself: its place in the world, its device, and whether it was asked to stop."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,26 +8,13 @@ import torch
 
 
 class StopFlag:
-    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came.
-
-    The other way round it tells of the main thread, for who watches whether it hangs: `progress`, to which the thread
-    adds for each thing that it gets done, and `is_saving`, while it writes, which may take long.
-    """
+    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came."""
 
     def __init__(self) -> None:
-        self.signum = self.progress = 0
-        self.is_saving = False
+        self.signum = 0
 
     def request(self, signum: int) -> None:
         self.signum = signum
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        before, self.is_saving = self.is_saving, True
-        try:
-            yield
-        finally:
-            self.is_saving = before
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain import recipe as config
-from dtrain.base.errors import Interrupted, RecipeError, Stopped, Unavailable, UserError
+from dtrain.base.errors import NOTHING_LOST, Interrupted, RecipeError, Stopped, Unavailable, UserError
 from dtrain.base.files import replace_text
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.dcp.background import Saver
@@ -52,7 +52,6 @@ from dtrain.run.summary import about, closing, opening
 if TYPE_CHECKING:
     from dtrain.run.evaluations import Evaluations
 
-NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
 COLLECT_EVERY = 20  # steps, of which Python's young garbage is collected
 PLAN_SECONDS = 5.0  # that the end of a short run waits for the plan beside it
 
@@ -108,12 +107,8 @@ class Trainer:
         build = partial(build_model, longest_row=self.method.longest_row())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
         self._text_flops = text_flops(self.policy.model)
-        # Of the decoder: losses and decoding call it inside the model's other methods. A sign of life for each
-        # micro-batch and each drawn token.
-        self.policy.model.model.register_forward_pre_hook(self._show_life)
         self.policy.init_optimizer(self.total_steps)
         self.saver, self.patience = self._open_saver()
-        stack.callback(setattr, runtime.stop, "is_saving", True)  # closing may take as long as a save: it is no hang
         self._measured: dict[str, float] = {}  # metrics of the last finished step
         self._cursor = self.start.cursor  # the data position after that step
         begun = self.start.state or {}
@@ -263,11 +258,9 @@ class Trainer:
         """Judge the model's answers, where they are due. A signal cuts this short: what is left is done on resume."""
         if self.evaluations is None:
             return
-        try:
+        with suppress(Interrupted):
             for fields in self.evaluations.evaluate(step, is_last):
                 self._see(fields)
-        except Interrupted:
-            self._show_life()
 
     def measure(self, step: int, is_last: bool) -> bool:
         """Validate and evaluate after `step`, as far as due and not done yet. Return whether the run ends here: as
@@ -308,16 +301,14 @@ class Trainer:
             "metrics": dict(self._measured),
         }
         contents = resume.contents(self.policy, self.method, known)
-        with self.runtime.stop.saving():
-            self.saver.save(step, *contents, wait=wait)
+        self.saver.save(step, *contents, wait=wait)
         if self.recipe.checkpoint.export == "every":
             self.export()
 
     def export(self) -> None:
         """Write the run's `export/`: a Hugging Face directory in the dtype of computation, or an adapter in PEFT's
         layout."""
-        with self.runtime.stop.saving():
-            self.policy.checkpoint.export(self.run.export, self.recipe.model.directory, self._held)
+        self.policy.checkpoint.export(self.run.export, self.recipe.model.directory, self._held)
         self.metrics.say(f"exported to {self.run.export}")
 
     def lacks_export(self, start: Start) -> bool:
@@ -356,13 +347,8 @@ class Trainer:
             data_time=data_time,
         )
 
-    def _show_life(self, *_: object) -> None:
-        """Tell whoever watches this rank that it gets something done; also a hook of the decoder's forward."""
-        self.runtime.stop.progress += 1
-
     def _as_the_method_sees_it(self) -> RunContext:
         def ask_stop() -> bool:
-            self._show_life()
             return self.runtime.stop.signum != 0
 
         return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
@@ -386,7 +372,6 @@ class Trainer:
 
         Raises, on every rank, what a save in the background has failed with on any.
         """
-        self._show_life()
         flags = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
         if self.runtime.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -4,7 +4,6 @@ python -m tests.launch.launched DIRECTORY TRAINING [key=value ...]
 """
 
 import os
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from dtrain.base.errors import Stopped, UserError
 from dtrain.commands.run import plan_beside
 from dtrain.launch import launch
-from dtrain.launch.agent import WorkerFailed
+from dtrain.launch.reports import WorkerFailed
 from dtrain.methods import load_recipe
 from tests.tiny import tiny_recipe
 
@@ -31,11 +30,6 @@ def ends(recipe, runtime):
         dist.all_reduce(total)
     print(f"hello from {runtime.rank}")
     _mark(recipe, runtime, f"{runtime.world_size} {total.item()} {torch.get_num_threads()} {runtime.device}")
-
-
-def loads_no_watch(recipe, runtime):
-    assert not [name for name in sys.modules if name.startswith("dtrain.launch.hosts")]
-    ends(recipe, runtime)
 
 
 def mistaken(recipe, runtime):
@@ -67,13 +61,6 @@ def hangs(recipe, runtime):
     time.sleep(3600)
 
 
-def hangs_with_children(recipe, runtime):
-    """One of them in a session of its own, as code of the user's is."""
-    sleeping = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
-    Path(recipe.run.dir, f"children-{runtime.rank}").write_text(" ".join(str(one.pid) for one in sleeping))
-    hangs(recipe, runtime)
-
-
 def spins(recipe, runtime):
     """Code of the user's that never ends on the last rank, and catches all that is thrown at it; the others wait."""
     _mark(recipe, runtime)
@@ -82,40 +69,6 @@ def spins(recipe, runtime):
     while True:
         with suppress(BaseException):
             time.sleep(0.01)
-
-
-def gives_up(recipe, runtime):
-    """As a collective that waits for a rank whose main thread hangs, and has waited for long enough."""
-    _mark(recipe, runtime)
-    while runtime.rank == 1:
-        time.sleep(0.1)
-    time.sleep(recipe.launch.lost_after + 1)
-    raise RuntimeError("timed out")
-
-
-def saves_slowly(recipe, runtime):
-    """For longer than a main thread may stand still: bytes come, then the disk syncs."""
-    _mark(recipe, runtime)
-    while not runtime.stop.signum:
-        time.sleep(0.05)
-    with runtime.stop.saving():
-        for pause in [0.5] * 12 + [6.0]:
-            time.sleep(pause)
-            Path(recipe.run.dir, f"saved-{runtime.rank}").write_text("x" * 100)
-    raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
-
-
-def steps_slowly(recipe, runtime):
-    """One rank gets something done now and then, for which the others wait."""
-    _mark(recipe, runtime)
-    while not runtime.stop.signum:
-        time.sleep(0.05)
-    for _ in range(7 if runtime.rank == 0 else 0):
-        time.sleep(1.0)
-        runtime.stop.progress += 1
-    if runtime.world_size > 1:
-        dist.barrier()
-    raise Stopped(runtime.stop.signum, "stopped after step 3, which is saved")
 
 
 def reduces(recipe, runtime):

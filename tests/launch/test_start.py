@@ -5,6 +5,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import launch, signals
-from dtrain.launch.agent import ENDED, ExitReport, WorkerFailed, _reason
 from dtrain.launch.place import RankPlace, find_place, first_host
-from dtrain.launch.rank import OutOfMemory, RunJob, memory_errors
+from dtrain.launch.rank import memory_errors
+from dtrain.launch.reports import OutOfMemory
 from dtrain.methods import load_recipe
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
@@ -35,7 +36,6 @@ SLURM = {
 
 def test_the_place_that_torchrun_gives():
     assert find_place({}, 4) is None
-    assert find_place({"RANK": "0", "WORLD_SIZE": "2"}, 1) is None  # nodes, not processes
     agent = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = find_place({**TORCHRUN, **agent, "TORCHELASTIC_RESTART_COUNT": "2"}, 8)
     assert found == RankPlace(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
@@ -47,6 +47,19 @@ def test_the_place_that_slurm_gives():
     assert find_place({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
     assert find_place({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
     assert find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, 1).world_size == 6  # under --preserve-env
+
+
+def test_a_pod_of_kubeflow_is_one_rank():
+    """Its PyTorchJob sets these four, and no LOCAL_RANK."""
+    pod = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    found = find_place(pod, 1)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (1, 0, 3, 1)
+    assert found.master == ("job-master-0", 23456) and found.meets_others
+    with pytest.raises(UserError, match="launch.nproc=8. Set launch.nproc=1, or run torchrun in the pod"):
+        find_place(pod, 8)
+    with pytest.raises(UserError, match="neither LOCAL_RANK nor MASTER_ADDR"):
+        find_place({"RANK": "0", "WORLD_SIZE": "2"}, 1)
+    assert find_place({**pod, "RANK": "0", "WORLD_SIZE": "1"}, 8) is None  # a job of one pod starts its own ranks
 
 
 @pytest.mark.parametrize("nproc", [1, 8])
@@ -76,7 +89,7 @@ def test_an_environment_that_contradicts_itself_is_refused():
     with pytest.raises(UserError, match="LOCAL_WORLD_SIZE is not set"):  # of one host or several: it cannot be told
         find_place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1)
     assert find_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1).local_world_size == 1
-    with pytest.raises(UserError, match="as rank 3 of 2"):
+    with pytest.raises(UserError, match="rank 3 of 2"):
         find_place({**TORCHRUN, "WORLD_SIZE": "2"}, 1)
 
 
@@ -131,7 +144,7 @@ def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path
 def test_a_second_signal_is_raised_where_the_run_stands(monkeypatch):
     monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
     asked = []
-    with pytest.raises(KeyboardInterrupt), signals.on_signals(asked.append, [signal.SIGUSR1]):
+    with pytest.raises(KeyboardInterrupt), signals.on_signals(asked.append):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.01)
@@ -152,24 +165,6 @@ def test_running_out_of_memory_names_the_peak_and_the_keys(tmp_path, allocate):
         raise RuntimeError("shapes do not fit")
 
 
-def report(rank, kind, text, seconds=0.0):
-    return ExitReport(rank, 0, kind, text, seconds)
-
-
-def test_of_several_failures_the_one_that_began_it_is_told(tmp_path):
-    job = RunJob(tiny_recipe(tmp_path))
-    lost = report(0, "crash", "Traceback\nRuntimeError: connection closed by peer", 1.0)
-    mistake = [report(rank, "user", "line 7 is not JSON", 2.0 + rank) for rank in (1, 2)]
-    assert str(_reason(job, [lost, *mistake], {0: 1, 1: 1, 2: 1})) == "line 7 is not JSON"
-    assert str(_reason(job, [report(1, "memory", "first"), report(0, "memory", "second")], {0: 1, 1: 1})) == "first"
-    killed = _reason(job, [lost], {0: 1, 1: -signal.SIGKILL})
-    assert isinstance(killed, WorkerFailed) and str(killed).startswith("rank 1 was killed by SIGKILL")
-    assert "log-rank1.txt" in str(killed)
-    crashed = _reason(job, [report(1, "crash", "Traceback\nValueError: x"), lost], {0: 1, 1: 1, 2: ENDED})
-    assert str(crashed).splitlines()[-1].startswith("rank 1 failed: ValueError: x; what it printed is in ")
-    assert str(_reason(job, [], {0: ENDED, 1: 3})).startswith("rank 1 ended with status 3 without a word")
-
-
 # ---- with processes
 
 
@@ -177,12 +172,6 @@ def test_a_mistake_that_every_rank_finds_is_told_once(tmp_path):
     status, _, err = Launched(tmp_path, "mistaken", "launch.nproc=2").end()
     assert status == 1
     assert err.strip() == "data.train.path: line 7 is not JSON"
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_on_one_host_does_not_load_the_watch_over_several(tmp_path, nproc):
-    status, out, err = Launched(tmp_path, "loads_no_watch", f"launch.nproc={nproc}", starts=True).end()
-    assert status == 0 and "hello from 0" in out, err
 
 
 def test_ctrl_c_gives_the_ranks_time_to_save_and_has_a_status_of_its_own(tmp_path):
@@ -200,9 +189,11 @@ def test_a_killed_worker_ends_the_run_though_the_others_hang(tmp_path):
     launched = Launched(tmp_path, "hangs", "launch.nproc=2")
     pids = launched.pids(2)
     os.kill(pids[1], signal.SIGKILL)
-    status, _, err = launched.end()
+    status, _, err = launched.end(20)
     assert status == 1
-    assert err.strip().splitlines()[-1].startswith("rank 1 was killed by SIGKILL")
+    host = socket.gethostname()
+    assert err.strip().splitlines()[-1].startswith(f"rank 1 on {host} was killed by SIGKILL")
+    assert "log-rank1.txt" in err and len(err.strip().splitlines()) == 1
     wait_until_gone(pids)
 
 
@@ -261,7 +252,9 @@ def test_a_crash_is_told_with_its_traceback_and_its_log(tmp_path):
 def test_a_restart_meets_anew_and_resumes(tmp_path):
     restart = ("launch.nproc=2", "launch.max_restarts=1", "checkpoint.resume=null")
     status, _, err = Launched(tmp_path, "fails_once", *restart).end()
-    assert status == 0 and "starting again (1 of 1) after: RuntimeError: a passing cloud" in err
+    assert status == 0, err
+    assert "starting again (1 of 1) after: rank " in err
+    assert "failed: RuntimeError: a passing cloud" in err
     assert [path.read_text() for path in sorted((tmp_path / "runs").glob("mark-*"))] == ["auto", "auto"]
 
 
@@ -272,3 +265,24 @@ def test_under_torchrun_the_ranks_run_in_place(tmp_path):
     marks = [path.read_text().split() for path in sorted((tmp_path / "runs").glob("mark-*"))]
     assert [mark[:2] for mark in marks] == [["2", "1.0"], ["2", "1.0"]]
     assert "hello from 1" in (tmp_path / "runs" / "run" / "log-rank1.txt").read_text()
+
+
+def test_a_second_signal_of_any_kind_ends_at_once(tmp_path):
+    cases = [
+        (1, (signal.SIGTERM, signal.SIGTERM)),
+        (1, (signal.SIGINT, signal.SIGUSR1)),
+        (2, (signal.SIGTERM, signal.SIGHUP)),
+        (2, (signal.SIGUSR1, signal.SIGINT)),
+    ]
+    runs = []
+    for number, (nproc, _) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        runs.append(Launched(tmp_path / str(number), "spins", f"launch.nproc={nproc}"))
+    pids = [run.pids(nproc) for run, (nproc, _) in zip(runs, cases, strict=True)]
+    for at in (0, 1):
+        for run, (_, signals) in zip(runs, cases, strict=True):
+            os.kill(run.process.pid, signals[at])
+        time.sleep(1.3)
+    for run, ranks, case in zip(runs, pids, cases, strict=True):
+        assert run.end()[0] != 0, case
+        wait_until_gone(ranks)
