@@ -258,13 +258,13 @@ def allow_open_files() -> None:
 
 @contextmanager
 def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, terminal: int | None) -> Iterator[None]:
-    """Show the failure that came first, of all hosts, once with its rank and host.
+    """Show the failure that came first, of all hosts, with its rank and host, once on each host.
 
     If a rank fails in the block, the others lose their connections to it. They raise Unavailable with the reason of the
-    first one.
+    first one, which they find in the store.
 
     Args:
-        terminal: This process's stderr as it was started with; None if it still has that.
+        terminal: On one process of each host, the stderr that it was started with; None if it still has that.
     """
     try:
         yield
@@ -272,17 +272,41 @@ def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, termi
         raise
     except BaseException as error:
         report = Report.of(error, place.rank, recipe)
+        lost = _lost_connection(error)
         mine = f"rank {place.rank} on {report.host} failed: {report.reason}"
-        is_shared = place.rank == 0 and isinstance(error, UserError)  # rank 0 shows what all ranks have found
-        if not is_shared:
-            time.sleep(CLAIM_SECONDS)
-        claim = _in_thread(partial(store.compare_set, "failure", "", mine))
-        first = mine
-        with suppress(dist.DistError, TimeoutError):  # the store may be gone with the rank that failed
-            if wait([claim], STORE_SECONDS).done:
-                first = claim.result().decode()
-        if first != mine:
-            raise Unavailable(f"{first}. {newest_checkpoint(recipe.run.directory)}") from error
+        if lost is not None:
+            mine = f"rank {place.rank} on {report.host} lost another rank: {lost}"
+        first = _first_failure(store, mine, _claim_delay(place, error, lost))
+        told = f"{first}. {newest_checkpoint(recipe.run.directory)}"
         if terminal is not None:
-            os.write(terminal, f"dtrain: {mine}. {newest_checkpoint(recipe.run.directory)}\n".encode())
+            os.write(terminal, f"dtrain: {told}\n".encode())
+        if first != mine or lost is not None:
+            raise Unavailable(told) from error
         raise
+
+
+def _lost_connection(error: BaseException) -> str | None:
+    """Return what torch says of a connection to another rank that has broken, or None for any other error."""
+    text = first_line(error)
+    if isinstance(error, dist.DistError):
+        return text
+    if isinstance(error, RuntimeError) and "gloo/transport" in text:  # the source file that gloo names first
+        return text.partition("] ")[2].partition(". This is typically")[0]
+    return None
+
+
+def _claim_delay(place: RankPlace, error: BaseException, lost: str | None) -> float:
+    """Return the seconds after which a rank claims that it failed first, so that causes come before consequences."""
+    if place.rank == 0 and isinstance(error, UserError):
+        return 0.0  # all ranks may have found the same mistake: rank 0 shows it
+    return CLAIM_SECONDS if lost is None else 2 * CLAIM_SECONDS
+
+
+def _first_failure(store: dist.Store, mine: str, delay: float) -> str:
+    """Return the failure that the ranks agree on: `mine`, if no other rank has written one after `delay` seconds."""
+    time.sleep(delay)
+    claim = _in_thread(partial(store.compare_set, "failure", "", mine))
+    with suppress(dist.DistError, RuntimeError):  # the store is gone if its host is the one that failed
+        if wait([claim], STORE_SECONDS).done:
+            return claim.result().decode()
+    return mine

@@ -328,9 +328,11 @@ def run_in_place(job: RunJob, place: RankPlace) -> None:
             log = open_log(job.recipe, place.rank) if place.rank > 0 else None
         except UserError as problem:
             raise_on_all_ranks(place, problem)
-        meeting = meet(place, stop)
         terminal = None
-        if log is not None:
+        if log is not None and place.local_rank > 0:
+            redirect_to(log)
+        meeting = meet(place, stop)  # one process of each host shows the problems of all
+        if log is not None and place.local_rank == 0:
             terminal = os.dup(2)
             redirect_to(log)
         run_rank(job, place, device, stop, meeting, terminal)

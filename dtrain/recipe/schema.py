@@ -70,17 +70,13 @@ class Launch:
     max_restarts: Annotated[int, at_least(0)] = 0
     """How many times all processes are started again after one died. They resume from the newest whole checkpoint.
     Under torchrun, its own --max-restarts counts."""
-    lost_after: Annotated[float, (lambda v: 1 <= v < math.inf, "a finite number of seconds, at least 1")] = 60.0
-    """A rank is lost after this many seconds without a sign of life (its process is stopped, its host is silent). The
-    run then ends and names it. A process that died is noticed at once. A first SIGINT, SIGTERM or SIGUSR1 starts the
-    same clock for ranks of one machine that get nothing done (a save counts as work): the run then ends unsaved."""
     collective_timeout: Annotated[
         float | None, (lambda v: 1 <= v <= 31_536_000, "from 1 second to a year of them, or null")
     ] = None
     """Seconds that a rank waits for the others in a collective before the run ends with an error. null: a day over
     gloo, where a rank may wait while another reads data, draws or judges a rollout, or writes a file; half an hour over
-    nccl, where ranks wait for one another within a step. This ends a run whose ranks all live and wait for one another.
-    `lost_after` notices a rank that died or fell silent, and sooner."""
+    nccl, where ranks wait for one another within a step. A process that died is noticed at once. A rank that hangs, and
+    a host that falls silent, are noticed only by this."""
 
     @property
     def processes(self) -> int:

@@ -48,7 +48,7 @@ def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
 
     def act(rank):  # what is read by one rank alone, or is a matter of speed, may differ
         compare(
-            load_recipe(recipe, [f"launch.lost_after={60 + rank}", f"data.num_workers={rank}"]),
+            load_recipe(recipe, [f"launch.collective_timeout={60 + rank}", f"data.num_workers={rank}"]),
             rank,
             tmp_path / "store",
         )

@@ -13,9 +13,9 @@ from dtrain.base.errors import UserError
 from dtrain.commands.plan.beside import Peak, PlannedPeak
 from dtrain.commands.plan.hardware import USABLE
 from dtrain.launch import devices
-from dtrain.launch.agent import run_workers
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
+from dtrain.launch.processes import run_workers
 from dtrain.launch.rank import RunJob, _unfit_devices
 from tests.tiny import tiny_recipe
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from dtrain import recipe as config
 from dtrain.base.addresses import EVERYWHERE, address_to_listen_at, listen
-from dtrain.launch.watch import within
 from tests.forked_python import ForkedPython, in_namespace
 from tests.launch.processes import Launched
 from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
@@ -52,11 +51,14 @@ def addresses(found) -> set[str]:
 
 def is_store(address: str, port: int) -> bool:
     """Return whether a client of torch's store, as a stranger has it, gets an answer there."""
+    code = "import sys, torch.distributed as dist; dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False)"
+    client = ForkedPython([sys.executable, "-c", code, address, str(port)], stderr=subprocess.DEVNULL)
     try:
-        client = within(3, lambda: dist.TCPStore(address, port, is_master=False))
-    except dist.DistError:
+        return client.wait(3) == 0
+    except subprocess.TimeoutExpired:  # what listens there does not answer
+        client.kill()
+        client.wait()
         return False
-    return client is not None
 
 
 def test_sockets_are_found_as_they_listen():

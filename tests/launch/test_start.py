@@ -280,8 +280,8 @@ def test_a_second_signal_of_any_kind_ends_at_once(tmp_path):
         runs.append(Launched(tmp_path / str(number), "spins", f"launch.nproc={nproc}"))
     pids = [run.pids(nproc) for run, (nproc, _) in zip(runs, cases, strict=True)]
     for at in (0, 1):
-        for run, (_, signals) in zip(runs, cases, strict=True):
-            os.kill(run.process.pid, signals[at])
+        for run, (_, sent) in zip(runs, cases, strict=True):
+            os.kill(run.process.pid, sent[at])
         time.sleep(1.3)
     for run, ranks, case in zip(runs, pids, cases, strict=True):
         assert run.end()[0] != 0, case
