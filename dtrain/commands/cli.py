@@ -19,6 +19,7 @@ from pathlib import Path
 from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.json_files import split_lines
+from dtrain.base.stop_signals import exit_at_once, handled_by
 from dtrain.commands.arguments import (
     DIRECTORY,
     PROCESSES,
@@ -191,15 +192,16 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.run import plan_beside
-    from dtrain.launch import launch
-    from dtrain.launch.reports import WorkerFailed
-    from dtrain.run import preflight
+    with handled_by(exit_at_once):  # until the run handles signals itself
+        from dtrain.commands.run import plan_beside
+        from dtrain.launch import launch
+        from dtrain.launch.reports import WorkerFailed
+        from dtrain.run import preflight
 
-    try:
-        launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
-    except WorkerFailed as error:
-        raise UserError(str(error)) from error
+        try:
+            launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
+        except WorkerFailed as error:
+            raise UserError(str(error)) from error
 
 
 def _validate(arguments: argparse.Namespace) -> None:

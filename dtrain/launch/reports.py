@@ -1,7 +1,7 @@
 """Why a rank ended: the error file that torch's elastic agent, or our own launcher, reads once a rank has failed.
 
-torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entries `message` and `timestamp`; torchrun prints them.
-The entry `dtrain` is ours.
+torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`, which torchrun prints. The entry
+`dtrain` is ours.
 """
 
 import json
@@ -58,7 +58,10 @@ class Report:
         """Write the error file, if whoever started this process has named one."""
         path = environ.get(ERROR_FILE)
         if path:
-            content = {"message": self.text, "timestamp": int(self.time), "dtrain": asdict(self)}
+            # As torch's own ErrorHandler writes it. torchrun shows py_callstack last: for a mistake, only our
+            # text.
+            shown = {"py_callstack": self.text, "timestamp": str(int(self.time))}
+            content = {"message": {"message": self.reason, "extraInfo": shown}, "dtrain": asdict(self)}
             replace_text(Path(path), json.dumps(content))
 
     @classmethod

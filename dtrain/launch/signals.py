@@ -7,23 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dtrain.base.errors import NOTHING_LOST, Stopped
 from dtrain.base.orphans import descendants, kill
+from dtrain.base.stop_signals import STOP_SIGNALS, handled_by
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
 LOOK_SECONDS = 0.25
-# Batch systems announce a pre-emption with SIGUSR1. SIGHUP comes when a terminal or an ssh connection closes.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
 def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
     """Call `ask` with the number of the first stop signal; raise KeyboardInterrupt with the number of a second one.
 
-    If the block does not end by that KeyboardInterrupt, the process ends within seconds. Signals that this process was
-    started to ignore stay ignored, as SIGHUP under nohup. Only the main thread handles signals; in others this does
-    nothing.
+    If the block does not end by that KeyboardInterrupt, the process ends within seconds. Only the main thread handles
+    signals; in others this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,37 +49,11 @@ def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
                 os._exit(128 + last[0])
 
     threading.Thread(target=insist, daemon=True).start()
-    handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    previous = {signum: signal.signal(signum, handle) for signum in handled}
     try:
-        yield
+        with handled_by(handle):
+            yield
     finally:
         ended.set()
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-@contextmanager
-def stopped_at_once() -> Iterator[None]:
-    """Raise Stopped at the first stop signal. For work that leaves nothing to save, such as reading a recipe."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
-    previous = {signum: signal.signal(signum, _interrupt) for signum in handled}
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        signum = error.args[0] if error.args else signal.SIGINT
-        raise Stopped(signum, NOTHING_LOST) from None
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    # KeyboardInterrupt and not Stopped: libraries catch Exception in the middle of their work.
-    raise KeyboardInterrupt(signum)
 
 
 @contextmanager

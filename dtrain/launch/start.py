@@ -19,7 +19,6 @@ from dtrain.base.import_paths import search_path
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
-from dtrain.launch.signals import stopped_at_once
 from dtrain.methods import recipe_and_problems
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.recipe.automatic import open_keys
@@ -41,10 +40,9 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
     """
     place = None
     try:
-        with stopped_at_once():
-            recipe = with_processes(recipe() if callable(recipe) else recipe)
-            place = find_place(os.environ, recipe.launch.processes)
-            recipe = _checked(recipe, place.world_size if place else recipe.launch.processes)
+        recipe = with_processes(recipe() if callable(recipe) else recipe)
+        place = find_place(os.environ, recipe.launch.processes)
+        recipe = _checked(recipe, place.world_size if place else recipe.launch.processes)
     except UserError as problem:
         place = place or find_place(os.environ, 1)
         if place is not None and place.meets_others:
@@ -108,8 +106,7 @@ def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: P
     if place is None and recipe.launch.processes == 1:
         _note_tasks(os.environ)
     if place is None and recipe.launch.processes > 1:
-        with stopped_at_once():
-            from dtrain.launch import processes  # loads torch
+        from dtrain.launch import processes  # loads torch
 
         processes.run_workers(RunJob(recipe, _threads(recipe.launch.processes), train, plan), os.environ)
         return

@@ -6,6 +6,10 @@
 import os
 import signal
 import socket
+import stat
+import subprocess
+import sys
+import tempfile
 import time
 
 import pytest
@@ -17,6 +21,8 @@ from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import memory_errors
 from dtrain.launch.reports import OutOfMemory
 from dtrain.methods import load_recipe
+from tests.checkpoint.processes import children
+from tests.forked_python import ForkedPython
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
@@ -232,6 +238,55 @@ def test_sigterm_however_it_comes_lets_the_ranks_save(tmp_path):
         assert {path.name for path in launched.runs.glob("saved-*")} == {"saved-0", "saved-1"}, to
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_ranks_start_ends_the_run_in_order(tmp_path, signum):
+    launched = Launched(tmp_path, "waits", "launch.nproc=2")
+    while len(workers := children(launched.process.pid)) < 2:
+        time.sleep(0.01)
+    os.kill(launched.process.pid, signum)
+    status, _, err = launched.end()
+    assert status == 128 + signum
+    endings = ("stopped before the first step: nothing is lost; the same command starts here again", "which is saved")
+    assert err.strip().splitlines()[-1].endswith(endings) and "Traceback" not in err, err
+    wait_until_gone(workers)
+
+
+def test_sighup_stays_ignored_under_nohup():
+    asked = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.on_signals(asked.append):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+        assert asked == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_before_the_run_is_ready_has_its_status_and_words(tmp_path):
+    """Here, while a recipe is read from a pipe that nobody writes to."""
+    os.mkfifo(tmp_path / "recipe.yaml")
+    command = [sys.executable, "-m", "dtrain", "run", str(tmp_path / "recipe.yaml")]
+    process = ForkedPython(command, stderr=subprocess.PIPE, text=True)
+    with (tmp_path / "recipe.yaml").open("w"):  # opens once it reads
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate(timeout=60)[1].startswith("dtrain: stopped before the first step: nothing is lost")
+    assert process.returncode == 128 + signal.SIGHUP
+
+
+def test_what_a_killed_launcher_leaves_behind_holds_no_recipe(tmp_path, monkeypatch):
+    """The recipe that it hands to its ranks has secrets in it."""
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    launched = Launched(tmp_path, "hangs", "launch.nproc=2")
+    launched.pids(2)
+    launched.process.kill()
+    launched.end()
+    (left,) = folder.glob("dtrain-*")
+    assert stat.S_IMODE(left.stat().st_mode) == 0o700
+    assert [path.name for path in left.iterdir() if path.suffix == ".yaml"] == []
+
+
 def test_a_second_ctrl_c_ends_workers_that_hang(tmp_path):
     launched = Launched(tmp_path, "hangs", "launch.nproc=2")
     pids = launched.pids(2)
@@ -265,6 +320,21 @@ def test_under_torchrun_the_ranks_run_in_place(tmp_path):
     marks = [path.read_text().split() for path in sorted((tmp_path / "runs").glob("mark-*"))]
     assert [mark[:2] for mark in marks] == [["2", "1.0"], ["2", "1.0"]]
     assert "hello from 1" in (tmp_path / "runs" / "run" / "log-rank1.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("training", "last"),
+    [("mistaken", "data.train.path: line 7 is not JSON"), ("waits", "stopped after step 3, which is saved")],
+)
+def test_torchrun_ends_its_log_with_our_line(tmp_path, training, last):
+    prefix = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    launched = Launched(tmp_path, training, prefix=prefix)
+    if training == "waits":  # as a batch system announces a pre-emption
+        for pid in launched.pids(2):
+            os.kill(pid, signal.SIGUSR1)
+    status, _, err = launched.end()
+    assert status == 1 and "launched.py" not in err, err
+    assert [line for line in err.splitlines() if line.strip("= ")][-1].endswith(last), err
 
 
 def test_a_second_signal_of_any_kind_ends_at_once(tmp_path):

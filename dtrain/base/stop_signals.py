@@ -1,0 +1,41 @@
+"""The signals that ask a run to stop, and the answer to them before there is anything to save."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dtrain.base.errors import NOTHING_LOST
+
+# Batch systems announce a pre-emption with SIGUSR1. SIGHUP comes when a terminal or an ssh connection closes.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@contextmanager
+def handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `handle` called for every stop signal, except those that this process was started to ignore.
+
+    nohup has SIGHUP ignored, and a shell script has SIGINT ignored for what it starts in the background. Only the main
+    thread handles signals; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, handle) for signum in handled}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def exit_at_once(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal while there is nothing to save: say so, and end with the signal's status.
+
+    An exception would do for Python code. torch aborts if one is raised while it is imported.
+    """
+    os.write(2, f"dtrain: {NOTHING_LOST}\n".encode())
+    os._exit(128 + signum)
