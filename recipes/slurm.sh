@@ -7,7 +7,7 @@
 #   The arguments are those of `dtrain run`. Recipe, data, model and run.dir must lie where every node sees them, and so
 #   must the Python environment: sbatch passes on the one that is active where it is called.
 # Override: the #SBATCH lines, here or by sbatch's options. checkpoint.every says how much a lost node costs at most,
-#   launch.lost_after after how many silent seconds a node is lost.
+#   launch.collective_timeout after how many seconds a node that has fallen silent ends the run.
 #
 # Ranks meet on the first node of the job, at a port taken from job and step id: MASTER_ADDR and MASTER_PORT change that.
 #

@@ -12,7 +12,7 @@ import torch
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.commands.plan.beside import Peak
-from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.parallel.runtime import Runtime
 from dtrain.run.host import Host
 from dtrain.run.spec import World, resolve
 from dtrain.run.trainer import train
@@ -57,12 +57,6 @@ def test_validation_rows_lie_as_the_training_rows_do(tmp_path, capsys):
         spec = resolve(recipe, World(1), Host(Runtime(), stack), until="data")
     assert [rows.packing for rows in spec.rows.values()] == [False, False]
     assert "data.packing=auto: false" in capsys.readouterr().err
-
-
-def test_each_micro_batch_is_a_sign_of_life(tmp_path):
-    stop = StopFlag()
-    train(tiny_recipe(tmp_path, "train.steps=2", "train.micro_batch=1"), Runtime(stop=stop))
-    assert stop.progress >= 2 * 8
 
 
 @pytest.mark.trap(

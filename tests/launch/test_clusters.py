@@ -256,6 +256,16 @@ def test_where_slurm_says_that_rank_0_is():
     assert find_place({**listed, "SLURM_RESTART_COUNT": "2"}, 1).attempt == 2
 
 
+def test_two_pods_of_kubeflow_are_one_run(tmp_path, start):
+    tiny_recipe(tmp_path)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.launch.launched", str(tmp_path), "ends"]
+    pods = [start(command, environments=[shared | {"RANK": str(rank)}]) for rank in range(2)]
+    assert [pod.end(BOUND) for pod in pods] == [[0], [0]], pods[0].text()
+    written = [path.read_text().split()[:2] for path in marks(tmp_path)[:2]]
+    assert written == [["2", "1.0"], ["2", "1.0"]]  # the world's size, and the sum of the ranks
+
+
 # ---- recipes/
 
 
