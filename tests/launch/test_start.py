@@ -7,10 +7,9 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import memory_errors
 from dtrain.launch.reports import OutOfMemory
 from dtrain.methods import load_recipe
-from tests.checkpoint.processes import children
-from tests.forked_python import ForkedPython
+from tests.checkpoint.processes import Processes, children
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe
 
+NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
     "SLURM_PROCID": "5",
@@ -246,8 +245,7 @@ def test_a_signal_while_the_ranks_start_ends_the_run_in_order(tmp_path, signum):
     os.kill(launched.process.pid, signum)
     status, _, err = launched.end()
     assert status == 128 + signum
-    endings = ("stopped before the first step: nothing is lost; the same command starts here again", "which is saved")
-    assert err.strip().splitlines()[-1].endswith(endings) and "Traceback" not in err, err
+    assert err.strip().splitlines()[-1].endswith((NOTHING_LOST, "which is saved")) and "Traceback" not in err, err
     wait_until_gone(workers)
 
 
@@ -264,14 +262,20 @@ def test_sighup_stays_ignored_under_nohup():
 
 
 def test_a_signal_before_the_run_is_ready_has_its_status_and_words(tmp_path):
-    """Here, while a recipe is read from a pipe that nobody writes to."""
-    os.mkfifo(tmp_path / "recipe.yaml")
-    command = [sys.executable, "-m", "dtrain", "run", str(tmp_path / "recipe.yaml")]
-    process = ForkedPython(command, stderr=subprocess.PIPE, text=True)
-    with (tmp_path / "recipe.yaml").open("w"):  # opens once it reads
-        process.send_signal(signal.SIGHUP)
-        assert process.communicate(timeout=60)[1].startswith("dtrain: stopped before the first step: nothing is lost")
-    assert process.returncode == 128 + signal.SIGHUP
+    """At the first moment at which the command handles SIGHUP, long before its ranks start."""
+    recipe = tiny_recipe(tmp_path, "train.steps=1000", "launch.nproc=2")
+    started = Processes(recipe)
+    caught = 0
+    while not caught >> (signal.SIGHUP - 1) & 1:
+        status = Path(f"/proc/{started.launcher.pid}/status").read_text()
+        caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    os.kill(started.launcher.pid, signal.SIGHUP)
+    assert started.end(60) == 128 + signal.SIGHUP
+    assert (
+        started.text()
+        .strip()
+        .endswith("stopped before the first step: nothing is lost; the same command starts here again")
+    )
 
 
 def test_what_a_killed_launcher_leaves_behind_holds_no_recipe(tmp_path, monkeypatch):
@@ -328,7 +332,7 @@ def test_under_torchrun_the_ranks_run_in_place(tmp_path):
 )
 def test_torchrun_ends_its_log_with_our_line(tmp_path, training, last):
     prefix = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    launched = Launched(tmp_path, training, prefix=prefix)
+    launched = Launched(tmp_path, training, prefix=prefix, starts=True)  # torch logs to the stderr of its import
     if training == "waits":  # as a batch system announces a pre-emption
         for pid in launched.pids(2):
             os.kill(pid, signal.SIGUSR1)
