@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -126,7 +127,7 @@ def _in_thread(act: Callable[[], T]) -> Future[T]:
 
 def _meet(place: RankPlace, problem: str | None, seconds: float) -> Meeting:
     store = _open_store(place, seconds)
-    store = dist.PrefixStore(_token(place, store), store)
+    store = dist.PrefixStore(_token(place, store, seconds), store)
     entry = {"host": socket.gethostname(), "attempt": place.attempt, "problem": problem}
     store.set(f"entry/{place.rank}", json.dumps(entry))
     if place.rank == 0:
@@ -145,8 +146,6 @@ def _meet(place: RankPlace, problem: str | None, seconds: float) -> Meeting:
 
 
 def _open_store(place: RankPlace, seconds: float) -> dist.Store:
-    from datetime import timedelta
-
     host, port = place.master
     timeout = timedelta(seconds=seconds)
     if place.rank > 0 or place.agent_store:
@@ -170,7 +169,7 @@ def _open_store(place: RankPlace, seconds: float) -> dist.Store:
     )
 
 
-def _token(place: RankPlace, store: dist.Store) -> str:
+def _token(place: RankPlace, store: dist.Store, seconds: float) -> str:
     """Return a prefix that all ranks of this start agree on, and that no earlier start has used.
 
     torchrun's agent may keep one store over restarts, and its count of restarts may differ between nodes. A word that
@@ -190,7 +189,7 @@ def _token(place: RankPlace, store: dist.Store) -> str:
                 store.set(f"token/{store.get(f'arrived/{rank}').decode()}", word)
             if store.check([f"{word}/{rank}"]):
                 missing.remove(rank)
-        if time.monotonic() - began > store.timeout.total_seconds():
+        if time.monotonic() - began > seconds:
             raise TimeoutError(f"ranks {', '.join(map(str, sorted(missing)[:8]))} did not come")
         time.sleep(POLL_SECONDS)
     return word
