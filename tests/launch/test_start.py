@@ -237,9 +237,10 @@ def test_sigterm_however_it_comes_lets_the_ranks_save(tmp_path):
         assert {path.name for path in launched.runs.glob("saved-*")} == {"saved-0", "saved-1"}, to
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_the_ranks_start_ends_the_run_in_order(tmp_path, signum):
-    launched = Launched(tmp_path, "waits", "launch.nproc=2")
+@pytest.mark.parametrize(("signum", "starts"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, False)])
+def test_a_signal_while_the_ranks_start_ends_the_run_in_order(tmp_path, signum, starts):
+    """starts: with interpreters that have only begun to import when the signal comes."""
+    launched = Launched(tmp_path, "waits", "launch.nproc=2", starts=starts)
     while len(workers := children(launched.process.pid)) < 2:
         time.sleep(0.01)
     os.kill(launched.process.pid, signum)
