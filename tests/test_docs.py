@@ -43,7 +43,7 @@ PROMISED = (
 )
 SECTIONS = sorted({key.split(".")[0] for key in recipe_keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")
-NOT_KEYS = {"model.plan"}  # an attribute of the model
+NOT_KEYS = {"model.plan", "launch.lost_after"}  # an attribute of the model; a former key, in CHANGELOG.md
 OWN_NAMES = set(DIGESTS)  # of what a resume compares
 SECTIONS_OF_OTHERS = {"env", "scheduler", "backend"}  # without a word for the whole
 

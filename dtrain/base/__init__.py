@@ -15,5 +15,6 @@ hub, model_directory            the hub's cache of models; names of a model dire
 name_patterns                   patterns of parameter names: regular expressions and globs
 import_paths, exports           the search path of users' code; names of packages that are imported late
 addresses, orphans              addresses to listen at; children that end with their parent
+stop_signals                    the signals that ask a run to stop
 gpus, host_memory               the table of GPUs; free memory, of a device and of this host
 """

@@ -2,7 +2,7 @@
 
 What differs between `dtrain run` and `dtrain validate` is here, and in what the stages ask `is_dry` about: a dry run
 keeps no file, and reads large data and weights in part. `run.spec` says which command has which host. `resolve` calls
-`check`, once; the stages call the rest. These hosts are no machines: those are in `dtrain.launch.hosts`.
+`check`, once; the stages call the rest. These hosts are no machines.
 """
 
 import re
