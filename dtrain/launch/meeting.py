@@ -279,6 +279,8 @@ def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, termi
         told = f"{first}. {newest_checkpoint(recipe.run.directory)}"
         if terminal is not None:
             os.write(terminal, f"dtrain: {told}\n".encode())
+        if place.rank == 0 and not place.agent_store:
+            time.sleep(STORE_SECONDS)  # the others read the reason from the store, which ends with this process
         if first != mine or lost is not None:
             raise Unavailable(told) from error
         raise
