@@ -5,7 +5,7 @@ place            the place of a rank among those of its run, by what torchrun an
 processes        several ranks on this machine: the launcher, and the worker that it starts
 rank             one rank, step by step: its plan, its device, its sizes, its process group, its log
 meeting          ranks of torchrun or SLURM: how they find each other, and which failure is shown
-consistency      checks that the hosts of a run agree
+consistency      checks that the ranks of a run agree on recipe, versions and directory
 reports          why a rank ended, in the error file that torch's elastic agent reads
 signals          how a run answers signals
 devices          the device of a rank, and what is wrong with it or with those of all ranks together

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, total_memory
+from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
 from dtrain.launch.reports import OutOfMemory, Report, log_file
@@ -104,12 +105,15 @@ def run_rank(
         plan = start_plan(recipe, job, place, device, stack)
         store = open_store(place, meeting)
         use_interfaces(recipe, job, place, device, stack)
+        show_failures(recipe, place, meeting, terminal, stack)
+        if store is not None:
+            refuse_other_recipes(recipe, replace(place, attempt=attempt), store)
         devices = start_devices(recipe, place, device, attempt, store, plan)
         sizes = choose_sizes(recipe, place, attempt, store, plan, devices)
         recipe = sizes.recipe
         join_process_group(recipe, place, device, store)
         if meeting is not None:
-            check_hosts_agree(recipe, place, meeting, terminal, stack)
+            refuse_other_hosts(recipe)
         stack.enter_context(memory_errors(recipe, place, device))
         use_deterministic(recipe, place, stack)
         train(job, place, device, stop, plan, replace(sizes, lines=lines + sizes.lines))
@@ -238,18 +242,14 @@ def join_process_group(recipe: Recipe, place: RankPlace, device: "torch.device",
         init_process_group(device.type, store, place.rank, place.world_size, recipe.launch.collective_timeout)
 
 
-def check_hosts_agree(
-    recipe: Recipe, place: RankPlace, meeting: "Meeting", terminal: int | None, stack: ExitStack
+def show_failures(
+    recipe: Recipe, place: RankPlace, meeting: "Meeting | None", terminal: int | None, stack: ExitStack
 ) -> None:
-    """Raise UserError, on every rank, if hosts were started with different things. Collective: the first one.
-
-    From here on, until `stack` closes, the first failure of any rank is shown once.
-    """
-    from dtrain.launch.consistency import same_on_all
+    """Until `stack` closes, show the first failure of any rank once on each host, if ranks may be on several."""
     from dtrain.launch.meeting import one_failure_shown
 
-    stack.enter_context(one_failure_shown(place, meeting.store, recipe, terminal))
-    same_on_all(recipe)
+    if meeting is not None:
+        stack.enter_context(one_failure_shown(place, meeting.store, recipe, terminal))
 
 
 def use_deterministic(recipe: Recipe, place: RankPlace, stack: ExitStack) -> None:
