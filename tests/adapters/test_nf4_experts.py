@@ -120,7 +120,10 @@ def test_runs_give_the_numbers_of_the_dense_weights(tmp_path, family):
     right = run(recipe_of(tmp_path, "dense", dense, family))
     ours = run(recipe_of(tmp_path, "nf4", base, family, NF4))
     assert_same(ours, right, 1e-12)
-    for form, file in (("merged", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+    files = {"merged": "model.safetensors", "adapter": "adapter_model.safetensors"}
+    if family == "qwen3-moe":  # PEFT would drop the adapter of its dense layer, so dtrain refuses to write it alone
+        del files["adapter"]
+    for form, file in files.items():
         for recipe in (ours, right):
             out = tmp_path / f"{recipe.run.name}-{form}"
             export(run_directory(recipe), out, "float64" if form == "merged" else None, form=form)
