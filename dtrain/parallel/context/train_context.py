@@ -93,7 +93,6 @@ def make_cp_batch_and_ctx(
     for name, dim in dims.items():
         if batch[name].shape[dim] != shape[1]:
             raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
-    num_padding = -shape[1] % (2 * cp_mesh.size())
     for name, dim in dims.items():
         pad = STREAMS[name].pad if name in STREAMS else 0
         if name == tokens:
