@@ -6,6 +6,7 @@ varlen         variable-length flash attention, on CUDA
 blocks         queries over one block of keys, and merging blocks
 context        context parallel: keys gathered
 ring           context parallel: keys passed from rank to rank
+foreign        attention of other code inside a context-parallel context
 groups         one key head with its query heads at a time
 check_varlen   the check of a device before variable-length attention is used
 later_flash    FlashAttention-3 and 4 in the place of torch's own

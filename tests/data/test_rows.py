@@ -205,6 +205,6 @@ def test_workers_change_nothing(samples, workers):
 
 
 def test_weights_without_a_row(samples):
-    weightless = type(samples)(samples.directory, [0.0])
+    weightless = type(samples)(samples.directory, [0.0], {})
     with pytest.raises(UserError, match="weights"):
         make(weightless)
