@@ -208,12 +208,12 @@ class _RunningModules:
 
     @property
     def are_ours(self) -> bool:
-        """Whether the running modules belong to a model with a context-parallel kernel."""
+        """True if the running modules belong to a model with a context-parallel kernel."""
         return bool(self.stack) and id(self.stack[0]) in self._ours
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a backward will compute the running modules again.
+        """True if a backward will compute the running modules again.
 
         `checkpoint(..., use_reentrant=True)` runs them in no_grad mode with inputs that have a gradient function.
         """
@@ -289,7 +289,7 @@ class _RunningModules:
         )
 
     def _has_kernel(self, model: nn.Module) -> bool:
-        """Return whether a module in `model` has a kernel over the ranks of `cp_mesh`."""
+        """Look for a kernel over the ranks of `cp_mesh` in the modules of `model`."""
         return any(kernel.is_context_parallel and self._is_over_these_ranks(kernel) for kernel in _kernels_of(model))
 
     def _is_over_these_ranks(self, kernel: Kernel) -> bool:
@@ -398,7 +398,7 @@ class ShardedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _problem_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return what `func` would compute over local tokens only; empty if nothing is known to be wrong."""
+        """Return a description of the computation that `func` would do over local tokens only, or an empty string."""
         if func is F.multi_head_attention_forward:
             return "nn.MultiheadAttention was called"
         if func is F.pad and self.modules.stack and id(args[0]) in self._buffer_tensors:

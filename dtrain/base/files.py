@@ -124,7 +124,7 @@ def sync(path: Path) -> None:
 
 
 def can_sync_directories(directory: Path) -> bool:
-    """Return whether the file system of `directory` syncs the names in a directory."""
+    """Check that the file system of `directory` can sync the names in a directory."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
