@@ -7,8 +7,8 @@
     python tools/recorded_runs.py compare /tmp/before.json /tmp/after.json
 
 `record` runs the tests of FILES in a checkout, one file after the other. Every run directory that a test leaves is an
-entry: the rows of its metrics.jsonl without times and memory, and a digest of each file of weights that the run saved or
-exported. If a test fails, its runs are recorded as far as they got, and the exit status is pytest's.
+entry: the rows of its metrics.jsonl without times and memory, and a digest of each file of weights that the run saved
+or exported. If a test fails, its runs are recorded as far as they got, and the exit status is pytest's.
 
 `compare` prints each run that only one recording has, and the first number that differs of each other one. The exit
 status is 1 if anything differs.
