@@ -28,9 +28,6 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # for type checkers, which cannot follow `__getattr__`
-    from dtrain import models as models
-
 PACKAGES = (
     "commands",
     "launch",
@@ -87,10 +84,54 @@ def run_recipe(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> R
 run = run_recipe  # until the package dtrain.run is imported, which is a function too
 
 
-def __getattr__(name: str):
-    if name in PACKAGES:
-        return importlib.import_module(f"dtrain.{name}")
-    raise AttributeError(f"module 'dtrain' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from dtrain import (
+        attention,
+        base,
+        checkpoint,
+        commands,
+        data,
+        inference,
+        launch,
+        losses,
+        methods,
+        models,
+        optim,
+        parallel,
+        policy,
+        recipe,
+        rl,
+    )
+else:  # a type checker would accept any name from __getattr__
+
+    def __getattr__(name: str):
+        if name in PACKAGES:
+            return importlib.import_module(f"dtrain.{name}")
+        raise AttributeError(f"module 'dtrain' has no attribute {name!r}")
+
+
+__all__ = [
+    "PACKAGES",
+    "RunResult",
+    "__version__",
+    "attention",
+    "base",
+    "checkpoint",
+    "commands",
+    "data",
+    "inference",
+    "launch",
+    "losses",
+    "methods",
+    "models",
+    "optim",
+    "parallel",
+    "policy",
+    "recipe",
+    "rl",
+    "run",
+    "run_recipe",
+]
 
 
 def __dir__() -> list[str]:

@@ -34,6 +34,7 @@ PROMISED = (
     "recipes/README.md",
     "docs/gpus.md",
     "docs/images.md",
+    "docs/install.md",
     "docs/coming-from.md",
     "docs/metrics.md",
     "docs/real.md",

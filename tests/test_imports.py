@@ -5,7 +5,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -36,8 +36,8 @@ TORCH_FREE = """
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
     dtrain.data.images.files dtrain.data.images.families
 """.split()
-# Packages that import names late.
-LATE = "dtrain.data dtrain.losses dtrain.methods dtrain.parallel.context dtrain.policy".split()
+# Packages that import names when they are first used.
+LATE = "data losses methods models parallel parallel.context policy".split()
 SFT = """
 import json, sys
 from dtrain import run
@@ -132,25 +132,48 @@ def test_a_plain_sft_run_loads_no_optional_package(tmp_path):
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_names_that_are_imported_late_are_those_that_type_checkers_see(name):
-    module = importlib.import_module(name)
-    (seen,) = [
-        node
-        for node in tree_of(Path(module.__file__)).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    homes = {alias.name: node.module for node in seen.body for alias in node.names}
-    imported = {
-        alias.name
-        for node in tree_of(Path(module.__file__)).body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert set(homes) == set(module.__all__) - imported
+def test_the_names_that_a_package_lists_are_those_that_type_checkers_see_and_that_users_get(name):
+    module = importlib.import_module(f"dtrain.{name}")
+    tree = tree_of(Path(module.__file__))
+    homes = _imported_names(node.body for node in tree.body if _is_for_type_checkers(node))
+    at_once = _imported_names([tree.body])
+    assert len(module.__all__) == len(set(module.__all__))
+    assert set(homes) == set(module.__all__) - set(at_once)
     for late, home in homes.items():
         assert getattr(module, late) is getattr(importlib.import_module(home), late)
     with pytest.raises(AttributeError, match="gone"):
         module.gone  # noqa: B018
+
+
+def test_the_names_of_dtrain_are_its_packages_and_functions():
+    tree = tree_of(PACKAGE / "__init__.py")
+    seen = _imported_names(node.body for node in tree.body if _is_for_type_checkers(node))
+    packages = set(dtrain.PACKAGES) - {"run"}  # the name of a function too
+    assert set(seen) == packages
+    assert set(dtrain.__all__) == packages | {"PACKAGES", "RunResult", "__version__", "run", "run_recipe"}
+    for name in dtrain.__all__:
+        assert getattr(dtrain, name) is not None
+
+
+def test_every_list_of_public_names_is_literal():
+    """Type checkers understand no `__all__` that is computed."""
+    for path, tree in trees().items():
+        lists = [
+            node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AugAssign) and "__all__" in ast.unparse(node).partition("=")[0]
+        ]
+        assert all(isinstance(value, ast.List) for value in lists), path
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def _imported_names(bodies: Iterable[list[ast.stmt]]) -> dict[str, str]:
+    """Return the imported names of some lists of statements, each with the module that it comes from."""
+    imports = [node for body in bodies for node in body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def test_the_map_of_the_packages_is_what_they_say_of_themselves():
@@ -226,17 +249,3 @@ def test_the_package_run_is_a_function_too():
     import dtrain.run.trainer
 
     assert callable(dtrain.run) and dtrain.run.trainer.train
-
-
-def test_type_checkers_see_the_names_that_are_made_on_first_use():
-    """mypy takes what a module's `__getattr__` returns for Any, so these names are imported for type checkers too."""
-    for package in (dtrain, dtrain.models):
-        tree = tree_of(Path(package.__file__))
-        blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-        typed = {alias.name for block in blocks for line in block.body for alias in line.names}
-        late = {"models"} if package is dtrain else {"from_pretrained", "build", "init_weights"}
-        assert typed == late
-        for line in (line for block in blocks for line in block.body):
-            for alias in line.names:
-                found = getattr(importlib.import_module(line.module), alias.name)
-                assert found is getattr(package, alias.name)

@@ -323,7 +323,7 @@ whatever else the machine did.
 The commands of each row. The first lines make the environment:
 
 ```text
-tools/setup && source .venv/bin/activate && pip install -e '.[real]'
+tools/setup && source .venv/bin/activate && pip install -U 'pip>=25.1' && pip install --group real
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 {commands}

@@ -5,8 +5,8 @@
 
 A row is `{"messages": [the question, the answer], "task": ..., "entry": ...}`. No question of heldout.jsonl is in
 train.jsonl. A second call writes the same bytes. The package reasoning-gym writes the questions and scores the answers
-(`pip install 'dtrain[real]'`). The tasks have short questions, answers of a few tokens, and sizes at which a model of
-135 million parameters learns within minutes.
+(the dependency group `real`, which tools/check_real installs). The tasks have short questions, answers of a few tokens,
+and sizes at which a model of 135 million parameters learns within minutes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Names that a package hands out, each imported from its module when it is first used."""
+"""Names that a package exports without importing their modules at once."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -6,11 +6,22 @@ from importlib import import_module
 from typing import Any
 
 
-def late_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return `__getattr__` of a package and the names that it serves. modules: the package's, or full names of
-    dtrain's modules elsewhere, each with the names that come from it, parted by spaces.
+def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`, which imports a name's module when the name is first used.
 
-    Users' type checkers see a name only where the package has it in a literal `__all__` too."""
+    Type checkers cannot follow it: for them, the package imports the same names under `TYPE_CHECKING` and lists them
+    in a literal `__all__`.
+
+    Args:
+        package: The package's own name.
+        modules: Module -> the names that it provides, separated by spaces. A module of the package is given relative
+            to it, another module of dtrain by its full name.
+
+    Example:
+        >>> load = late_names("dtrain.base", {"ranges": "nearest", "dtrain.base.errors": "UserError"})
+        >>> load("UserError").__name__
+        'UserError'
+    """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:
@@ -18,7 +29,7 @@ def late_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name] if homes[name].startswith("dtrain.") else f"{package}.{homes[name]}"
         value = getattr(import_module(home), name)
-        setattr(sys.modules[package], name, value)  # looked up once
+        setattr(sys.modules[package], name, value)  # so that the next use does not come here
         return value
 
-    return load, list(homes)
+    return load

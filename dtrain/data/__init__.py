@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from dtrain.data.sources.sources import open_rows
     from dtrain.data.text.template import choose_template
     from dtrain.data.text.tokenizer import Tokenizer
+else:  # a type checker would accept any name from __getattr__
+    __getattr__ = late_names(
+        __name__,
+        {
+            "formats.prompts": "PromptOptions",
+            "rows.rows": "Batches Cursor GlobalBatch Rows",
+            "sources.sources": "open_rows",
+            "text.template": "choose_template",
+            "text.tokenizer": "Tokenizer",
+        },
+    )
 
 __all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]
-__getattr__ = late_names(
-    __name__,
-    {
-        "formats.prompts": "PromptOptions",
-        "rows.rows": "Batches Cursor GlobalBatch Rows",
-        "sources.sources": "open_rows",
-        "text.template": "choose_template",
-        "text.tokenizer": "Tokenizer",
-    },
-)[0]

@@ -26,8 +26,9 @@ from dtrain.methods.registry import (
 
 if TYPE_CHECKING:
     from dtrain.methods.method import Method
+else:  # a type checker would accept any name from __getattr__
+    __getattr__ = late_names(__name__, {"method": "Method"})
 
-__getattr__ = late_names(__name__, {"method": "Method"})[0]
 __all__ = [
     "METHODS",
     "REWARD_MODEL",

@@ -12,27 +12,19 @@ vision                       the vision towers of those that take images
 common                       parts that the families share
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from dtrain.base.exports import late_names
 from dtrain.models.common.config import ModelConfig, Rope
 from dtrain.models.read_config import parse_config, read_config
 
-if TYPE_CHECKING:  # for type checkers, which cannot follow `__getattr__`
+if TYPE_CHECKING:
     from dtrain.checkpoint.huggingface.pretrained import from_pretrained
     from dtrain.models.building import build, init_weights
+else:  # a type checker would accept any name from __getattr__
+    __getattr__ = late_names(
+        __name__,
+        {"building": "build init_weights", "dtrain.checkpoint.huggingface.pretrained": "from_pretrained"},
+    )
 
 __all__ = ["ModelConfig", "Rope", "build", "from_pretrained", "init_weights", "parse_config", "read_config"]
-
-
-_HOMES = {
-    "build": "dtrain.models.building",
-    "init_weights": "dtrain.models.building",
-    "from_pretrained": "dtrain.checkpoint.huggingface.pretrained",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)

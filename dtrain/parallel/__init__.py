@@ -15,13 +15,40 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     parallelize              models onto meshes, for users
 """
 
+# ruff: noqa: F401
+from typing import TYPE_CHECKING
+
 from dtrain.base.exports import late_names
 
-__getattr__, __all__ = late_names(
-    __name__,
-    {
-        "parallelize": "PARALLIZE_FUNCTIONS RotaryEmbedParallel _parallelize_gemma3 _parallelize_llama "
-        "_parallelize_model _parallelize_qwen to_local_if_dtensor",
-        "placement": "clip_grad_by_total_norm_ get_grad_norm",
-    },
-)
+if TYPE_CHECKING:
+    from dtrain.parallel.parallelize import (
+        PARALLIZE_FUNCTIONS,
+        RotaryEmbedParallel,
+        _parallelize_gemma3,
+        _parallelize_llama,
+        _parallelize_model,
+        _parallelize_qwen,
+        to_local_if_dtensor,
+    )
+    from dtrain.parallel.placement import clip_grad_by_total_norm_, get_grad_norm
+else:  # a type checker would accept any name from __getattr__
+    __getattr__ = late_names(
+        __name__,
+        {
+            "parallelize": "PARALLIZE_FUNCTIONS RotaryEmbedParallel _parallelize_gemma3 _parallelize_llama "
+            "_parallelize_model _parallelize_qwen to_local_if_dtensor",
+            "placement": "clip_grad_by_total_norm_ get_grad_norm",
+        },
+    )
+
+__all__ = [
+    "PARALLIZE_FUNCTIONS",
+    "RotaryEmbedParallel",
+    "_parallelize_gemma3",
+    "_parallelize_llama",
+    "_parallelize_model",
+    "_parallelize_qwen",
+    "clip_grad_by_total_norm_",
+    "get_grad_norm",
+    "to_local_if_dtensor",
+]

@@ -25,6 +25,8 @@ from dtrain.policy.weight_buckets import WeightReceiver
 
 if TYPE_CHECKING:
     from dtrain.policy.worker import DTensorPolicyWorker
+else:  # a type checker would accept any name from __getattr__
+    __getattr__ = late_names(__name__, {"worker": "DTensorPolicyWorker"})
 
 __all__ = [
     "Batching",
@@ -37,4 +39,3 @@ __all__ = [
     "get_cpu_state_dict",
     "unshard_fsdp2_model",
 ]
-__getattr__ = late_names(__name__, {"worker": "DTensorPolicyWorker"})[0]

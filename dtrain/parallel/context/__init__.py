@@ -22,13 +22,25 @@ if TYPE_CHECKING:
         get_train_context,
         make_cp_batch_and_ctx,
     )
+else:  # a type checker would accept any name from __getattr__
+    __getattr__ = late_names(
+        __name__,
+        {
+            "batch": "cut_streams gather_tokens shard_tokens",
+            "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
+            "train_context": "_build_position_ids get_train_context make_cp_batch_and_ctx",
+            "dtrain.attention.foreign": "create_context_parallel_ctx",
+        },
+    )
 
-__getattr__, __all__ = late_names(
-    __name__,
-    {
-        "batch": "cut_streams gather_tokens shard_tokens",
-        "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
-        "train_context": "_build_position_ids get_train_context make_cp_batch_and_ctx",
-        "dtrain.attention.foreign": "create_context_parallel_ctx",
-    },
-)
+__all__ = [
+    "_build_position_ids",
+    "_shard_thd_chunk_for_te",
+    "create_context_parallel_ctx",
+    "cut_streams",
+    "gather_tokens",
+    "get_train_context",
+    "make_cp_batch_and_ctx",
+    "make_cp_batch_for_te",
+    "shard_tokens",
+]
