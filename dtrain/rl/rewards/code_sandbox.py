@@ -148,7 +148,7 @@ def _write(file: IO[bytes], text: str) -> None:
 
 def _start_error(reason: str) -> UserError:
     return UserError(
-        f"python_tests: the sandbox for the model's code does not start here: {reason}. It needs bubblewrap 0.7 or "
+        f"python_tests: the sandbox for the model's code does not start here: {reason}. It needs bubblewrap 0.8 or "
         "later and user namespaces. Allow these in a container (docker run --security-opt seccomp=unconfined "
         "--security-opt systempaths=unconfined) and on Ubuntu (sysctl kernel.apparmor_restrict_unprivileged_userns=0). "
         f"If dtrain runs as root, the user nobody must be able to read Python's directory. {_WITHOUT}"
@@ -191,8 +191,8 @@ def _bwrap_command(interpreter: str) -> list[str]:
             "python_tests: the model's code runs in a sandbox of bubblewrap, which needs Linux, and bwrap is not "
             f"installed here: {_INSTALL}; {_WITHOUT}"
         )
-    command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
-    command += ["--cap-drop", "ALL", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+    command = [program, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+    command += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         path = Path(name)
         if path.is_symlink():
