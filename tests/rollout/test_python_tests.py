@@ -37,8 +37,8 @@ def test_the_share_of_tests_that_pass():
 
 def test_too_little_memory_is_reported():
     sandbox_or_skip()
-    with pytest.raises(UserError, match="memory=16 MiB or timeout=6.0 is too little"):
-        PythonTests(memory=16)
+    with pytest.raises(UserError, match="memory=4 MiB or timeout=6.0 is too little"):
+        PythonTests(memory=4)
 
 
 def test_a_missing_sandbox_is_reported_before_a_run(monkeypatch, tmp_path):

@@ -192,7 +192,8 @@ def _bwrap_command(interpreter: str) -> list[str]:
             f"installed here: {_INSTALL}; {_WITHOUT}"
         )
     command = [program, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
-    command += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+    command += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    command += ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         path = Path(name)
         if path.is_symlink():
