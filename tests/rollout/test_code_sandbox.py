@@ -97,7 +97,8 @@ def test_a_program_has_a_scratch_directory_and_threads():
 import tempfile, threading
 open("/tmp/dtrain-made", "w").write("x")
 tempfile.TemporaryFile()
-thread = threading.Thread(target=print, args=(open("/dev/stdin").read(),))
+text = open("/dev/stdin").read()
+thread = threading.Thread(target=print, args=(text,), kwargs={"file": open("/dev/stdout", "a")})
 thread.start()
 thread.join()
 """
