@@ -31,7 +31,7 @@ class Point:
     def __post_init__(self): self.x += SHIFT
 class Stack(list):
     def pop(self): return list.pop(self) + SHIFT
-print("what the code prints is no report")
+print("what the code prints is no report", flush=True)
 """
 
 ORDINARY = r"""
