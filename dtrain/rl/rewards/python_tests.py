@@ -83,12 +83,18 @@ class PythonTests:
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         """Return the share of tests that each completion passes; None for a row without tests."""
         rows = [read_tests(value, self._column) for value in values_of("python_tests", self._column, columns)]
+        jobs = []
+        for completion, tests in zip(completions, rows, strict=True):
+            code = code_of(completion)
+            jobs += [(test, code) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            results = []
-            for completion, tests in zip(completions, rows, strict=True):
-                code = code_of(completion)
-                results.append([pool.submit(test.passes, code, self._sandbox) for test in tests])
-            return [self._share([result.result() for result in row]) for row in results]
+            passed = list(pool.map(lambda job: job[0].passes(job[1], self._sandbox), jobs))
+        shares = []
+        start = 0
+        for tests in rows:
+            shares.append(self._share(passed[start : start + len(tests)]))
+            start += len(tests)
+        return shares
 
     def _share(self, passed: Sequence[bool]) -> float | None:
         if not passed:
