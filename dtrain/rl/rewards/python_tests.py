@@ -83,7 +83,7 @@ class PythonTests:
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         """Return the share of tests that each completion passes; None for a row without tests."""
         rows = [read_tests(value, self._column) for value in values_of("python_tests", self._column, columns)]
-        jobs = []
+        jobs: list[tuple[ProgramTest | AssertTest, str]] = []
         for completion, tests in zip(completions, rows, strict=True):
             code = code_of(completion)
             jobs += [(test, code) for test in tests]
