@@ -5,9 +5,8 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
-from dtrain.rl.rewards.code_sandbox import CodeSandbox
 from dtrain.rl.rewards.columns import lacking_columns
-from dtrain.rl.rewards.python_tests import PythonTests, code_of, read_tests
+from dtrain.rl.rewards.python_tests import AssertTest, ProgramTest, PythonTests, code_of, read_tests
 from tests.rollout.test_code_sandbox import sandbox_or_skip
 
 RIGHT = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -36,7 +35,13 @@ def test_the_share_of_tests_that_pass():
         reward([RIGHT], answer=[1])
 
 
-def test_missing_walls_are_told(monkeypatch, tmp_path):
+def test_too_little_memory_is_reported():
+    sandbox_or_skip()
+    with pytest.raises(UserError, match="memory=4 MiB or timeout=6.0 is too little"):
+        PythonTests(memory=4)
+
+
+def test_a_missing_sandbox_is_reported_before_a_run(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     how = "bwrap is not installed here: apt-get install bubblewrap"
     with pytest.raises(UserError, match=how):
@@ -45,9 +50,6 @@ def test_missing_walls_are_told(monkeypatch, tmp_path):
     assert "the data has no column 'tests'" in lacking_columns("python_tests", {}, {"answer": "4"})
     assert lacking_columns("python_tests", {"allow_full_access": True}, {"tests": TESTS}) is None
     assert PythonTests(allow_full_access=True)([RIGHT, WRONG], tests=[TESTS, TESTS]) == [1.0, 0.5]
-    monkeypatch.setattr(CodeSandbox, "passes", lambda *_: False)
-    with pytest.raises(UserError, match="memory=64 MiB or timeout=6.0 is too little"):
-        PythonTests(memory=64)
 
 
 def test_a_program_ends_as_programs_do():
@@ -59,8 +61,10 @@ def test_a_program_ends_as_programs_do():
         "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print(6))).start()",
     )
     sandbox = sandbox_or_skip()
-    assert [sandbox.passes(code, None, "\ud800", "6") for code in ends] == [True] * 4
-    assert not sandbox.passes("print(6); exit(1)", None, "", "6")
+    test = ProgramTest("\ud800", "6")
+    assert [test.passes(code, sandbox) for code in ends] == [True] * 4
+    wrong = ("print(6); exit(1)", "print(7)", "import os; print(6); os._exit(0)")
+    assert not any(test.passes(code, sandbox) for code in wrong)
 
 
 def test_blocks_and_tests_are_read():
@@ -68,10 +72,10 @@ def test_blocks_and_tests_are_read():
     assert code_of("```bash\nls\n```\n1. So\n   ```py\n   y = 2\n   ```\n```text\n5\n```\n```\n5\n```") == "y = 2\n"
     assert code_of("So:\n```python\r\ny = 2") == "y = 2"
     assert code_of("plain") == "plain"
-    assert read_tests('{"inputs": ["1"], "outputs": [2]}', "t") == [(None, "1", "2")]
+    assert read_tests('{"inputs": ["1"], "outputs": [2]}', "t") == [ProgramTest("1", "2")]
     assert read_tests("", "t") == []
-    assert read_tests('["a", "b"]', "t") == read_tests(["a", "b"], "t") == [("a", "", ""), ("b", "", "")]
-    assert read_tests({"inputs": [["1", 2]], "outputs": [True]}, "t") == [(None, "1\n2", "True")]
+    assert read_tests('["a", "b"]', "t") == read_tests(["a", "b"], "t") == [AssertTest("a"), AssertTest("b")]
+    assert read_tests({"inputs": [["1", 2]], "outputs": [True]}, "t") == [ProgramTest("1\n2", "True")]
     pairs = {"inputs": [1], "outputs": [2]}
     for wrong in ({"inputs": ["1"], "outputs": []}, [1], {"inputs": ["1"]}, {"inputs": "1", "outputs": "2"},
                   {"fn_name": "f", **pairs}):  # fmt: skip

@@ -14,8 +14,8 @@ also name a class, which is made with the options and then called.
     scoring                         `Rewards` scores with a list of them, in a process of its own; the service there
     right_answers, math_answers     those that come with dtrain: right answers, and reading them
     form                            patterns, layout, JSON, length, repetition
-    python_tests, code_sandbox      code that passes tests; the walls that it runs behind
-    remote_calls, plain_values      the program inside them and its calls; values that such a call carries
+    python_tests, assert_tests      code that passes tests: the reward; tests that are written in Python
+    code_sandbox, sandboxed         the sandbox of model-written code; the program inside it
 
 `judge`, another model's points over HTTP, is in `dtrain.rl.remote`.
 """

@@ -88,7 +88,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
             if refusal is not None:
                 return refusal
         try:
-            if own == "python_tests":  # whose walls may not stand here
+            if own == "python_tests":  # its sandbox may not start on this machine
                 getattr(import_module(module), function)(**options)
         except UserError as problem:
             return str(problem)

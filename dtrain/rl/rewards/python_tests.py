@@ -1,4 +1,9 @@
-"""Reward: the share of tests that the Python code in a completion passes. Code has the standard library alone."""
+"""Reward `python_tests`: the share of a row's tests that the Python code in a completion passes.
+
+Each test runs in a sandbox of its own (`code_sandbox`). There are two kinds: a program that reads an input and prints
+an expected output (`ProgramTest`), and a text of Python that calls the code (`AssertTest`). The output of a program,
+and values that a test compares with literals, are compared outside the sandbox.
+"""
 
 import json
 import os
@@ -6,11 +11,14 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.json_files import split_lines
 from dtrain.base.ranges import shown
+from dtrain.rl.rewards.assert_tests import AssertTest
 from dtrain.rl.rewards.code_sandbox import CodeSandbox
 from dtrain.rl.rewards.columns import values_of
 
@@ -20,18 +28,39 @@ _BLOCK = re.compile(
 )
 _PYTHON = ("python", "py", "python3")
 
-Test = tuple[str | None, str, str]  # code; or None, a program's input and its output
+
+@dataclass(frozen=True)
+class ProgramTest:
+    """A program that has to print `expected` on input `stdin` and exit with status 0.
+
+    White space at the ends of lines and of the output does not count.
+    """
+
+    stdin: str
+    expected: str
+
+    def passes(self, code: str, sandbox: CodeSandbox) -> bool:
+        """Run the program and compare its output."""
+        finished = sandbox.run(code, stdin_text=self.stdin)
+        return finished.status == 0 and _lines(finished.output) == _lines(self.expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in split_lines(text.strip())]
 
 
 class PythonTests:
     """Reward of the share of a row's tests that a completion's code passes.
 
-    column: the data's tests: a text of Python, a list of such (asserts, one test each), or {"inputs": [...],
-    "outputs": [...]}, texts that a program reads and must print. whole: 1.0 where all pass, else 0.0. timeout: seconds
-    of a test. memory: MiB. allow_full_access: runs the model's code as you, with your files and network, where
-    bubblewrap (`code_sandbox`) is not at hand.
+    Args:
+        column: Column of the data with the tests (`read_tests`).
+        whole: Return 1.0 if all tests pass, else 0.0.
+        timeout: Seconds of processor time for each test.
+        memory: MiB for each test.
+        allow_full_access: Run the model's code without a sandbox, as the current user with files and network.
 
-    Raises UserError where the walls cannot be built, or the interpreter does not start within the memory.
+    Raises:
+        UserError: If the sandbox does not start on this machine, or the interpreter needs more memory or time.
     """
 
     def __init__(
@@ -43,26 +72,36 @@ class PythonTests:
         memory: int = 512,
         allow_full_access: bool = False,
     ):
-        self._column, self._whole = column, whole
-        self._sandbox = CodeSandbox(timeout, memory << 20, has_walls=not allow_full_access)
-        if not self._sandbox.passes("value = 1", "assert value == 1"):
+        self._column = column
+        self._whole = whole
+        self._sandbox = CodeSandbox(timeout, memory << 20, is_isolated=not allow_full_access)
+        if not AssertTest("assert value == 1").passes("value = 1", self._sandbox):
             raise UserError(
                 f"python_tests: memory={memory} MiB or timeout={timeout} is too little for Python itself here"
             )
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-        """Return the share of each row's tests that the completion's last block of Python passes, alone and in a
-        process of its own for each test; None for a row without tests."""
+        """Return the share of tests that each completion passes; None for a row without tests."""
         rows = [read_tests(value, self._column) for value in values_of("python_tests", self._column, columns)]
-        jobs = [(code_of(text), *test) for text, tests in zip(completions, rows, strict=True) for test in tests]
+        jobs: list[tuple[ProgramTest | AssertTest, str]] = []
+        for completion, tests in zip(completions, rows, strict=True):
+            code = code_of(completion)
+            jobs += [(test, code) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            passed = iter(list(pool.map(lambda job: self._sandbox.passes(*job), jobs)))
-        shares: list[float | None] = []
+            passed = list(pool.map(lambda job: job[0].passes(job[1], self._sandbox), jobs))
+        shares = []
+        start = 0
         for tests in rows:
-            right = sum(next(passed) for _ in tests)
-            share = right / len(tests) if tests else None
-            shares.append(share if share is None or not self._whole else float(share == 1))
+            shares.append(self._share(passed[start : start + len(tests)]))
+            start += len(tests)
         return shares
+
+    def _share(self, passed: Sequence[bool]) -> float | None:
+        if not passed:
+            return None
+        if self._whole:
+            return float(all(passed))
+        return sum(passed) / len(passed)
 
 
 def code_of(completion: str) -> str:
@@ -79,13 +118,20 @@ def code_of(completion: str) -> str:
     return dedent(blocks.get(True, blocks.get(False, completion)))
 
 
-def read_tests(value: Any, column: str) -> list[Test]:
-    """Return the tests of a row, which may be JSON. Raises UserError for a value that holds none.
+def read_tests(value: Any, column: str) -> list[ProgramTest | AssertTest]:
+    """Return the tests of a row.
 
-    >>> read_tests(["assert x == 1"], "tests")
-    [('assert x == 1', '', '')]
-    >>> read_tests({"inputs": ["1 2"], "outputs": [3]}, "tests")
-    [(None, '1 2', '3')]
+    Args:
+        value: A text of Python, a list of such texts, or {"inputs": [...], "outputs": [...]} of a program. It may be
+            JSON. Empty values contain no test.
+        column: Name of the column, for the message.
+
+    Raises:
+        UserError: If the value is something else.
+
+    Example:
+        >>> read_tests({"inputs": ["1 2"], "outputs": [3]}, "tests")
+        [ProgramTest(stdin='1 2', expected='3')]
     """
     if value is None or value == "" or value == []:
         return []
@@ -97,14 +143,15 @@ def read_tests(value: Any, column: str) -> list[Test]:
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
             if not tests.get("fn_name"):
-                return [(None, _written(stdin), _written(out)) for stdin, out in zip(inputs, outputs, strict=True)]
+                pairs = zip(inputs, outputs, strict=True)
+                return [ProgramTest(_written(stdin), _written(output)) for stdin, output in pairs]
     texts = [tests] if isinstance(tests, str) else tests
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
             f"python_tests: {column} is {shown(value)}: it must be a text of Python, a list of such texts, or as many "
             "inputs as outputs of a program (those of a function, by fn_name: write them as asserts)"
         )
-    return [(text, "", "") for text in texts]
+    return [AssertTest(text) for text in texts]
 
 
 def _written(value: Any) -> str:
