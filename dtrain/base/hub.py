@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub by their id, `owner/name`: from huggingface_hub's cache, or downloaded into it.
 
-Only weights in safetensors and the small files of a model are downloaded, no code and no pickle. Token, endpoint, offline
-mode and the cache's place are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Neither torch
-nor, before a function needs it, huggingface_hub is imported.
+Only weights in safetensors and the small files of a model are downloaded, no code and no pickle. Token, endpoint,
+offline mode and the cache's place are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
+Torch is not imported, and huggingface_hub only by a function that needs it.
 """
 
 import re
