@@ -194,6 +194,8 @@ def test_a_file_of_a_web_server_is_copied_again_if_its_etag_changes(tmp_path, we
     [new] = resolve(url, "key", cache_dir=tmp_path)
     assert (old.name, new.name) == ("a b.jsonl", "a b.jsonl")
     assert (old.read_bytes(), new.read_bytes()) == (b'{"text": "old"}\n', b'{"text": "new"}\n')
+    saved = [path for path in tmp_path.rglob("*") if "signature" in str(path) or path.is_file()]
+    assert not any(b"signature" in path.read_bytes() for path in saved)  # it lets anybody read the file
 
 
 def test_what_a_web_server_does_not_give(tmp_path, web):

@@ -1,17 +1,18 @@
-"""Data files behind URLs (`s3://`, `gs://`, `hf://`, `https://`), copied into the data cache by fsspec's filecache.
+"""Data files behind URLs (`s3://`, `gs://`, `hf://`, `https://`), copied into the data cache by fsspec.
 
 With `data.train.path=s3://bucket/rows-*.jsonl`, for example, the cache directory contains
 
     files/5f0c1d9e80b1c7aa/rows-0.jsonl   a copy; a hash of the file's URL and etag names its directory
-    files/5f0c1d9e80b1c7aa/cache          filecache's record that the copy is complete
     files/5f0c1d9e80b1c7aa.lock           locked while a process downloads; the other ranks wait
-    files/77ab02e4419cd3f0.json           the copies of `rows-*.jsonl` when its server was last reached
+    files/77ab02e4419cd3f0.txt            the copies of `rows-*.jsonl` when its server was last reached
 
-If the server cannot be reached, the copies listed in the .json file are used. Importing this module loads fsspec, but
-not torch.
+If the server cannot be reached, the copies listed in the .txt file are used.
+
+fsspec's own cache, `filecache`, does not fit. It never notices that a file behind https:// has changed, it overwrites a
+copy that another run may be reading, and it saves the URL, whose query may be a signature or a token, as plain text.
+Importing this module loads fsspec, but not torch.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from fsspec.core import url_to_fs
 
 from dtrain.base.errors import UserError, first_line
 from dtrain.base.files import lock, replace_text
-from dtrain.base.json_files import digest, read_json
+from dtrain.base.json_files import LARGE, digest, read_text, split_lines
 from dtrain.base.network_errors import client_errors
 
 FILES = "files"
@@ -77,14 +78,13 @@ def find_files(url: str, key: str, cache_dir: Path) -> list[RemoteFile]:
 
 def files_to_copy(url: str, key: str, cache_dir: Path) -> list[RemoteFile]:
     """Return the files that `local_copies` would download. Raises UserError as `find_files` does."""
-    copied = _recorded_copies(url, cache_dir)
     try:
         files = find_files(url, key, cache_dir)
     except UserError:
-        if copied:
+        if _recorded_copies(url, cache_dir):
             return []
         raise
-    return [file for file in files if file.copy not in copied]
+    return [file for file in files if not file.copy.is_file()]
 
 
 def local_copies(url: str, key: str, cache_dir: Path) -> list[Path]:
@@ -114,8 +114,7 @@ def local_copies(url: str, key: str, cache_dir: Path) -> list[Path]:
 def _remote_file(
     system: fsspec.AbstractFileSystem, path: str, info: dict[str, Any], url: str, cache_dir: Path
 ) -> RemoteFile:
-    # filecache can compare etags itself (check_files), but not those of https://, and it would overwrite a copy that
-    # another run is reading. With the etag in the directory's name, changed content is another file.
+    # The etag is part of the directory's name, so a changed file does not overwrite a copy that another run is reading.
     marks = {}
     for name, value in info.items():
         if name.lower() in CONTENT_MARKS and value is not None:
@@ -126,31 +125,25 @@ def _remote_file(
 
 
 def _download(file: RemoteFile, key: str) -> None:
-    """Download a file to its `copy`, unless a complete copy is there."""
+    """Download a file to its `copy`, unless it is there."""
     directory = file.copy.parent
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     with lock(directory), _url_errors(file.url, key):
-        # A new instance knows only the copies that are complete on disk, not one that broke off in this process.
-        cache = fsspec.filesystem(
-            "filecache",
-            fs=file.system,
-            cache_storage=str(directory),
-            cache_mapper=lambda path: file.copy.name,
-            expiry_time=0,
-            skip_instance_cache=True,
-        )
-        cache.open(file.path).close()
+        if not file.copy.is_file():
+            partial = file.copy.with_name(f"{file.copy.name}.partial")
+            file.system.get_file(file.path, str(partial))
+            partial.rename(file.copy)
 
 
 def _record_of(url: str, cache_dir: Path) -> Path:
-    return cache_dir / FILES / f"{digest(url)[:16]}.json"
+    return cache_dir / FILES / f"{digest(url)[:16]}.txt"
 
 
 def _record_copies(url: str, cache_dir: Path, copies: list[Path]) -> None:
     record = _record_of(url, cache_dir)
-    names = [str(copy.relative_to(cache_dir)) for copy in copies]
+    lines = [f"{copy.relative_to(cache_dir)}\n" for copy in copies]
     with lock(record):
-        replace_text(record, json.dumps({"url": url, "copies": names}))
+        replace_text(record, "".join(lines))
 
 
 def _recorded_copies(url: str, cache_dir: Path) -> list[Path]:
@@ -158,7 +151,7 @@ def _recorded_copies(url: str, cache_dir: Path) -> list[Path]:
     record = _record_of(url, cache_dir)
     if not record.is_file():
         return []
-    copies = [cache_dir / name for name in read_json(record)["copies"]]
+    copies = [cache_dir / line for line in split_lines(read_text(record, LARGE))]
     return copies if all(copy.is_file() for copy in copies) else []
 
 
