@@ -1,10 +1,9 @@
-"""Regular expressions for module names match as PEFT and Python match them; globs of the hub's files as fsspec's."""
+"""Regular expressions for module names match as PEFT and Python match them."""
 
 import pytest
 from peft.utils.other import get_pattern_key
 
 from dtrain.base.name_patterns import matches_suffix, pattern_error
-from dtrain.data.sources.hub import _fits
 from dtrain.models.common.quantization_config import unquantized
 
 NAMES = [
@@ -50,13 +49,6 @@ def test_the_error_of_an_expression(pattern, error):
         assert pattern_error(pattern) is None
     else:
         assert error.replace("\\", "") in pattern_error(pattern)
-
-
-def test_a_glob_of_a_dataset():
-    assert _fits("data/train-0.jsonl", "**/train*.jsonl")
-    assert _fits("a/b/c.txt", "a/**/*.txt")
-    assert not _fits("a/b/c.txt", "a/*.txt")
-    assert _fits("x[1", "x[1")
 
 
 @pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "x(?i)", "(a"])

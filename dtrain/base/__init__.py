@@ -13,6 +13,7 @@ torch_functions                 calls of torch that no TorchFunctionMode sees
 run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
+network_errors                  errors of the clients of servers and object stores
 name_patterns                   patterns of parameter names: regular expressions and globs
 import_paths, exports           the search path of users' code; names of packages that are imported late
 addresses, orphans              addresses to listen at; children that end with their parent

@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub by their id, `owner/name`: from huggingface_hub's cache, or downloaded into it.
 
-huggingface_hub comes with tokenizers; where its cache lies, HF_TOKEN and HF_HUB_OFFLINE are its own affair. Imports no
-torch. Only weights in safetensors and the small files beside them are fetched, no code and no pickle.
+Only weights in safetensors and the small files of a model are downloaded, no code and no pickle. Token, endpoint,
+offline mode and the cache's place are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
+Torch is not imported, and huggingface_hub only by a function that needs it.
 """
 
 import re
@@ -21,6 +22,7 @@ from dtrain.base.model_directory import (
     TOKENIZER,
     files_of_weights,
 )
+from dtrain.base.network_errors import client_errors
 from dtrain.base.ranges import beside, plural
 
 SHARDS = "model-*.safetensors"
@@ -65,15 +67,10 @@ def cached(name: str, *, weights: bool = True) -> Path | None:
 
     weights: without them the directory is not whole.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        # A look for config.json alone: what another tool fetched of a model is a part that the library calls partial.
-        directory = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
-    except (LocalEntryNotFoundError, HFValidationError):
+    directory = cached_snapshot(name)
+    if directory is None or missing_files(name, weights=weights) or not _is_whole(directory, weights):
         return None
-    return None if missing_files(name, weights=weights) or not _is_whole(directory, weights) else directory
+    return directory
 
 
 def missing_files(name: str, *, weights: bool = True) -> list[str]:
@@ -89,7 +86,7 @@ def missing_files(name: str, *, weights: bool = True) -> list[str]:
     Returns:
         The names, sorted. Empty if nothing of the model is in the cache, or nothing is known to be missing.
     """
-    directory = _snapshot(name)
+    directory = cached_snapshot(name)
     if directory is None:
         return []
     listed = cached_listing(name, "model", directory.name)
@@ -118,30 +115,47 @@ def incomplete(name: str, missing: Sequence[str], command: str) -> str:
 
 
 def cached_listing(name: str, kind: str, commit: str) -> list[str]:
-    """Return every path of a repository at `commit`, as huggingface_hub keeps them; [] if it keeps no listing.
+    """Return every path of a repository at `commit`, as huggingface_hub caches them; [] if it has no listing.
 
     Args:
         name: The repository's id.
         kind: model, or dataset.
         commit: The name of the snapshot's directory.
     """
-    with suppress(ImportError):  # versions of the library that keep none
-        from huggingface_hub import get_cached_repo_tree
-        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-        with suppress(CachedRepoTreeNotFoundError):
-            return [entry.path for entry in get_cached_repo_tree(name, repo_type=kind, revision=commit)]
-    return []
+    try:
+        return [entry.path for entry in get_cached_repo_tree(name, repo_type=kind, revision=commit)]
+    except CachedRepoTreeNotFoundError:
+        return []
 
 
-def _snapshot(name: str) -> Path | None:
-    """Return the directory of the snapshot of model `name`, complete or not; None if a download never began."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
+def cached_snapshot(
+    name: str, kind: str = "model", revision: str | None = None, needed: Sequence[str] = ()
+) -> Path | None:
+    """Return the directory of a repository in the cache, which may be incomplete. No network.
 
-    repository = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=name, repo_type="model")
-    branch = repository / "refs" / constants.DEFAULT_REVISION
-    return repository / "snapshots" / branch.read_text(encoding="utf-8") if branch.is_file() else None
+    Args:
+        name: The repository's id.
+        kind: model, or dataset.
+        revision: A branch, a tag or a commit; None for the main branch.
+        needed: Files that must be in the directory if the repository has them.
+
+    Returns:
+        The directory; None if no download of the repository began, or a needed file is missing.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    patterns = list(needed)  # without patterns, the library takes any missing file for an incomplete download
+    try:
+        directory = snapshot_download(
+            name, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=True
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(directory)
 
 
 def _is_whole(directory: Path, weights: bool) -> bool:
@@ -222,7 +236,7 @@ def hub_errors(
             f"there is no {here} {name} here, and the hub has no such {kind}, or it is private and no token, or the "
             "wrong one, was sent: check the name, or run `hf auth login`, or set HF_TOKEN"
         ) from error
-    except LocalEntryNotFoundError as error:
+    except client_errors(LocalEntryNotFoundError) as error:
         if names := missing():
             raise UserError(incomplete(name, names, command)) from error
         raise UserError(

@@ -115,7 +115,8 @@ class Source:
     path: str | list[str] | None = None
     """A file (JSONL, JSON, CSV, parquet), a glob, or a list of them; or a dataset's id on the Hugging Face hub
     (`trl-lib/Capybara`), which is downloaded into the hub's own cache unless it is there; or a URL
-    (`s3://`, `gs://`, `hf://`, `https://`), whose file is copied into `data.cache_dir` once. Required, or `sources`."""
+    (`s3://`, `gs://`, `hf://`, `https://`) or a pattern of one, whose files are copied into `data.cache_dir` once.
+    Required, or `sources`."""
     split: str = "train"
     """Of a dataset of the hub: which of its splits."""
     subset: str | None = None

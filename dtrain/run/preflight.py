@@ -12,7 +12,7 @@ from types import ModuleType
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
 from dtrain.base.ranges import beside
-from dtrain.data.sources.files import Pick, absent_ids, away, entries, is_url, paths_of
+from dtrain.data.sources.files import Pick, absent_ids, entries, files_to_copy, is_url, paths_of
 from dtrain.methods import method_of, recipe_and_problems
 from dtrain.recipe import Recipe, redact, saved
 from dtrain.recipe.automatic import changed
@@ -96,7 +96,7 @@ def with_small_files(recipe: Recipe) -> tuple[Recipe, dict[str, str], list[str]]
                 awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
     for key, name, pick in absent_data(recipe):
         with _named(key, name, refused):
-            count = len(_data_hub().look(name, pick, key.removesuffix(".path"))[1])
+            count = len(_data_hub().look(name, pick, key.removesuffix(".path")).paths)
             awaited[key] = (
                 f"{key}={name}: the run downloads {count} file{'s' if count != 1 else ''} from the hub, whose rows are "
                 "looked at then"
@@ -155,10 +155,10 @@ def has_urls(recipe: Recipe) -> bool:
 
 def to_copy(recipe: Recipe) -> list[str]:
     """Return what a run of a sound recipe copies into its cache, a line each."""
-    return [
-        f"{key}.path={path}: the run copies {remote.url} into {recipe.cache}"
-        + (f", {remote.size / 2**20:.1f} MiB" if remote.size is not None else "")
-        for source, key in sources_of(recipe)
-        for path in paths_of(source)
-        for remote in away(path, f"{key}.path", recipe.cache)
-    ]
+    lines = []
+    for source, key in sources_of(recipe):
+        for path in paths_of(source):
+            for file in files_to_copy(path, f"{key}.path", recipe.cache):
+                size = "" if file.size is None else f", {file.size / 2**20:.1f} MiB"
+                lines.append(f"{key}.path={path}: the run copies {file.url} into {recipe.cache}{size}")
+    return lines

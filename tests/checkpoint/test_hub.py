@@ -162,8 +162,9 @@ def test_other_problems_of_a_recipe_are_told_before_a_download(tmp_path, monkeyp
 def test_only_weights_and_small_files_are_fetched(tmp_path, monkeypatch):
     asked = {}
 
-    def snapshot_download(name, local_files_only=False, allow_patterns=None):
-        asked["patterns"] = allow_patterns
+    def snapshot_download(name, local_files_only=False, allow_patterns=None, **_):
+        if not local_files_only:
+            asked["patterns"] = allow_patterns
         return str(write_model(tmp_path / "model"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

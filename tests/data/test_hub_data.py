@@ -11,7 +11,8 @@ from huggingface_hub import constants
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from dtrain.data.sources.files import Pick, is_data_id
-from dtrain.data.sources.hub import cached, choose, download
+from dtrain.data.sources.hub import cached, download, read_card
+from dtrain.data.sources.hub_splits import choose_files
 from dtrain.launch import launch
 from dtrain.run.preflight import load, not_here, preflight
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
@@ -45,6 +46,12 @@ everything/train.csv everything/dev.csv one.jsonl images/a.png
 """.split()
 
 
+def choose(listing, readme, split, subset, folder):
+    """The files of a split, of a repository with this README.md."""
+    (folder / "README.md").write_text(readme)
+    return choose_files(NAME, listing, read_card(folder / "README.md", NAME), split, subset, "data.train")
+
+
 @pytest.mark.parametrize(
     ("split", "subset", "expected"),
     [
@@ -56,8 +63,8 @@ everything/train.csv everything/dev.csv one.jsonl images/a.png
         ("train", "one", ["one.jsonl"]),
     ],
 )
-def test_by_the_readme(split, subset, expected):
-    assert choose(NAME, LISTING, CONFIGS, split, subset, "data.train") == expected
+def test_by_the_readme(tmp_path, split, subset, expected):
+    assert choose(LISTING, CONFIGS, split, subset, tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,8 +86,8 @@ def test_by_the_readme(split, subset, expected):
         ("data/a.json dataset_infos.json .cache/train.jsonl", "train", None, "data/a.json"),
     ],
 )  # fmt: skip
-def test_by_names(listing, split, subset, expected):
-    assert choose(NAME, listing.split(), "", split, subset, "data.train") == expected.split()
+def test_by_names(tmp_path, listing, split, subset, expected):
+    assert choose(listing.split(), "", split, subset, tmp_path) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -97,11 +104,14 @@ def test_by_names(listing, split, subset, expected):
          ".parquet; it has .py, .tar); data.train.revision=refs/convert/parquet"),
         (["data/train-00000-of-00002.parquet"], "", "train", None, "of data/train-*-of-00002 there are 1 files, not 2"),
         (["train.jsonl"], "---\n: - {\n---\n", "train", None, "the YAML in front of its README.md is broken"),
+        (["a.csv"], "---\nconfigs: [{config_name: x, data_files: data/a**}]\n---\n", "train", None, "README.md has "
+         "data/a**, which fsspec cannot read (Invalid pattern: '**' can only be an entire path component). Set "
+         "data.train.path to the files, such as hf://datasets/someone/tiny-rows/"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_told_with_what_is(listing, readme, split, subset, said):
+def test_what_is_not_there_is_told_with_what_is(tmp_path, listing, readme, split, subset, said):
     with pytest.raises(UserError) as error:
-        choose(NAME, listing, readme, split, subset, "data.train")
+        choose(listing, readme, split, subset, tmp_path)
     assert said in str(error.value)
 
 

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import LARGE, read_json, read_text
+from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -18,11 +17,12 @@ from dtrain.base.model_directory import (
     INDEX,
     companions_in,
 )
+from dtrain.base.network_errors import client_errors
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.peft.config import BASE
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.data.sources.hub import README, front_of
+from dtrain.data.sources.hub import README, read_card
 
 WEIGHTS = ".safetensors"
 
@@ -87,7 +87,7 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
     there = api.list_repo_files(name, revision=revision)
     theirs = {}
     if README in there:
-        theirs = front_of(read_text(Path(api.hf_hub_download(name, README, revision=revision)), LARGE), name)
+        theirs = read_card(Path(api.hf_hub_download(name, README, revision=revision)), name)
     contents: dict[str, Any] = {path: str(file) for path, file in files.items()}
     contents[README] = card(pushed, theirs).encode()
     if any(pushed.losses):
@@ -125,11 +125,5 @@ def _hub_errors(name: str) -> Iterator[None]:
         raise UserError(f"{name}: there is no token on this machine: {login}") from error
     except (ValueError, OSError) as error:  # a name that the hub does not take, HF_HUB_OFFLINE
         raise UserError(f"{name} could not be pushed: {str(error).strip().splitlines()[0]}") from error
-    except _unreachable() as error:
+    except client_errors() as error:
         raise UserError(f"{name} could not be pushed: the hub cannot be reached ({error})") from error
-
-
-def _unreachable() -> tuple[type[Exception], ...]:
-    """Return the errors of the library's HTTP client without a network; the client depends on the library's version."""
-    clients = {"httpx2": "TransportError", "httpx": "TransportError", "requests": "RequestException"}
-    return tuple(getattr(sys.modules[client], kind) for client, kind in clients.items() if client in sys.modules)

@@ -171,9 +171,9 @@ def _data_of_uri(uri: str) -> bytes:
 def _copy(url: str, cache_dir: Path | None) -> Path:
     if cache_dir is None:
         raise UserError(f"{_shortened(url)}: images are not fetched from URLs here; copy the file, and name its path")
-    from dtrain.data.sources import urls
+    from dtrain.data.sources import urls  # it loads fsspec
 
-    copies = urls.copies(url, "an image", cache_dir)
+    copies = urls.local_copies(url, "an image", cache_dir)
     if len(copies) != 1:
         raise UserError(f"{_shortened(url)}: the URL of an image must name one file, not {len(copies)}")
     return copies[0].absolute()

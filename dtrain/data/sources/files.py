@@ -29,7 +29,7 @@ from dtrain.data.sources.columns import how_to_map, lacking, renamed
 from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
-    from dtrain.data.sources.urls import Remote
+    from dtrain.data.sources.urls import RemoteFile
 
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
@@ -66,13 +66,13 @@ def is_data_id(path: str) -> bool:
     return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in ENDINGS) and is_id(path)
 
 
-def away(path: str, key: str, cache_dir: Path) -> "list[Remote]":
-    """Return the files of a URL that are still to be copied, none of another path. Raises UserError."""
+def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
+    """Return the files of a URL that are not in the cache yet; [] if `path` is no URL. Raises UserError."""
     if not is_url(path):
         return []
-    from dtrain.data.sources import urls
+    from dtrain.data.sources import urls  # it loads fsspec
 
-    return urls.away(path, key, cache_dir)
+    return urls.files_to_copy(path, key, cache_dir)
 
 
 def entries(split: Any, key: str) -> list[tuple[Any, str]]:
@@ -121,11 +121,11 @@ def resolve(
 
 def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
     if is_url(path):
-        from dtrain.data.sources import urls
+        from dtrain.data.sources import urls  # it loads fsspec
 
         if cache_dir is None:
             raise UserError(f"{key}: {path} is a URL, and there is no place to copy it to; copy it yourself")
-        return urls.copies(path, key, Path(cache_dir).expanduser())
+        return urls.local_copies(path, key, Path(cache_dir).expanduser())
     expanded = Path(path).expanduser()
     if expanded.is_file():
         return [expanded]

@@ -1,125 +1,163 @@
-"""Data files behind URLs (`s3://`, `gs://`, `hf://`, `https://`), by fsspec: copied once into the data cache.
+"""Data files behind URLs (`s3://`, `gs://`, `hf://`, `https://`), copied into the data cache by fsspec.
 
-A copy lies in `<cache>/files/<key>/<name>`, where the key is a hash of the URL and of what its server says of the
-content: etag, checksum, size, time of change. Where the server cannot be reached, the newest copy serves. Torch is not
-imported.
+With `data.train.path=s3://bucket/rows-*.jsonl`, for example, the cache directory contains
+
+    files/5f0c1d9e80b1c7aa/rows-0.jsonl   a copy; a hash of the file's URL and etag names its directory
+    files/5f0c1d9e80b1c7aa.lock           locked while a process downloads; the other ranks wait
+    files/77ab02e4419cd3f0.txt            the copies of `rows-*.jsonl` when its server was last reached
+
+If the server cannot be reached, the copies listed in the .txt file are used.
+
+fsspec's own cache, `filecache`, does not fit. It never notices that a file behind https:// has changed, it overwrites a
+copy that another run may be reading, and it saves the URL, whose query may be a signature or a token, as plain text.
+Importing this module loads fsspec, but not torch.
 """
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import fsspec
+from fsspec.core import url_to_fs
+
 from dtrain.base.errors import UserError, first_line
-from dtrain.base.files import lock
-from dtrain.base.json_files import digest, split_lines
+from dtrain.base.files import lock, replace_text
+from dtrain.base.json_files import LARGE, digest, read_text, split_lines
+from dtrain.base.network_errors import client_errors
 
-# Servers' names of the marks by which content is known, in lower case.
-MARKS = {"etag", "content-md5", "md5hash", "crc32c", "digest", "checksum", "sha256", "size", "blob_id", "oid"}
-TIMES = {"mtime", "last-modified", "lastmodified", "last_modified", "updated", "created"}
 FILES = "files"
+# Entries of fsspec's `info` that change with the content of a file, in lower case. Each file system has its own.
+CONTENT_MARKS = {"etag", "content-md5", "md5hash", "crc32c", "digest", "checksum", "sha256", "size", "blob_id", "oid"}
+CONTENT_MARKS |= {"mtime", "last-modified", "lastmodified", "last_modified", "updated", "created"}
+MISSING = (404, 410)  # HTTP status: not found, gone
 
 
-class Remote(NamedTuple):
-    """A file behind a URL: its file system, its path there, its own URL, and where its copy lies."""
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file behind a URL.
 
-    system: Any
+    Attributes:
+        system: fsspec's file system of the URL.
+        path: The file's path in `system`.
+        url: The URL of this file, also if a pattern matched it.
+        copy: Path of the local copy, which may be still to come.
+        size: Bytes; None if the server does not report them.
+    """
+
+    system: fsspec.AbstractFileSystem
     path: str
     url: str
     copy: Path
     size: int | None
 
 
-def find(url: str, key: str, cache_dir: Path) -> list[Remote]:
-    """Return the files of a URL, or of a pattern of one, sorted. Nothing is copied. Raises UserError with `key`."""
+def find_files(url: str, key: str, cache_dir: Path) -> list[RemoteFile]:
+    """Find the files of a URL or of a pattern (`s3://bucket/*.jsonl`), sorted. Nothing is copied.
+
+    Raises:
+        UserError: If there is no such file or it cannot be read, with the recipe's `key`.
+    """
+    files = []
     with _url_errors(url, key):
-        import fsspec
-
-        system, path = fsspec.core.url_to_fs(url)
-        is_http = urlsplit(url).scheme in ("http", "https")  # where ? begins a query
-        paths = sorted(system.glob(path)) if "*" in path or ("?" in path and not is_http) else [path]
-        infos = [(name, system.info(name)) for name in paths]
-    files = [(name, info) for name, info in infos if info.get("type", "file") == "file"]
+        system, path = url_to_fs(url)
+        is_http = urlsplit(url).scheme in ("http", "https")
+        is_pattern = "*" in path or ("?" in path and not is_http)  # in https:// URLs, ? starts the query
+        paths = sorted(system.glob(path)) if is_pattern else [path]
+        for name in paths:
+            info = system.info(name)
+            if info.get("type", "file") == "file":
+                file_url = system.unstrip_protocol(name) if is_pattern else url
+                files.append(_remote_file(system, name, info, file_url, cache_dir))
     if not files:
-        raise UserError(f"{key}: {'no file matches' if len(infos) != 1 else 'no file is at'} {url}")
-    return [_remote(system, name, info, url if len(paths) == 1 else system.unstrip_protocol(name), cache_dir)
-            for name, info in files]  # fmt: skip
+        raise UserError(f"{key}: {'no file matches' if is_pattern else 'no file is at'} {url}. Check the address")
+    return files
 
 
-def away(url: str, key: str, cache_dir: Path) -> list[Remote]:
-    """Return the files of `find` that `copies` would copy."""
+def files_to_copy(url: str, key: str, cache_dir: Path) -> list[RemoteFile]:
+    """Return the files that `local_copies` would download. Raises UserError as `find_files` does."""
     try:
-        return [remote for remote in find(url, key, cache_dir) if not remote.copy.is_file()]
+        files = find_files(url, key, cache_dir)
     except UserError:
-        if _kept(url, cache_dir):
+        if _recorded_copies(url, cache_dir):
             return []
         raise
+    return [file for file in files if not file.copy.is_file()]
 
 
-def copies(url: str, key: str, cache_dir: Path) -> list[Path]:
-    """Return the local copies of these files, made where there is none. Processes that ask at once wait for the one
-    that copies. Raises UserError, naming `key`."""
+def local_copies(url: str, key: str, cache_dir: Path) -> list[Path]:
+    """Return local copies of the files of a URL or pattern, and download those that are not in the cache.
+
+    If several processes ask for a file at once, one downloads it and the others wait. If the server cannot be reached,
+    the copies of the last time are returned.
+
+    Raises:
+        UserError: As `find_files` does, if there are no copies of an earlier time.
+    """
+    recorded = _recorded_copies(url, cache_dir)
     try:
-        remotes = find(url, key, cache_dir)
+        files = find_files(url, key, cache_dir)
     except UserError:
-        if kept := _kept(url, cache_dir):
-            return kept
+        if recorded:
+            return recorded
         raise
-    for remote in remotes:
-        folder = remote.copy.parent
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock(folder):
-            if not remote.copy.is_file():
-                with _url_errors(remote.url, key):
-                    _copy(remote)
-    _keep(url, cache_dir, remotes)
-    return [remote.copy for remote in remotes]
+    for file in files:
+        _download(file, key)
+    copies = [file.copy for file in files]
+    if copies != recorded:
+        _record_copies(url, cache_dir, copies)
+    return copies
 
 
-def _remote(system: Any, path: str, info: dict[str, Any], url: str, cache_dir: Path) -> Remote:
-    marks = {name: str(value) for name, value in info.items() if name.lower() in MARKS | TIMES and value is not None}
+def _remote_file(
+    system: fsspec.AbstractFileSystem, path: str, info: dict[str, Any], url: str, cache_dir: Path
+) -> RemoteFile:
+    # The etag is part of the directory's name, so a changed file does not overwrite a copy that another run is reading.
+    marks = {}
+    for name, value in info.items():
+        if name.lower() in CONTENT_MARKS and value is not None:
+            marks[name] = str(value)
+    directory = cache_dir / FILES / digest(url, marks)[:16]
     name = PurePosixPath(unquote(urlsplit(url).path)).name or PurePosixPath(path).name
-    folder = cache_dir / FILES / digest(url, marks)[:16]
-    return Remote(system, path, url, folder / name, info.get("size"))
+    return RemoteFile(system, path, url, directory / name, info.get("size"))
 
 
-def _copy(remote: Remote) -> None:
-    folder = remote.copy.parent
-    beside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    try:
-        remote.system.get_file(remote.path, str(beside / remote.copy.name))
-        size = (beside / remote.copy.name).stat().st_size
-        if remote.size is not None and size != remote.size:
-            raise OSError(f"{size} bytes came of {remote.size}")
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+def _download(file: RemoteFile, key: str) -> None:
+    """Download a file to its `copy`, unless it is there."""
+    directory = file.copy.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    with lock(directory), _url_errors(file.url, key):
+        if not file.copy.is_file():
+            partial = file.copy.with_name(f"{file.copy.name}.partial")
+            file.system.get_file(file.path, str(partial))
+            partial.rename(file.copy)
 
 
-def _list_of(url: str, cache_dir: Path) -> Path:
+def _record_of(url: str, cache_dir: Path) -> Path:
     return cache_dir / FILES / f"{digest(url)[:16]}.txt"
 
 
-def _keep(url: str, cache_dir: Path, remotes: list[Remote]) -> None:
-    place = _list_of(url, cache_dir)
-    with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as beside:
-        beside.write("".join(f"{remote.copy.relative_to(cache_dir)}\n" for remote in remotes))
-    Path(beside.name).rename(place)
+def _record_copies(url: str, cache_dir: Path, copies: list[Path]) -> None:
+    record = _record_of(url, cache_dir)
+    lines = [f"{copy.relative_to(cache_dir)}\n" for copy in copies]
+    with lock(record):
+        replace_text(record, "".join(lines))
 
 
-def _kept(url: str, cache_dir: Path) -> list[Path]:
-    place = _list_of(url, cache_dir)
-    files = [cache_dir / line for line in split_lines(place.read_text())] if place.is_file() else []
-    return files if all(file.is_file() for file in files) else []
+def _recorded_copies(url: str, cache_dir: Path) -> list[Path]:
+    """Return the copies of the last time that the server was reached; [] if there are none or some are deleted."""
+    record = _record_of(url, cache_dir)
+    if not record.is_file():
+        return []
+    copies = [cache_dir / line for line in split_lines(read_text(record, LARGE))]
+    return copies if all(copy.is_file() for copy in copies) else []
 
 
 @contextmanager
 def _url_errors(url: str, key: str) -> Iterator[None]:
-    """Raise what fsspec and its file systems raise in the block as a UserError."""
+    """Turn errors of fsspec and of its file systems in the block into a UserError that says what to do."""
     scheme = url.split("://")[0]
     try:
         yield
@@ -128,12 +166,18 @@ def _url_errors(url: str, key: str) -> Iterator[None]:
         raise UserError(
             f"{key}: {scheme}:// needs a package that is not installed: {fix} ({first_line(error)})"
         ) from error
-    except FileNotFoundError as error:
-        why = f" ({first_line(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
-        raise UserError(f"{key}: no file is at {url}{why}") from error
-    except PermissionError as error:
-        raise UserError(f"{key}: {url}: no permission, or no credentials, to read it ({first_line(error)})") from error
     except ValueError as error:
         raise UserError(f"{key}: {url}: fsspec cannot read such a URL ({first_line(error)})") from error
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{key}: {url} could not be read: {first_line(error)}") from error
+    except client_errors(OSError, RuntimeError) as error:
+        reason: BaseException = error
+        if isinstance(error, FileNotFoundError) and error.__cause__ is not None and scheme in ("http", "https"):
+            reason = error.__cause__  # fsspec reports every failure of HTTP as a file that is not there
+        if isinstance(reason, FileNotFoundError) or getattr(reason, "status", None) in MISSING:
+            login = ". If its repository is private or gated, run `hf auth login` or set HF_TOKEN"
+            raise UserError(
+                f"{key}: no file is at {url}. Check the address{login if scheme == 'hf' else ''}"
+            ) from error
+        raise UserError(
+            f"{key}: {url} could not be read: {first_line(reason).rstrip('.')}. Check the network and this machine's "
+            f"credentials for {scheme}://, or copy the file to this machine and name the copy"
+        ) from error

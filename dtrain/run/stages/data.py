@@ -9,7 +9,16 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns
-from dtrain.data.sources.files import Pick, absent_ids, away, entries, formats_of, is_data_id, kind_of, paths_of
+from dtrain.data.sources.files import (
+    Pick,
+    absent_ids,
+    entries,
+    files_to_copy,
+    formats_of,
+    is_data_id,
+    kind_of,
+    paths_of,
+)
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
 from dtrain.recipe.schema import DataSource, Source
@@ -122,17 +131,17 @@ def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
     """Return the files of a source that are here. Raises UserError."""
     if not source.path or absent_ids(source, key):  # check_keys or not_here tells
         return []
-    named = [path for path in paths_of(source) if not _is_away(spec, path, f"{key}.path")]
+    named = [path for path in paths_of(source) if not _needs_copy(spec, path, f"{key}.path")]
     return find_files(named, f"{key}.path", source, spec.cache) if named else []
 
 
-def _is_away(spec: RunSpec, path: str, key: str) -> bool:
+def _needs_copy(spec: RunSpec, path: str, key: str) -> bool:
     """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
     UserError."""
-    remotes = away(path, key, spec.cache)
-    for remote in remotes:
-        kind_of(remote.copy, key)
-    return bool(remotes)
+    files = files_to_copy(path, key, spec.cache)
+    for file in files:
+        kind_of(file.copy, key)
+    return bool(files)
 
 
 def resolve(spec: RunSpec, host: Host) -> bool:
