@@ -362,6 +362,10 @@ def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
         made = getattr(made, part)
     if is_dataclass(made):
         problems.append(f"{key} does not take {value}: it is a section. Set the keys below it")
+    numbers = {int, float, bool} & {*kinds_of(type_at(kind, key))}
+    if numbers and isinstance(made, str) and made not in ("auto", "default"):
+        words = "true, false or auto" if numbers == {bool} else "a number or auto"
+        problems.append(f"{key} does not take {value}: write {words}")
     if key == "train.epochs" and isinstance(made, float) and made.is_integer():
         made = int(made)  # other tools write whole passes as 3.0
     return value if isinstance(value, list) else made, problems
