@@ -1,7 +1,7 @@
-"""adapter_config.json of an adapter in PEFT's layout, in and out, and its names for tensors. Imports no torch.
+"""Reading and writing of PEFT's adapter_config.json. Imports no torch.
 
-The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. Every field of the file is used, known to
-change nothing, or refused by name, all problems at once.
+The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. A field of the file is either used (`_USED`),
+known to change no number (`_FREE`), or refused by its name. All problems are reported together.
 """
 
 import re
@@ -54,7 +54,7 @@ EXPERT_NAMES_OF_PEFT = {
     ),
 }
 
-# Fields that change no number of an adapter that is there: how it began, or where it came from.
+# Fields that change no number of a trained adapter, for example how it was initialised and where it came from.
 _FREE = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode "
     "loftq_config lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config".split()
@@ -64,32 +64,48 @@ _CONVERT = (
     "such a start changes the base's own weights: save it with PEFT's "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...), which gives an adapter of the unchanged base"
 )
-_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that only set A and B
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
-    """The adapter that the values of a recipe's section `lora` describe: of the one at `path` where that is set, with
-    the section's dropout where that is not 0. Raises UserError that lists what of it cannot be used."""
+    """Return the adapter that a recipe's section `lora` describes.
+
+    Args:
+        section: The keys of `lora` that the recipe sets. With `path` the adapter is the one of the file there, with the
+            section's `dropout` if that is not 0.
+
+    Raises:
+        UserError: For all fields of the file that cannot be used, and all keys that contradict it.
+    """
     if section.get("path") is None:
         return AdapterConfig.of(section)
+    file = Path(section["path"]) / ADAPTER_CONFIG
     config, problems = _read(Path(section["path"]))
-    problems += [] if config is None else _contradictions(section, config)
-    if config is not None and config.parameters and (config.dora or section.get("dropout") or config.dropout):
-        file = Path(section["path"]) / ADAPTER_CONFIG
-        problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
-    if problems or config is None:
+    if config is None:
         raise UserError("\n".join(problems))
-    return AdapterConfig.of(vars(config) | {"dropout": section.get("dropout") or config.dropout})
+    dropout = section.get("dropout") or config.dropout
+    problems += _contradictions(section, config)
+    if config.parameters and (config.dora or dropout):
+        problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
+    if problems:
+        raise UserError("\n".join(problems))
+    return AdapterConfig.of(vars(config) | {"dropout": dropout})
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Read `directory`/adapter_config.json. Raises UserError that lists what of it cannot be used."""
+    """Read `directory`/adapter_config.json. Raises UserError for all fields that cannot be used."""
     return adapter_of({"path": directory})
 
 
 def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Return what is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields
-    that cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
+    """Return the problems of the adapter at `lora.path` for a model: fields, contradicting keys and tensors.
+
+    Only the names and shapes of tensors are read.
+
+    Args:
+        section: The keys of `lora` that the recipe sets.
+        model: The config of the model.
+    """
     from dtrain.models.shapes import adaptable  # loads torch
 
     directory = Path(section["path"])
@@ -98,16 +114,18 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         stored = tensors.stored_shapes(directory)
     except UserError as error:
         return str(error).splitlines()
-    if problem := config.dropout_problem(adaptable(model)):
+    problem = config.dropout_problem(adaptable(model))
+    if problem:
         return [f"{directory / ADAPTER_CONFIG}: {problem}"]
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = tensors.adapter_shapes(config, model, ends)
 
-    def may_be_there(name: str) -> bool:  # of a module other than embedding and head that is trained whole
+    def is_optional(name: str) -> bool:
+        """Return whether a tensor is of a module in modules_to_save other than embedding and head."""
         module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
         return module not in ENDS and bool(config.saved([module]))
 
-    return tensors.mismatches(directory, stored, wanted, may_be_there, model=model)
+    return tensors.mismatches(directory, stored, wanted, is_optional, model=model)
 
 
 def base_of(directory: Path) -> Path:
@@ -151,7 +169,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
-    # A vision tower has layers of the same names: a text tower's are named whole.
+    # A vision tower has layers with the same last names, so layers of a text tower get their full names.
     are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
     targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
     if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:

@@ -182,7 +182,7 @@ def _dataset(draft: Draft, place: str) -> Dataset | None:
         if key.startswith("column_mapping."):
             mapping[key.removeprefix("column_mapping.")] = str(value)
     if mapping:
-        # A context stands before the question there. dtrain has both as instruction and input, under format alpaca.
+        # Automodel writes a context in front of the question. dtrain's format alpaca has both: instruction and input.
         has_context = "context" in mapping
         dataset.format = "alpaca" if has_context else "prompt_completion"
         names = {"question": "instruction" if has_context else "prompt", "context": "input"}
@@ -223,8 +223,8 @@ def _convert_adapter(draft: Draft) -> None:
     if draft.take("peft.moe_rank_scaling"):
         draft.lose("peft.moe_rank_scaling", "write ranks of experts in lora.rank_pattern")
     draft.note(
-        "Automodel draws A by Xavier and drops out behind the adapter; here A is drawn as PEFT's, and its inputs are "
-        "dropped"
+        "Automodel initialises A by Xavier and applies dropout behind the adapter; here A is initialised as in PEFT, "
+        "and dropout is applied to the adapter's inputs"
     )
 
 

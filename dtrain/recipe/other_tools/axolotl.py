@@ -36,7 +36,7 @@ REQUIRED = {
     "lora.target": "axolotl has no layers of its own: write lora.target",
     "optimizer.lr": "axolotl has no learning rate of its own: write optimizer.lr",
 }
-"""Keys without a default there, and the note for a file that lacks them."""
+"""Keys without a default in axolotl, and the note for a file that does not set them."""
 
 RENAMED = {
     "base_model": "model.path",
@@ -112,7 +112,8 @@ def convert(draft: Draft) -> None:
     _convert_data(draft)
     hugging_face.convert_training(draft, null_is_off=False, rounding="axolotl")
     if draft.given("batch_size"):
-        draft.remove("train.global_batch")  # RENAMED writes it: accumulation is batch_size / micro_batch_size there
+        # axolotl derives the accumulation: batch_size / micro_batch_size. RENAMED writes the batch.
+        draft.remove("train.global_batch")
     _convert_method(draft)
     draft.rename(RENAMED)
     _convert_weights(draft, has_adapter)

@@ -128,7 +128,7 @@ class Draft:
     def take(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these keys that has one, and mark all of them as read.
 
-        A key with the value null counts as absent: in most files null stands for the tool's default.
+        A key with the value null counts as absent, because null means the tool's default in most files.
         """
         self._read.update(names)
         for name in names:
@@ -225,7 +225,7 @@ class Draft:
         return found
 
     def ignore(self, *names: str) -> None:
-        """Mark keys that change no number as read. A name that ends with a dot stands for all keys below it."""
+        """Mark keys that change no number as read. A name that ends with a dot means all keys below it."""
         self._ignored += names
         self._read.update(key for key in self.file if _matches(key, names))
 
@@ -390,7 +390,7 @@ class Draft:
             self.lose(key, answer)
 
     def _is_switched_off(self, key: str) -> bool:
-        """Return whether a key lies in a section that its own `enable` or `enabled` switches off."""
+        """Return whether a key is in a section that its own `enable` or `enabled` switches off."""
         section = key.rpartition(".")[0]
         return any(self.file.get(f"{section}.{switch}") is False for switch in ("enable", "enabled"))
 
@@ -406,7 +406,7 @@ class Draft:
                 self.set(key, fitted, f"{self.version}'s default")
 
     def _position(self, key: str) -> int:
-        """Return where a key stands in docs/recipe.md; a section stands where its first key does."""
+        """Return the position of a key in docs/recipe.md, for a section that of its first key."""
         for position, name in enumerate(self.keys.names):
             if f"{name}.".startswith(f"{key}."):
                 return position
@@ -462,12 +462,12 @@ def number_of(value: Any) -> int | float | None:
 
 
 def _matches(key: str, names: Iterable[str]) -> bool:
-    """Return whether a key is one of these names, or lies below one that ends with a dot."""
+    """Return whether a key is one of these names, or is below one that ends with a dot."""
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 def _is_unset(value: Any) -> bool:
-    """Return whether a value is -1, which stands for "not given" in the files of most tools."""
+    """Return whether a value is -1, which means "not given" in the files of most tools."""
     return isinstance(value, int | float) and value == -1
 
 

@@ -222,7 +222,7 @@ def convert(draft: Draft) -> None:
         draft.defaults.pop("scheduler.name")
         draft.defaults.pop("scheduler.warmup")
     if draft.take("defaults") is not None:
-        draft.lose("defaults", "that file is not read; NeMo-RL's own example stands in for it")
+        draft.lose("defaults", "that file is not read; the values of NeMo-RL's own example are used")
 
     _convert_length(draft, section)
     _convert_data(draft)
@@ -496,8 +496,8 @@ def _convert_adapter(draft: Draft) -> None:
         if modules:
             draft.put(key, modules, f"{place}.{name}")
     draft.note(
-        "NeMo-RL draws A by Xavier and drops out behind the adapter; here A is drawn as PEFT's, and its inputs are "
-        "dropped"
+        "NeMo-RL initialises A by Xavier and applies dropout behind the adapter; here A is initialised as in PEFT, "
+        "and dropout is applied to the adapter's inputs"
     )
 
 

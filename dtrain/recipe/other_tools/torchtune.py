@@ -208,7 +208,7 @@ def _convert_optimizer(draft: Draft) -> None:
         if str(name).endswith((".Adam", ".SGD")):
             draft.defaults["optimizer.weight_decay"] = 0.0
     schedule = draft.take("lr_scheduler._component_")
-    # It stands in torchtune.training.lr_schedulers; before 0.4 it stood in torchtune.modules.
+    # The component is in torchtune.training.lr_schedulers, and before 0.4 it was in torchtune.modules.
     if schedule is not None and str(schedule).endswith("get_cosine_schedule_with_warmup"):
         draft.put("scheduler.name", "cosine", "lr_scheduler._component_")
     elif schedule is not None:
