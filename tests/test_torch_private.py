@@ -57,7 +57,7 @@ FUNCTIONS = {
 
 # The one file of each name; those of C++ tell no signature, and run wherever the tests do.
 HOMES = {
-    "attention/foreign.py": "skip_code",
+    "attention/foreign/sharded_attention.py": "skip_code",
     "attention/kernels.py": "FakeTensor",
     "base/torch_functions.py": "_C.DisableTorchFunction",
     "base/compiled.py": (

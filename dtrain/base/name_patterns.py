@@ -30,16 +30,23 @@ def matches_suffix(pattern: str, name: str) -> bool:
 
 
 def matched(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Return whether any of a parameter's `names` matches any of `patterns`."""
+    """Return whether any of a parameter's `names` matches any of the globs in `patterns`."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[str]:
-    """Return a line for each pattern that matches none of the parameter `names`, with the recipe's key it stands in."""
-    return [
-        f"{key}: {pattern} matches no parameter of the model; they have names such as {next(iter(names))}, and * "
-        "stands for any part"
-        for key, patterns in patterns_by_key.items()
-        for pattern in patterns
-        if not matched(names, [pattern])
-    ]
+    """Return an error for each pattern that matches none of the model's parameters.
+
+    Args:
+        patterns_by_key: Keys of the recipe, and the patterns in their values.
+        names: Names of all parameters of the model.
+    """
+    problems = []
+    for key, patterns in patterns_by_key.items():
+        for pattern in patterns:
+            if not matched(names, [pattern]):
+                problems.append(
+                    f"{key}: {pattern} matches no parameter of the model; they have names such as "
+                    f"{next(iter(names))}, and * stands for any part"
+                )
+    return problems

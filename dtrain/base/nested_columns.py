@@ -1,6 +1,6 @@
-"""Columns of a row by name, where a dot leads into an object: `reward_model.ground_truth`.
+"""Columns of a row by name. A dot in a name goes into an object: `reward_model.ground_truth`.
 
-A column whose own name holds dots is found by that name first, so that a flattened file keeps working:
+A column whose own name contains dots is found first, so that a flattened file keeps working:
 
     {"reward_model": {"ground_truth": "4"}}    reward_model.ground_truth is "4"
     {"reward_model.ground_truth": "4"}         reward_model.ground_truth is "4"
@@ -36,7 +36,7 @@ def column_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def column_names(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of all columns of `row`, each followed by the columns in its object.
+    """Return the names of all columns of `row`. The name of an object is followed by the names of the values in it.
 
     >>> column_names({"level": 1, "reward_model": {"ground_truth": "4"}})
     ['level', 'reward_model', 'reward_model.ground_truth']
@@ -52,7 +52,9 @@ def _names(row: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def example_row(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a row with every column of `rows`, each with its first value that is not null. Objects are merged.
+    """Return a row that has every column of `rows`, with the column's first value that is not null.
+
+    Objects are merged.
 
     >>> example_row([{"level": None, "meta": {"a": 1}}, {"level": 2, "meta": {"b": 3}}])
     {'level': 2, 'meta': {'a': 1, 'b': 3}}

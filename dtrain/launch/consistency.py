@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dtrain.base.ranks import Ranks
 
-SEEN_SECONDS = 5.0  # for a new file to be seen by every host
+SEEN_SECONDS = 5.0  # timeout for a new file to become visible on every host
 
 # Keys that may differ between ranks: they change no number, or only one rank reads them.
 FREE = ("launch", "metrics", "data.cache_dir", "data.num_workers")
@@ -34,16 +34,18 @@ FREE = ("launch", "metrics", "data.cache_dir", "data.num_workers")
 def refuse_other_recipes(recipe: Recipe, place: RankPlace, store: "dist.Store") -> None:
     """Raise UserError, on every rank, if a rank was started with another recipe than rank 0.
 
-    This comes before a process group is up and before rank 0 decides the keys that are `auto`: its decision would hide
-    a key that another host sets, and a host that leaves no key open would wait for no decision.
+    This comes before the process group, and before rank 0 decides the keys that are `auto`. That decision would hide a
+    key that another host sets, and a host whose recipe has no `auto` would not take part in it.
 
-    Collective, through `store`: every rank sets one key and reads two.
+    Collectives:
+        Through `store`: every rank sets one key and reads two.
     """
     prefix = f"recipe of attempt {place.attempt}"
     if place.rank == 0:
         salt = secrets.token_hex()
         store.set(prefix, json.dumps([config.to_yaml(recipe), salt, _digests(recipe, salt)]))
-    problem = _difference(recipe, f"rank {place.rank} on {socket.gethostname()}", *json.loads(store.get(prefix)))
+    first_yaml, salt, first_digests = json.loads(store.get(prefix))
+    problem = _difference(recipe, f"rank {place.rank} on {socket.gethostname()}", first_yaml, salt, first_digests)
     store.set(f"{prefix}/{place.rank}", problem)
     if place.rank == 0:
         problems = [store.get(f"{prefix}/{rank}").decode() for rank in range(place.world_size)]
@@ -53,35 +55,45 @@ def refuse_other_recipes(recipe: Recipe, place: RankPlace, store: "dist.Store") 
         raise UserError(refusal)
 
 
-def _difference(recipe: Recipe, me: str, first: str, salt: str, digests: Mapping[str, str]) -> str:
-    """Return how `recipe` differs from rank 0's, a line for each key, or an empty text.
+def _difference(recipe: Recipe, name: str, first_yaml: str, salt: str, first_digests: Mapping[str, str]) -> str:
+    """Describe how a recipe differs from rank 0's, with a line for each key. Return an empty text if it does not.
 
-    first: Rank 0's recipe as YAML. digests: Those of its values that the YAML does not show, made with `salt`.
+    Args:
+        recipe: This rank's recipe.
+        name: This rank and its host, for the message.
+        first_yaml: Rank 0's recipe, without its secrets.
+        salt: Random text that the digests were computed with.
+        first_digests: Digests of rank 0's secrets by key.
     """
-    differences = config.diff(first, recipe)
-    own_digests = _digests(recipe, salt)
-    hidden = [key for key, value in own_digests.items() if value != digests.get(key)]
-    differences += [(key, "a value that is not shown", "another") for key in hidden]
-    lines = [f"\n  {key}: {theirs} on rank 0, {ours} here" for key, theirs, ours in differences if not _is_free(key)]
+    differences = config.diff(first_yaml, recipe)
+    for key, digest in _digests(recipe, salt).items():
+        if digest != first_digests.get(key):
+            differences.append((key, "a value that is not shown", "another"))
+    lines = []
+    for key, first_value, own_value in differences:
+        if not _is_free(key):
+            lines.append(f"\n  {key}: {first_value} on rank 0, {own_value} here")
     if not lines:
         return ""
-    return f"{me} was started with another recipe than rank 0; start every host with the same{''.join(lines)}"
+    return f"{name} was started with another recipe than rank 0; start every host with the same{''.join(lines)}"
 
 
 def _digests(recipe: Recipe, salt: str) -> dict[str, str]:
-    """Return a digest of each value that the recipe's YAML does not show."""
+    """Return salted digests of the recipe's secrets, which its YAML does not show, by key."""
     values = config.redacted_values(recipe)
     return {key: hashlib.sha256(f"{salt}{value}".encode()).hexdigest() for key, value in values.items()}
 
 
 def _is_free(key: str) -> bool:
+    """Return whether a key may differ between ranks."""
     return any(key == name or key.startswith(f"{name}.") for name in FREE)
 
 
 def refuse_other_hosts(recipe: Recipe) -> None:
-    """Raise UserError, on every rank, if hosts have another version, or do not share the run's directory.
+    """Raise UserError, on every rank, if hosts have different versions, or do not share the run's directory.
 
-    Collective: the process group is up.
+    Collectives:
+        Over all ranks, through the process group.
     """
     import torch  # the launcher, which imports this file, starts without it
 
@@ -93,7 +105,7 @@ def refuse_other_hosts(recipe: Recipe) -> None:
 
 
 def _refuse_separate_directories(run: Path, ranks: "Ranks") -> None:
-    """Check that every rank sees a file that rank 0 writes."""
+    """Check that every rank sees a file that rank 0 writes. Collective."""
 
     def write() -> Path:
         run.resolve().mkdir(parents=True, exist_ok=True)

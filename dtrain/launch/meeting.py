@@ -1,15 +1,17 @@
-"""The meeting of ranks that torchrun, SLURM or a job of pods started: a store, and what no rank can begin without.
+"""The meeting of ranks that torchrun, SLURM or a job of pods started. It comes before any process group.
 
-Each rank brings the problem that it found, if any, so that a mistake on one host is shown on all of them instead of
-leaving the others to wait. No process group is up yet. torch's store is all that is used:
+Each rank reports the problem that it found, if any, so that a mistake on one host is shown on all of them, and the
+others do not wait. The ranks communicate through torch's key-value store:
 
-    arrived/3    a word that only this start of rank 3 knows         under torchrun one store outlives restarts:
-    token/WORD   rank 0's answer, the prefix of all keys below       answers to words keep starts apart
+    arrived/3    a random word of rank 3, new in each start
+    token/WORD   rank 0's reply to the rank with this word: the prefix of all keys below
     entry/3      rank 3's host, number of restarts and problem
     outcome      all problems, and the largest number of restarts
 
-Later the first rank that fails writes its reason under `failure`, so that the others name it instead of their lost
-connections.
+The words are needed because torchrun keeps one store over restarts: a reply to an old word is ignored.
+
+Later the first rank that fails writes its reason to the key `failure`, so that the other ranks can report it instead of
+their lost connections.
 """
 
 import json
@@ -40,19 +42,24 @@ from dtrain.recipe import Recipe
 
 T = TypeVar("T")
 
-MEET_SECONDS = 600.0  # for the others to come
-PROBLEM_SECONDS = 60.0  # for the others to come, if this rank knows that the run cannot begin
-NOTE_SECONDS = 60.0  # until a note says who is waited for
+MEET_SECONDS = 600.0  # timeout for the other ranks to arrive
+PROBLEM_SECONDS = 60.0  # the same, if this rank knows that the run cannot begin
+NOTE_SECONDS = 60.0  # after this time a note says that the rank waits
 POLL_SECONDS = 0.1
-CLAIM_SECONDS = 1.0  # by which a consequence comes after its cause
-STORE_SECONDS = 3.0  # for the store to answer, once a rank is lost
-ELSEWHERE = ("192.0.2.1", 9)  # an address that nobody has (RFC 5737), to find the route that leads out
-FILES = 65536
+CLAIM_SECONDS = 1.0  # delay before a rank claims that it failed first, so that causes come before consequences
+STORE_SECONDS = 3.0  # timeout of the store once a rank is lost
+UNUSED_ADDRESS = ("192.0.2.1", 9)  # reserved by RFC 5737: no packet is sent, only the outgoing route is looked up
+MAX_OPEN_FILES = 65536
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Ranks that have met. store: no other start wrote to it. attempt: how often any rank was started again."""
+    """The result of `meet`.
+
+    Attributes:
+        store: A store to which only the ranks of this start write.
+        attempt: The largest number of restarts of a rank.
+    """
 
     store: dist.Store
     attempt: int = 0
@@ -62,11 +69,13 @@ def meet(place: RankPlace, stop: StopFlag, problem: str | None = None) -> Meetin
     """Wait for the other ranks. Collective over all ranks, through the store.
 
     Args:
-        problem: Why the run cannot begin, as far as this rank knows.
+        place: This rank's place.
+        stop: Set by a stop signal.
+        problem: A reason why the run cannot begin. None if this rank knows of none.
 
     Raises:
-        UserError: On every rank, if any has a problem; and if the ranks do not find each other.
-        StoppedAtStart: If a signal came meanwhile.
+        UserError: On every rank, if any rank has a problem, or if the ranks do not find each other.
+        StoppedAtStart: If a stop signal arrived meanwhile.
     """
     host, port = place.master
     seconds = MEET_SECONDS if problem is None else PROBLEM_SECONDS
@@ -96,14 +105,15 @@ def raise_on_all_ranks(place: RankPlace, problem: UserError) -> NoReturn:
 
 
 def _interruptible(act: Callable[[], T], stop: StopFlag, seconds: float, where: str) -> T:
-    """Return the result of `act`, which waits inside torch, where no Python handler for signals runs."""
-    began, is_noted = time.monotonic(), False
+    """Run `act` in a thread, because it waits inside torch, where Python's signal handlers do not run."""
+    began = time.monotonic()
+    is_noted = False
     result = _in_thread(act)
     while not wait([result], POLL_SECONDS).done:
         waited = time.monotonic() - began
         if stop.signum:
             raise StoppedAtStart(stop.signum)
-        if waited > seconds + PROBLEM_SECONDS:  # torch waits without end for a server that does not answer
+        if waited > seconds + PROBLEM_SECONDS:  # torch has no timeout for a server that accepts and does not reply
             raise TimeoutError(f"no answer for {waited:.0f} s")
         if waited > NOTE_SECONDS and not is_noted:
             print(f"dtrain: note: waiting for other ranks at {where} for {waited:.0f} s", file=sys.stderr)
@@ -112,7 +122,7 @@ def _interruptible(act: Callable[[], T], stop: StopFlag, seconds: float, where: 
 
 
 def _in_thread(act: Callable[[], T]) -> Future[T]:
-    """Call `act` in a daemon thread, which does not hold the process back."""
+    """Call `act` in a daemon thread, which does not keep the process alive."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -126,6 +136,7 @@ def _in_thread(act: Callable[[], T]) -> Future[T]:
 
 
 def _meet(place: RankPlace, problem: str | None, seconds: float) -> Meeting:
+    """Exchange entries through the store. Rank 0 reads all entries and writes the outcome."""
     store = _open_store(place, seconds)
     store = dist.PrefixStore(_token(place, store, seconds), store)
     entry = {"host": socket.gethostname(), "attempt": place.attempt, "problem": problem}
@@ -146,11 +157,12 @@ def _meet(place: RankPlace, problem: str | None, seconds: float) -> Meeting:
 
 
 def _open_store(place: RankPlace, seconds: float) -> dist.Store:
+    """Connect to the store of torchrun's agent, or to one that rank 0 serves."""
     host, port = place.master
     timeout = timedelta(seconds=seconds)
     if place.rank > 0 or place.agent_store:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    # Left to itself, torch would listen at all addresses of this host.
+    # By default torch would listen at all addresses of this host.
     address = address_to_listen_at(host, port)
     try:
         listener = listen(address, port)
@@ -172,65 +184,81 @@ def _open_store(place: RankPlace, seconds: float) -> dist.Store:
 def _token(place: RankPlace, store: dist.Store, seconds: float) -> str:
     """Return a prefix that all ranks of this start agree on, and that no earlier start has used.
 
-    torchrun's agent may keep one store over restarts, and its count of restarts may differ between nodes. A word that
-    an earlier start left is answered in vain; rank 0 goes on until the ranks of this start have confirmed.
+    torchrun's agent may keep one store over restarts, and its count of restarts may differ between nodes. So rank 0
+    replies to whatever word it finds under `arrived/3`. If the word is from an earlier start, nobody reads the reply.
+    Rank 3 of this start overwrites it with its own word, and rank 0 repeats until every rank has confirmed its token.
     """
     word = uuid.uuid4().hex
     if place.rank > 0:
         store.set(f"arrived/{place.rank}", word)
-        token = store.get(f"token/{word}").decode()
-        store.set(f"{token}/{place.rank}", "")
+        token = store.get(f"token/{word}").decode()  # waits for rank 0
+        store.set(f"{token}/{place.rank}", "")  # the confirmation
         return token
+    token = word
     missing = set(range(1, place.world_size))
     began = time.monotonic()
     while missing:
         for rank in sorted(missing):
             if store.check([f"arrived/{rank}"]):
-                store.set(f"token/{store.get(f'arrived/{rank}').decode()}", word)
-            if store.check([f"{word}/{rank}"]):
+                arrived_word = store.get(f"arrived/{rank}").decode()
+                store.set(f"token/{arrived_word}", token)
+            if store.check([f"{token}/{rank}"]):
                 missing.remove(rank)
         if time.monotonic() - began > seconds:
-            raise TimeoutError(f"ranks {', '.join(map(str, sorted(missing)[:8]))} did not come")
+            first_missing = ", ".join(str(rank) for rank in sorted(missing)[:8])
+            raise TimeoutError(f"ranks {first_missing} did not come")
         time.sleep(POLL_SECONDS)
-    return word
+    return token
 
 
 def _problems(entries: list[dict]) -> str:
-    """Return each problem once, with the ranks that have it unless all do. entries: by rank."""
-    ranks: dict[tuple[str, str], list[int]] = {}
+    """Return each problem once, with the ranks that have it unless all ranks do.
+
+    For example: "ranks 0, 1 on node-a: the problem".
+
+    Args:
+        entries: The entries of all ranks, by rank.
+    """
+    different_problems = {entry["problem"] for entry in entries}
+    if len(different_problems) == 1:
+        return entries[0]["problem"] or ""
+    ranks_by_problem: dict[tuple[str, str], list[int]] = {}
     for rank, entry in enumerate(entries):
         if entry["problem"]:
-            ranks.setdefault((entry["problem"], entry["host"]), []).append(rank)
-    texts = {entry["problem"] for entry in entries}
-    if len(texts) == 1:
-        return entries[0]["problem"] or ""
+            ranks_by_problem.setdefault((entry["problem"], entry["host"]), []).append(rank)
     lines = []
-    for (problem, host), having in ranks.items():
-        named = f"rank{'s' if len(having) > 1 else ''} {', '.join(map(str, having))} on {host}"
-        lines.append(f"{named}: {problem}")
+    for (problem, host), ranks in ranks_by_problem.items():
+        word = "rank" if len(ranks) == 1 else "ranks"
+        numbers = ", ".join(str(rank) for rank in ranks)
+        lines.append(f"{word} {numbers} on {host}: {problem}")
     return "\n".join(lines)
 
 
 @contextmanager
 def named_interface(place: RankPlace, *, nccl: bool) -> Iterator[None]:
-    """Name the network interface of gloo for the time of the block, and of NCCL with `nccl` on one host.
+    """Set the environment variables that name the network interface of gloo and NCCL, and unset them at the end.
 
-    Ranks of one host use the loopback interface. For several hosts gloo by itself takes the interface of the host's own
-    name, which may be a loopback; it is told the one that leads to rank 0. The user's own choice counts.
+    Ranks of one host use the loopback interface. On several hosts gloo would choose the interface of the host's own
+    name, which may be the loopback. So it gets the interface that leads to rank 0. Variables that the user has set are
+    not changed.
+
+    Args:
+        place: This rank's place, with its environment.
+        nccl: Whether NCCL should use the loopback interface too, if all ranks are on one host.
     """
-    named: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     if place.is_one_host:
         interface = loopback()
         if interface:
-            named[GLOO] = interface
+            chosen[GLOO] = interface
             if nccl:
-                named[NCCL] = f"={interface}"
+                chosen[NCCL] = f"={interface}"
     else:
         interface = _interface_to(*place.master)
         if interface:
-            named[GLOO] = interface
+            chosen[GLOO] = interface
     environ: MutableMapping[str, str] = place.environ
-    missing = {key: value for key, value in named.items() if key not in environ}
+    missing = {key: value for key, value in chosen.items() if key not in environ}
     environ.update(missing)
     try:
         yield
@@ -240,30 +268,34 @@ def named_interface(place: RankPlace, *, nccl: bool) -> Iterator[None]:
 
 
 def _interface_to(host: str, port: int) -> str | None:
+    """Return the network interface that leads to rank 0's host, or None if it is not known."""
     address = own_address(host, port)
     if address is not None and is_loopback(address) and "localhost" not in host and not host.startswith("127."):
-        # This host's own name: Debian gives it a loopback address, and the others know it by another one.
-        address = own_address(*ELSEWHERE)
+        # `host` is this host's own name. Debian gives it a loopback address, which other hosts cannot reach.
+        address = own_address(*UNUSED_ADDRESS)
     return None if address is None else interface_of(address)
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files: gloo holds a connection to every other rank in each group."""
+    """Raise the limit of open files, because gloo has a connection to every other rank in each group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
 def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, terminal: int | None) -> Iterator[None]:
-    """Show the failure that came first, of all hosts, with its rank and host, once on each host.
+    """Show the first failure of all ranks once on each host, with its rank and host.
 
-    If a rank fails in the block, the others lose their connections to it. They raise Unavailable with the reason of the
-    first one, which they find in the store.
+    If a rank fails inside, the others lose their connections to it. They raise Unavailable with the reason of the first
+    failure, which they read from the store.
 
     Args:
-        terminal: On one process of each host, the stderr that it was started with; None if it still has that.
+        place: This rank's place.
+        store: The store of the meeting.
+        recipe: The recipe, for its secrets and the run's directory.
+        terminal: On one process of each host whose stderr goes to a log, a descriptor of its former stderr.
     """
     try:
         yield
@@ -272,22 +304,22 @@ def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, termi
     except BaseException as error:
         report = Report.of(error, place.rank, recipe)
         lost = _lost_connection(error)
-        mine = f"rank {place.rank} on {report.host} failed: {report.reason}"
+        own_failure = f"rank {place.rank} on {report.host} failed: {report.reason}"
         if lost is not None:
-            mine = f"rank {place.rank} on {report.host} lost another rank: {lost}"
-        first = _first_failure(store, mine, _claim_delay(place, error, lost))
-        told = f"{first}. {newest_checkpoint(recipe.run.directory)}"
+            own_failure = f"rank {place.rank} on {report.host} lost another rank: {lost}"
+        failure = _first_failure(store, own_failure, _claim_delay(place, error, lost))
+        message = f"{failure}. {newest_checkpoint(recipe.run.directory)}"
         if terminal is not None:
-            os.write(terminal, f"dtrain: {told}\n".encode())
+            os.write(terminal, f"dtrain: {message}\n".encode())
         if place.rank == 0 and not place.agent_store:
             time.sleep(STORE_SECONDS)  # the others read the reason from the store, which ends with this process
-        if first != mine or lost is not None:
-            raise Unavailable(told) from error
+        if failure != own_failure or lost is not None:
+            raise Unavailable(message) from error
         raise
 
 
 def _lost_connection(error: BaseException) -> str | None:
-    """Return what torch says of a connection to another rank that has broken, or None for any other error."""
+    """Return torch's message about a broken connection to another rank, or None for any other error."""
     text = first_line(error)
     if isinstance(error, dist.DistError):
         return text
@@ -297,17 +329,21 @@ def _lost_connection(error: BaseException) -> str | None:
 
 
 def _claim_delay(place: RankPlace, error: BaseException, lost: str | None) -> float:
-    """Return the seconds after which a rank claims that it failed first, so that causes come before consequences."""
+    """Return the delay in seconds before a rank claims that it failed first.
+
+    A lost connection is a consequence, so its claim comes later than other claims.
+    """
     if place.rank == 0 and isinstance(error, UserError):
         return 0.0  # all ranks may have found the same mistake: rank 0 shows it
     return CLAIM_SECONDS if lost is None else 2 * CLAIM_SECONDS
 
 
-def _first_failure(store: dist.Store, mine: str, delay: float) -> str:
-    """Return the failure that the ranks agree on: `mine`, if no other rank has written one after `delay` seconds."""
+def _first_failure(store: dist.Store, own_failure: str, delay: float) -> str:
+    """Return the first failure that was written to the store: `own_failure` if no other rank was earlier."""
     time.sleep(delay)
-    claim = _in_thread(partial(store.compare_set, "failure", "", mine))
+    # Writes `own_failure` only if there is no failure yet, and returns the failure that is stored then.
+    claim = _in_thread(partial(store.compare_set, "failure", "", own_failure))
     with suppress(dist.DistError, RuntimeError):  # the store is gone if its host is the one that failed
         if wait([claim], STORE_SECONDS).done:
             return claim.result().decode()
-    return mine
+    return own_failure

@@ -1,8 +1,14 @@
 """Several ranks on this machine: the launcher, which starts them as torch's elastic agent does, and the worker.
 
-The two share a private directory. The recipe goes in, the ranks meet in a file of it (`torch.distributed.FileStore`),
-and a rank that does not end well leaves a report, so that the launcher shows one error, whichever rank had it. No port
-is opened but those of gloo and NCCL, on the loopback interface.
+Launcher and workers share a private directory:
+
+    job.json         settings of the workers: threads, sys.path, functions by name     written by the launcher
+    recipe-3.yaml    the recipe for rank 3, with its secrets                           deleted by the worker
+    store-0          the file in which the ranks of attempt 0 meet                     a torch.distributed.FileStore
+    .../error.json   why a rank ended, if it did not finish                            read by the launcher
+
+So the launcher can show one error, whichever rank had it. The only open ports are those of gloo and NCCL, on the
+loopback interface.
 
 An attempt ends when all ranks have ended, or when one has ended with an error. A rank that was asked to stop, and has
 saved together with the others, ends with status 0 and a report of the kind "stopped".
@@ -16,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +42,9 @@ from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import StopFlag
 from dtrain.recipe import origins, to_yaml, with_origins_of
 
-LOOK_SECONDS = 0.1
-SETTLE_SECONDS = 2  # after one rank has failed, for the others to say why they end too
-# The worker finds dtrain, and whatever else its launcher could import, wherever it was started.
+POLL_SECONDS = 0.1
+SETTLE_SECONDS = 2  # after one rank has failed, for the others to report why they end too
+# A worker takes its launcher's sys.path first, so that it can import what the launcher could, in any directory.
 START = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/job.json'))['path']; "
     "from dtrain.launch import work; work(sys.argv[1])"
@@ -57,47 +63,67 @@ class RankProcesses(SubprocessContext):
         return {rank: handler.proc.poll() for rank, handler in self.subprocess_handlers.items()}
 
     def forward(self, signum: int) -> None:
-        """Ask the living ranks to stop."""
+        """Send a signal to the running ranks."""
         for handler in self.subprocess_handlers.values():
             handler.proc.send_signal(signum)  # does nothing if the process has ended
 
     def reports(self) -> list[Report]:
-        found = [Report.read(Path(path)) for path in self.error_files.values()]
-        return [report for report in found if report is not None]
+        """Return the reports of the ranks that wrote one."""
+        found = []
+        for path in self.error_files.values():
+            report = Report.read(Path(path))
+            if report is not None:
+                found.append(report)
+        return found
 
 
 def run_workers(job: RunJob, environ: Mapping[str, str]) -> None:
     """Run `job` in `launch.nproc` processes, started again up to `launch.max_restarts` times. Raises as `launch`."""
-    launch, nproc = job.recipe.launch, job.recipe.launch.processes
-    # As a rank of no number: rank 0 prints the notes on devices itself.
+    launch = job.recipe.launch
+    nproc = launch.processes
+    # Only checks that there are devices. With a rank of -1 nothing is printed: rank 0 prints the notes on devices.
     choose_device(launch.device, RankPlace(-1, -1, nproc, nproc, environ=dict(environ)))
     signums: list[int] = []
 
-    def ask(signum: int) -> None:
+    def on_stop_signal(signum: int) -> None:
         signums.append(signum)
         os.write(2, STOPPING)
 
-    with job_directory() as directory, quiet_agent(environ), on_signals(ask):
+    with job_directory() as directory, quiet_agent(environ), on_signals(on_stop_signal):
         for attempt in range(launch.max_restarts + 1):
             failure = _run_attempt(job, directory, attempt, signums)
             if failure is None:
                 return
-            may_help = isinstance(failure, WorkerFailed | OutOfMemory) and not signums
-            if not may_help or attempt == launch.max_restarts:
+            can_restart = isinstance(failure, WorkerFailed | OutOfMemory) and not signums
+            if not can_restart or attempt == launch.max_restarts:
                 raise failure
             reason = str(failure).splitlines()[-1]
             print(f"starting again ({attempt + 1} of {launch.max_restarts}) after: {reason}", file=sys.stderr)
 
 
 def _run_attempt(job: RunJob, directory: Path, attempt: int, signums: list[int]) -> Exception | None:
-    """Start all ranks and wait for their end. Returns what they failed with, Stopped included."""
+    """Start all ranks and wait for their end.
+
+    Args:
+        job: The run.
+        directory: The private directory that launcher and workers share.
+        attempt: 0 for the first start.
+        signums: Stop signals that the launcher has received so far. Its handler appends to this list.
+
+    Returns:
+        The error of the run, which is Stopped if it was stopped. None if the ranks finished.
+    """
     size = job.recipe.launch.processes
     _write_job(job, directory)
     environments = {}
     for rank in range(size):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        place["TORCHELASTIC_RESTART_COUNT"] = attempt
-        environments[rank] = {name: str(value) for name, value in place.items()}
+        environments[rank] = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
     arguments = dict.fromkeys(range(size), ("-P", "-c", START, str(directory)))
     logs = DefaultLogsSpecs(log_dir=str(directory))
     ranks = RankProcesses("dtrain", sys.executable, arguments, environments, logs)
@@ -115,38 +141,44 @@ def _run_attempt(job: RunJob, directory: Path, attempt: int, signums: list[int])
     stopped = [report for report in reports if report.kind == "stopped"]
     if not stopped:
         return None
-    # A batch system may have signalled the ranks only, and not this process.
+    # A batch system may have sent the signal to the ranks only, and not to this process.
     return Stopped(signums[0] if signums else stopped[0].signum, stopped[0].text)
 
 
 def _wait(ranks: RankProcesses, signums: list[int]) -> dict[int, int]:
-    """Wait until all ranks have ended, or one has failed. Returns the statuses of those that have failed by then."""
+    """Wait until all ranks have ended, or one has failed. Return the exit statuses of the failed ranks by rank."""
     is_forwarded = False
     while True:
         statuses = ranks.statuses()
         failed = {rank: status for rank, status in statuses.items() if status}
-        if failed or None not in statuses.values():
+        is_any_running = None in statuses.values()
+        if failed or not is_any_running:
             return failed
         if signums and not is_forwarded:
             ranks.forward(signums[0])
             is_forwarded = True
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _write_job(job: RunJob, directory: Path) -> None:
-    """Write what the workers need: settings in job.json, and for each a copy of the recipe, which it deletes."""
-    functions = {"train": job.train, "plan": job.plan}
-    named = {name: act and [act.__module__, act.__qualname__] for name, act in functions.items()}
-    setup = {"launcher": os.getpid(), "threads": job.threads, "path": sys.path, "origins": origins(job.recipe), **named}
-    (directory / "job.json").write_text(json.dumps(setup), encoding="utf-8")
-    text = to_yaml(job.recipe, plain=True)  # with secrets, for this user only
+    """Write the settings of the workers to job.json, and a copy of the recipe for each worker, which deletes it."""
+    settings = {
+        "launcher": os.getpid(),
+        "threads": job.threads,
+        "path": sys.path,
+        "origins": origins(job.recipe),
+        "train": _import_path(job.train),
+        "plan": _import_path(job.plan),
+    }
+    (directory / "job.json").write_text(json.dumps(settings), encoding="utf-8")
+    text = to_yaml(job.recipe, plain=True)  # with secrets: only this user can read the directory
     for rank in range(job.recipe.launch.processes):
         (directory / f"recipe-{rank}.yaml").write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def job_directory() -> Iterator[Path]:
-    """Make a directory of mode 0700 for the time of the block. Raises UserError if there can be none."""
+    """Create a temporary directory that only this user can read. Raises UserError if it cannot be created."""
     folder = tempfile.gettempdir()
     try:
         directory = tempfile.TemporaryDirectory(prefix="dtrain-", ignore_cleanup_errors=True)
@@ -158,7 +190,10 @@ def job_directory() -> Iterator[Path]:
 
 @contextmanager
 def quiet_agent(environ: Mapping[str, str]) -> Iterator[None]:
-    """Keep torch from logging each process that it ends: the launcher shows one error. LOGLEVEL, if set, counts."""
+    """Keep torch from logging each process that it ends, because the launcher shows one error.
+
+    The variable LOGLEVEL, which torch reads too, switches these logs on again.
+    """
     logger = logging.getLogger(SubprocessContext.__module__)
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -172,27 +207,29 @@ def quiet_agent(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def work(directory: Path, place: RankPlace) -> None:
-    """Be a worker from its first line to its last. Never returns.
+    """Run one rank in this process, and end the process. Never returns.
 
-    Stop signals are blocked since the launcher started this process, so that none ends it before it has handlers.
+    The launcher blocks stop signals before it starts this process, so that none ends it before it has handlers.
     """
-    setup = json.loads((directory / "job.json").read_text(encoding="utf-8"))
-    end_with(setup["launcher"], ENDED)
+    settings = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+    end_with(settings["launcher"], ENDED)
     place = replace(place, started_by=None, file=directory / f"store-{place.attempt}")
     stop = StopFlag()
-    status, recipe = 0, None
+    status = 0
+    recipe = None
     with on_signals(stop.request):
         try:
             let_through()
             copy = directory / f"recipe-{place.rank}.yaml"
-            recipe = with_origins_of(load_recipe(copy), setup["origins"])
+            recipe = with_origins_of(load_recipe(copy), settings["origins"])
             copy.unlink()
             if place.rank > 0:
                 redirect_to(open_log(recipe, place.rank))
-            job = RunJob(recipe, setup["threads"], _imported(setup["train"]), _imported(setup["plan"]))
+            job = RunJob(recipe, settings["threads"], _imported(settings["train"]), _imported(settings["plan"]))
             run_rank(job, place, choose_device(recipe.launch.device, place), stop)
         except BaseException as error:  # the launcher shows it
-            # Ranks that stop together end well. Any other end has to end the ranks that wait for this one.
+            # Ranks that stop together end with status 0. Otherwise other ranks may wait for this one: a status other
+            # than 0 lets the launcher end them.
             is_orderly = isinstance(error, Stopped) and not isinstance(error, StoppedAtStart)
             status = 0 if is_orderly else 1
             report = Report.of(error, place.rank, recipe)
@@ -201,9 +238,17 @@ def work(directory: Path, place: RankPlace) -> None:
                 print(report.text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # a process group that is half up must not hold the process back
+        os._exit(status)  # a normal exit could wait for a process group that only some ranks have joined
 
 
-def _imported(target: Sequence[str] | None) -> Any:
-    """Return the function that (module, name) is, or None."""
-    return None if target is None else getattr(importlib.import_module(target[0]), target[1])
+def _import_path(function: Callable[..., Any] | None) -> list[str] | None:
+    """Return the module and the name of a function, by which another process imports it."""
+    return None if function is None else [function.__module__, function.__qualname__]
+
+
+def _imported(import_path: Sequence[str] | None) -> Any:
+    """Return the function that `_import_path` describes, or None."""
+    if import_path is None:
+        return None
+    module, name = import_path
+    return getattr(importlib.import_module(module), name)

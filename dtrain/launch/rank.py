@@ -1,4 +1,8 @@
-"""A rank: its device, its process group, its sizes, its log; and what running out of memory means."""
+"""One rank of a run, from its device to its training: `run_rank` calls the steps below in their order.
+
+`run_in_place` is `run_rank` in a process that torchrun or SLURM started, or in the command's own process. Ranks that
+`launch.nproc` starts come from `dtrain.launch.processes`.
+"""
 
 import importlib
 import os
@@ -33,15 +37,20 @@ Train = Callable[[Recipe, "Runtime"], None]
 
 
 PlanBeside = Callable[[Recipe, int, str], AbstractContextManager[Any]]
-"""(recipe, world size, device type) -> its plan, worked out beside the run: `commands.plan.beside.PlannedPeak`."""
+"""(recipe, world size, device type) -> the run's plan, computed in a process of its own while the run starts.
+
+It is `commands.plan.beside.PlannedPeak`."""
 
 
 @dataclass(frozen=True)
 class RunJob:
-    """A run as its launcher hands it to its ranks.
+    """A run, as its launcher passes it to the ranks.
 
-    threads: CPU threads of each, None: torch's choice. train: in place of `run.trainer.train_checked`. plan: works out
-    the run's plan beside it.
+    Attributes:
+        recipe: The recipe.
+        threads: CPU threads of each rank. None: torch's choice.
+        train: The function that trains. None: `run.trainer.train_checked`.
+        plan: Starts the computation of the run's plan. None: there is no plan.
     """
 
     recipe: Recipe
@@ -52,7 +61,7 @@ class RunJob:
 
 @dataclass(frozen=True)
 class StartedPlan:
-    """What is known about a run's sizes before the ranks meet.
+    """Sizes of a run that are known before the ranks meet.
 
     Attributes:
         is_open: Whether the recipe leaves keys to `auto` that a plan decides.
@@ -67,7 +76,13 @@ class StartedPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a run as all ranks have them: the recipe without `auto`, and what is shown and saved about them."""
+    """The sizes of a run, the same on all ranks.
+
+    Attributes:
+        recipe: The recipe without `auto` in the keys that a plan decides.
+        lines: Lines to print about the decisions.
+        machine: The machine that they were made for, to be saved.
+    """
 
     recipe: Recipe
     lines: tuple[str, ...] = ()
@@ -85,13 +100,17 @@ def run_rank(
     meeting: "Meeting | None" = None,
     terminal: int | None = None,
 ) -> None:
-    """Set this rank up on `device`, train, and take its process group down again.
+    """Set this rank up on `device`, train, and destroy its process group.
 
-    A rank of processes that were started again goes on from the newest checkpoint.
+    After a restart the rank continues from the newest checkpoint.
 
     Args:
-        meeting: The meeting of ranks that torchrun or SLURM started.
-        terminal: A file that a failure is shown on, if this process's stderr goes to its log.
+        job: The run.
+        place: This rank's place among all ranks.
+        device: Its device.
+        stop: Set by a stop signal.
+        meeting: The meeting of ranks that torchrun or SLURM started. None for ranks of `launch.nproc`.
+        terminal: A descriptor on which a failure is shown, if this process's stderr goes to its log.
 
     Raises:
         UserError: If memory ran out, or if another rank was lost (Unavailable).
@@ -220,13 +239,16 @@ def choose_sizes(
 
     if not plan.is_open:
         return Sizes(recipe)
-    least = min(devices, key=lambda device: device.memory, default=None)
-    machine = machine_of(place.world_size, *((least.name, least.memory) if least else (CPU, total_memory())))
+    smallest = min(devices, key=lambda device: device.memory, default=None)  # None on CPU and on ranks other than 0
+    if smallest is None:
+        machine = machine_of(place.world_size, CPU, total_memory())
+    else:
+        machine = machine_of(place.world_size, smallest.name, smallest.memory)
     free = min((device.free for device in devices if device.free is not None), default=None)
     host = host_memory(place.local_world_size)
 
     def decide() -> Any:
-        return plan.sizing or sizing_by_plan(recipe, machine, host, plan.planned, least, free)
+        return plan.sizing or sizing_by_plan(recipe, machine, host, plan.planned, smallest, free)
 
     recipe, lines = sized(recipe, place.rank, attempt, store, decide)
     return Sizes(recipe, lines, machine)
@@ -281,7 +303,7 @@ def train(
 
 
 def leave_process_group(place: RankPlace) -> None:
-    """Take the process group of `join_process_group` down."""
+    """Destroy the process group of `join_process_group`."""
     import torch.distributed as dist
 
     if place.world_size > 1:
@@ -291,33 +313,43 @@ def leave_process_group(place: RankPlace) -> None:
 def _unfit_devices(
     recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
 ) -> Sequence[str]:
-    """Return why the run cannot go on with the GPUs of its ranks, their memory included; remarks go to stderr. seen:
-    gets the devices."""
+    """Return the reasons why the run cannot use the GPUs of its ranks. Print notes if there is none.
+
+    Args:
+        recipe: The recipe.
+        planned: The run's plan, or None.
+        seen: The devices are appended to it.
+        devices: The devices of all ranks.
+    """
     seen += devices
     reasons = problems(devices, recipe.train.dtype)
     remarks = notes(devices)
     if planned is not None:
-        least = min(devices, key=lambda device: device.memory)
-        peak = planned.peak_if_too_large(least)
-        if peak is not None:  # below the device's memory, how much is usable is an estimate
-            (reasons if peak.size > least.memory else remarks).append(peak.too_much)
-    for line in [] if reasons else remarks:
-        print(f"note: {line}", file=sys.stderr)
+        smallest = min(devices, key=lambda device: device.memory)
+        peak = planned.peak_if_too_large(smallest)
+        if peak is not None and peak.size > smallest.memory:
+            reasons.append(peak.too_much)
+        elif peak is not None:
+            # It may fit: the share of a device's memory that can be used is an estimate.
+            remarks.append(peak.too_much)
+    if not reasons:
+        for line in remarks:
+            print(f"note: {line}", file=sys.stderr)
     return reasons
 
 
 def run_in_place(job: RunJob, place: RankPlace) -> None:
-    """Do `run_rank` in this process, which answers signals itself and leaves torch's agent a report if it fails."""
+    """Call `run_rank` in this process, with handlers for stop signals and a report for torch's agent if it fails."""
     from dtrain.parallel.runtime import StopFlag
 
     stop = StopFlag()
 
-    def ask(signum: int) -> None:
+    def on_stop_signal(signum: int) -> None:
         stop.request(signum)
         if place.rank == 0:
             os.write(2, STOPPING)
 
-    with on_signals(ask), reported_to_agent(job.recipe, place):
+    with on_signals(on_stop_signal), reported_to_agent(job.recipe, place):
         if not place.meets_others:
             run_rank(job, place, choose_device(job.recipe.launch.device, place), stop)
             return
@@ -340,21 +372,23 @@ def run_in_place(job: RunJob, place: RankPlace) -> None:
 
 @contextmanager
 def reported_to_agent(recipe: Recipe, place: RankPlace) -> Iterator[None]:
-    """Write torch's error file if the block raises, so that torchrun shows our own line and no traceback of ours."""
+    """Write torch's error file if the block raises, so that torchrun prints our message instead of a traceback."""
     try:
         yield
     except BaseException as error:
         is_main = threading.current_thread() is threading.main_thread()
         if place.started_by == "torchrun" and is_main:
-            # Once one process has ended, torchrun sends SIGTERM to the others, which are about to say why they end.
+            # Once one process has ended, torchrun sends SIGTERM to the others. They may still be writing their reports.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Report.of(error, place.rank, recipe).write(place.environ)
         raise
 
 
 def resumed(recipe: Recipe) -> Recipe:
-    """`recipe` for processes that were started again: they go on from the newest checkpoint, wherever the first ones
-    were told to start."""
+    """Return the recipe of a restarted run, with `checkpoint.resume=auto`.
+
+    A path in `checkpoint.resume` stays if nothing has been saved yet.
+    """
     saved = (recipe.run.directory / "checkpoints").glob("step-*")
     if recipe.checkpoint.resume is None or any(saved):
         return replace(recipe, checkpoint=replace(recipe.checkpoint, resume="auto"))
@@ -370,9 +404,11 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
         yield
     except (MemoryError, RuntimeError) as error:
         first = (str(error).splitlines() or ["out of memory"])[0]
-        # Of pinned memory CUDA says the last.
-        is_host_or_pinned = "can't allocate memory" in first or "CUDA error: out of memory" in first
-        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or is_host_or_pinned):
+        # torch raises a plain RuntimeError if the host's memory or pinned memory cannot be allocated.
+        is_host_memory = "can't allocate memory" in first
+        is_pinned_memory = "CUDA error: out of memory" in first
+        is_device_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not (is_device_memory or is_host_memory or is_pinned_memory):
             raise
         raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
 
@@ -384,18 +420,22 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
 
     is_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if is_gpu else total_memory()
-    micro, kept = recipe.train.micro, recipe.train.activation_checkpointing
-    keys = [f"lower train.micro_batch (now {micro})"] if micro > 1 else []
-    keys += [f"set train.activation_checkpointing=full (now {kept})"] if kept != "full" else []
-    keys += ["set train.tile=all"] if recipe.train.tile != "all" else []
-    keys += ["set train.activation_offload=true"] if recipe.train.activation_offload is not True else []
-    keys += [
-        f"lower data.max_length (now {recipe.data.max_length})",
-        f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})",
-    ]
+    micro_batch = recipe.train.micro
+    checkpointing = recipe.train.activation_checkpointing
+    advice = []
+    if micro_batch > 1:
+        advice.append(f"lower train.micro_batch (now {micro_batch})")
+    if checkpointing != "full":
+        advice.append(f"set train.activation_checkpointing=full (now {checkpointing})")
+    if recipe.train.tile != "all":
+        advice.append("set train.tile=all")
+    if recipe.train.activation_offload is not True:
+        advice.append("set train.activation_offload=true")
+    advice.append(f"lower data.max_length (now {recipe.data.max_length})")
+    advice.append(f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})")
     return (
         f"out of memory on rank {place.rank} ({device}), at a peak of {memory_gib(device):.2f} GiB of "
-        f"{total / 2**30:.2f} GiB. What helps: {'; '.join(keys)}.\n({first})"
+        f"{total / 2**30:.2f} GiB. What helps: {'; '.join(advice)}.\n({first})"
     )
 
 
@@ -403,14 +443,14 @@ def open_log(recipe: Recipe, rank: int) -> int:
     """Open the log of a rank in the run's directory; return its descriptor. Raises UserError."""
     path = log_file(recipe, rank)
     try:
-        path.parent.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead where nothing is yet
+        path.parent.resolve().mkdir(parents=True, exist_ok=True)  # the directory may be a link to a missing one
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         raise UserError(f"run.dir={recipe.run.dir}: {path} cannot be written: {error.strerror}") from error
 
 
 def redirect_to(log: int) -> None:
-    """Send what this process prints from here on to its log. Rank 0 keeps the terminal."""
+    """Redirect stdout and stderr of this process to its log. Rank 0 keeps the terminal."""
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

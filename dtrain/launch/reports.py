@@ -1,7 +1,7 @@
-"""Why a rank ended: the error file that torch's elastic agent, or our own launcher, reads once a rank has failed.
+"""The report of a rank that did not finish: an error file that torch's elastic agent, or our own launcher, reads.
 
-torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`, which torchrun prints. The entry
-`dtrain` is ours.
+torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`, which torchrun prints. Our launcher
+reads the entry `dtrain`, a `Report`.
 """
 
 import json
@@ -22,20 +22,29 @@ ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
 
 
 class WorkerFailed(Exception):
-    """A process of the run died of something that is not its user's mistake; the message ends with the reason."""
+    """A process of the run failed for a reason that is not a user's mistake. The message ends with the reason."""
 
 
 class OutOfMemory(UserError):
-    """An allocation failed; every rank that got so far may have one of its own."""
+    """An allocation failed. Several ranks may fail in this way at once."""
 
 
-# In the order in which they are looked up: OutOfMemory is a UserError too.
+# The first type that fits an error is its kind, so OutOfMemory comes before UserError, its base class.
 KINDS = {"stopped": Stopped, "memory": OutOfMemory, "user": UserError, "crash": BaseException}
 
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a rank that did not finish. kind: one of KINDS; signum: the signal that stopped it, or 0."""
+    """The end of a rank that did not finish.
+
+    Attributes:
+        rank: The rank.
+        host: Its host's name.
+        kind: One of KINDS.
+        text: The error's message, or the traceback of a crash. Secrets of the recipe are hidden.
+        time: When it ended, in seconds since the epoch.
+        signum: The signal that stopped it, or 0.
+    """
 
     rank: int
     host: str
@@ -46,7 +55,7 @@ class Report:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, recipe: Recipe | None) -> "Report":
-        """Describe `error`, with its traceback if it is neither its user's mistake nor a stop."""
+        """Describe `error`, with its traceback if it is neither a user's mistake nor a stop."""
         kind = next(kind for kind, error_type in KINDS.items() if isinstance(error, error_type))
         text = "".join(traceback.format_exception(error)) if kind == "crash" else str(error)
         if recipe is not None:
@@ -55,11 +64,10 @@ class Report:
         return cls(rank, socket.gethostname(), kind, text, time.time(), signum)
 
     def write(self, environ: Mapping[str, str]) -> None:
-        """Write the error file, if whoever started this process has named one."""
+        """Write the error file, if the environment names one."""
         path = environ.get(ERROR_FILE)
         if path:
-            # As torch's own ErrorHandler writes it. torchrun shows py_callstack last: for a mistake, only our
-            # text.
+            # The format of torch's own ErrorHandler. torchrun prints py_callstack last.
             shown = {"py_callstack": self.text, "timestamp": str(int(self.time))}
             content = {"message": {"message": self.reason, "extraInfo": shown}, "dtrain": asdict(self)}
             replace_text(Path(path), json.dumps(content))
@@ -78,14 +86,15 @@ class Report:
 
 
 def cause_of(reports: Sequence[Report], statuses: Mapping[int, int], recipe: Recipe) -> Exception:
-    """Return the one error to show for ranks of this machine of which one or more failed.
+    """Return the one error to show when ranks of this machine have failed.
 
-    A mistake of the user comes first: the other ranks fail because of it. A rank that was killed comes before the
-    crashes of those that waited for it.
+    One failure causes others, so causes are looked for in this order: a user's mistake, memory, a rank that was killed,
+    a crash (which may only be a lost connection to a killed rank), a stop, an exit without a report.
 
     Args:
         reports: The reports of all ranks that wrote one.
-        statuses: Exit statuses of the ranks that failed before the launcher ended the others.
+        statuses: Exit statuses of the ranks that failed before the launcher ended the others, by rank.
+        recipe: The recipe, for the place of the logs.
     """
     in_order = sorted(reports, key=lambda report: report.time)
     mistakes = [report.text for report in in_order if report.kind == "user"]
@@ -108,20 +117,26 @@ def cause_of(reports: Sequence[Report], statuses: Mapping[int, int], recipe: Rec
     for report in in_order:
         if report.kind == "stopped":
             return Stopped(report.signum, report.text)
-    rank = min((rank for rank, status in statuses.items() if status != ENDED), default=min(statuses))
+    ended_by_themselves = [rank for rank, status in statuses.items() if status != ENDED]
+    rank = min(ended_by_themselves or statuses)
     return WorkerFailed(
         f"rank {rank} on {host} ended with status {statuses[rank]} without a word{_see_log(recipe, rank)}"
     )
 
 
 def log_file(recipe: Recipe, rank: int) -> Path:
+    """Return the path of a rank's log."""
     return recipe.run.directory / f"log-rank{rank}.txt"
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Return a sentence that says where the same command goes on. run: the run's directory."""
+    """Return a sentence about the checkpoint from which the same command continues. run: the run's directory."""
     checkpoints = run / "checkpoints"
-    steps = [int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()]
+    steps = []
+    for path in checkpoints.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdecimal():
+            steps.append(int(number))
     if steps:
         return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
     return "No checkpoint was saved yet: the same command starts over"

@@ -7,7 +7,7 @@ checked, and all problems are reported at once.
 import io
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
@@ -357,7 +357,15 @@ def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
     problems: list[str] = []
     made: Any = recipe_from(kind, nested({key: value}), problems)
     for part in key.split("."):
+        if isinstance(made, list):
+            return value, [f"{key}: the entries of a list have this key, so it cannot be set without one"]
         made = getattr(made, part)
+    if is_dataclass(made):
+        problems.append(f"{key} does not take {value}: it is a section. Set the keys below it")
+    numbers = {int, float, bool} & {*kinds_of(type_at(kind, key))}
+    if numbers and isinstance(made, str) and made not in ("auto", "default"):
+        words = "true, false or auto" if numbers == {bool} else "a number or auto"
+        problems.append(f"{key} does not take {value}: write {words}")
     if key == "train.epochs" and isinstance(made, float) and made.is_integer():
         made = int(made)  # other tools write whole passes as 3.0
     return value if isinstance(value, list) else made, problems

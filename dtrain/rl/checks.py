@@ -199,12 +199,14 @@ def _adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
     return errors
 
 
-def reward_problems(listed: Sequence[Reward]) -> list[str]:
-    """Return what is wrong with `grpo.rewards`, one line each. Import paths are not looked up here:
-    `dtrain.rl.rewards.find` does."""
+def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards") -> list[str]:
+    """Return an error for each mistake in a list of rewards, whose key is `rewards_key`.
+
+    Import paths are not looked up here, but by `dtrain.rl.rewards.find`.
+    """
     errors = []
     for index, reward in enumerate(listed):
-        key, name = f"grpo.rewards[{index}]", reward.fn
+        key, name = f"{rewards_key}[{index}]", reward.fn
         if not is_number(reward.weight):
             errors.append(f"{key}.weight={reward.weight} must be a finite number{sizes_for(reward.weight)}")
         if not name:

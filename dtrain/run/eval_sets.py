@@ -5,7 +5,6 @@ name, `eval_<name>_` in a table. `run.evaluations` writes them; `checkpoint.keep
 one.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,17 +16,19 @@ LONGEST_ANSWER = 512
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A set of `eval`: its name, its key in the recipe, the prefix of its fields."""
+    """A set of `eval`.
+
+    Attributes:
+        name: Its name, or "eval" if the recipe has one set without a name.
+        key: Its key in the recipe, such as `eval.math`.
+        prefix: The prefix of its fields in metrics.jsonl.
+        section: Its keys and values.
+    """
 
     name: str
     key: str
     prefix: str
     section: Eval
-
-    def in_its_keys(self, text: str) -> str:
-        """Return a text of code shared with GRPO, with this set's keys."""
-        named = re.sub(r"grpo\.(rewards|reward_timeout|sampling)", rf"{self.key}.\1", text)
-        return named.replace("data.train.", f"{self.key}.")
 
     @property
     def code(self) -> list[tuple[str, str | None, str]]:

@@ -61,7 +61,7 @@ class Evaluations:
             judges, together = open_judges(
                 rewards,
                 eval_set.section.reward_timeout,
-                lambda line: self._run.metrics.say(eval_set.in_its_keys(line)),
+                self._run.metrics.say,
                 f"{eval_set.key}.reward_timeout",
             )
             opened.append(self._run.stack.enter_context(judges))

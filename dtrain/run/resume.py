@@ -1,9 +1,19 @@
-"""Resume: which checkpoint a run starts from, what a changed recipe may change, and the run's state in and out.
+"""Resume: the checkpoint that a run starts from, the comparison with the saved run, and saving and loading its state.
 
-A checkpoint's `state.json` holds step, cursor (the next row of the global sequence), the resolved recipe, digests of
-what the run read at its start (`identities`), what it began from, a mark of the save, the step's metrics and the
-scalars of policy and method; its tensors are theirs (the method's under `method.<name>`). Random number generators are
-kept rank by rank.
+A checkpoint contains:
+
+    tensors        of the policy, and of the method under `method.<name>`
+    rank state     the random number generators of each rank
+    state.json     cursor       the next row of the global sequence: [epoch, row]
+                   recipe       the resolved recipe, as YAML
+                   identities   digests of the files that the run read at its start: weights, tokenizer, data, ...
+                   began        the checkpoints that the run began from, see `Origin`
+                   save         a mark of this save
+                   metrics      of this step
+                   policy, method   their numbers that are not tensors
+
+A run goes through `find_start` (which step), `identities` (what do we read now), `compare` (may this recipe resume) and
+`restore`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,18 +43,19 @@ from dtrain.run.host import Host
 from dtrain.run.spec import RunSpec
 
 DIGEST_OF_SPLIT = {"train": "data.fingerprint", "val": "data.val.fingerprint"}
-# What a resume compares beside the recipe's keys, and `checkpoint.allow_changes` may name.
+# Digests that a resume compares next to the recipe's keys. `checkpoint.allow_changes` may name them.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
 NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
-# Of a source of data: where it lies, and by what names it is read.
-WHERE = ("path", "split", "subset", "revision", "columns", "sources")
-# A key that says where something lies, and the digest that tells what lies there.
-PLACES = {
+# Keys of a source of data that only name where its rows are. A copy of the data elsewhere has the same fingerprint.
+LOCATION_KEYS = ("path", "split", "subset", "revision", "columns", "sources")
+# Keys of a recipe that name the place of files, and the digest of their content. If the digest is the same as in the
+# saved run, the key may differ.
+DIGEST_OF_LOCATION = {
     "model.path": "model.config",
-    **{f"data.train.{name}": "data.fingerprint" for name in WHERE},
-    **{f"data.val.{name}": "data.val.fingerprint" for name in WHERE},
+    **{f"data.train.{name}": "data.fingerprint" for name in LOCATION_KEYS},
+    **{f"data.val.{name}": "data.val.fingerprint" for name in LOCATION_KEYS},
     "lora.path": "lora.path",
     "data.chat_template": "data.chat_template",
 }
@@ -58,10 +69,16 @@ SHAPING = (
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run. A fresh one: step 0, the first row, no store and no state.
+    """The start of a run: a checkpoint, or a fresh start without one.
 
-    verified: every file of the step has just been read against its checksum. began: what the run began from, RESUME or
-    INIT → an `Origin` as JSON. weights: the step whose weights take the place of model.path's before anything else.
+    Attributes:
+        step: The checkpoint's step. 0 for a fresh start.
+        cursor: The next row of the global sequence: epoch and row.
+        store: The checkpoints. None for a fresh start.
+        state: The content of state.json. None for a fresh start.
+        verified: Whether every file of the step has just been compared with its checksum.
+        began: The checkpoints that the run began from: RESUME or INIT, and an `Origin` as JSON.
+        weights: The store and step whose weights replace those of model.path before anything else.
     """
 
     step: int = 0
@@ -74,7 +91,7 @@ class Start:
 
     @property
     def saved(self) -> tuple[CheckpointStore, dict[str, Any]]:
-        """The store and the state of a start that is not fresh."""
+        """The store and the state of a start from a checkpoint."""
         if self.store is None or self.state is None:
             raise ValueError("a fresh run starts from no checkpoint")
         return self.store, self.state
@@ -85,27 +102,42 @@ class Start:
 
 
 def find_start(spec: RunSpec, host: Host) -> Start:
-    """Find what `checkpoint.resume` picks: the run's newest whole checkpoint (auto), none (null), or the one at a path;
-    and what `checkpoint.init_from` means, where the run is fresh or its method needs its start.
+    """Find the checkpoint of `checkpoint.resume`, and the weights of `checkpoint.init_from`.
 
-    Collective. A run that began from a path, wherever it was ended, goes on as it began. auto reads every file of the
-    newest checkpoint against its checksum, and takes the one before where one is damaged, which it says. Damaged steps
-    beyond the start are set aside as `damaged-step-N`, so that the run can save those steps again; whole ones beyond it
-    (a path into this very run) are refused. Where all are damaged, the run does not start over by itself. Raises
-    UserError, on every rank.
+    `checkpoint.resume` is one of:
 
-    In a dry run no file is read whole, only its size is compared, and all stays where it is.
+    - auto: The run's newest checkpoint. Every file is compared with its checksum. If a checkpoint is damaged, this is
+      printed and the one before is taken. If all are damaged, the run does not start over by itself.
+    - null: No checkpoint. The run's directory must be new.
+    - A path: The checkpoint there. If this run began from that path before and was ended, it resumes its own newest
+      checkpoint.
+
+    Damaged steps after the start are renamed to `damaged-step-N`, so that the run can save those steps again. Complete
+    steps after the start, which a path into this run's own checkpoints may leave, are refused.
+
+    `checkpoint.init_from` is read if the run is fresh, or if its method needs the weights that it began from.
+
+    In a dry run only the sizes of files are compared, and nothing is renamed.
+
+    Raises:
+        UserError: On every rank.
+
+    Collectives:
+        Over all ranks of `host`.
     """
-    start, recipe, ranks = _find_step(spec, host), spec.recipe, host.ranks
-    path, began = recipe.checkpoint.init_from, start.began
+    start = _find_step(spec, host)
+    recipe = spec.recipe
+    ranks = host.ranks
+    path = recipe.checkpoint.init_from
+    began = start.began
     if path is None or (start.state is not None and spec.method.needs_start is None):
         return start
     if INIT in began and INIT not in recipe.checkpoint.allow_changes:
-        otherwise = NEW_RUN
+        alternative = NEW_RUN
         if start.state is not None:
             keys = f"{INIT},{recipe.method}.reference"
-            otherwise = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
-        weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, otherwise, ranks)
+            alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
+        weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, alternative, ranks)
     else:
         weights = locate(path, ranks)
         began = {**began, INIT: asdict(Origin.of(*weights))}
@@ -113,90 +145,153 @@ def find_start(spec: RunSpec, host: Host) -> Start:
 
 
 def _find_step(spec: RunSpec, host: Host) -> Start:
-    resume, run, store, ranks = spec.recipe.checkpoint.resume, spec.run, spec.store, host.ranks
+    """Find the checkpoint of `checkpoint.resume`. Collective."""
+    resume = spec.recipe.checkpoint.resume
     if resume is None:
-        ranks.first(lambda: run.refuse_used(resume))
+        host.ranks.first(lambda: spec.run.refuse_used(resume))
         return Start()
-    left, began = ranks.first(lambda: (run.left, read_json(run.began) if run.began.is_file() else {}))
-    origin = Origin.read(began[RESUME], run.began) if RESUME in began else None
-    newest = None
-    if resume == "auto" or (origin and left and (origin.at(resume, ranks) or origin.lay_at(resume, ranks))):
-        newest = _newest(store, host)
-        if newest is not None:
-            source, step = store, newest
-        elif origin is not None:
-            source, step = origin.again(RESUME, origin.path if resume == "auto" else resume, NEW_RUN, ranks)
-        else:
-            return Start(began=began if left else {})
-        state = _read_state(source, step)
-        began = began if newest is None else state["began"]
+    has_traces, began = host.ranks.first(lambda: _read_began(spec))
+    origin = Origin.read(began[RESUME], spec.run.began) if RESUME in began else None
+    if resume == "auto":
+        return _continue_run(spec, host, origin, began, has_traces)
+    # The run was started with this path before, and was ended: it goes on instead of starting over.
+    if origin is not None and has_traces and (origin.at(resume, host.ranks) or origin.lay_at(resume, host.ranks)):
+        return _continue_run(spec, host, origin, began, has_traces)
+    return _start_from_path(spec, host, resume, origin)
+
+
+def _read_began(spec: RunSpec) -> tuple[bool, dict[str, Any]]:
+    """Return whether an earlier start left files in the run's directory, and the checkpoints that it began from."""
+    began = read_json(spec.run.began) if spec.run.began.is_file() else {}
+    return spec.run.left is not None, began
+
+
+def _continue_run(
+    spec: RunSpec, host: Host, origin: Origin | None, began: dict[str, dict[str, Any]], has_traces: bool
+) -> Start:
+    """Start from the run's newest checkpoint, else from the one that it began from, else fresh. Collective.
+
+    Args:
+        spec: The run.
+        host: Ranks and terminal.
+        origin: The checkpoint at a path that the run began from, or None.
+        began: The content of the run's began.json.
+        has_traces: Whether an earlier start left files in the run's directory.
+    """
+    step = _newest(spec.store, host)
+    if step is not None:
+        state = _read_state(spec.store, step)
+        start = Start(step, tuple(state["cursor"]), spec.store, state, verified=True, began=state["began"])
+    elif origin is not None:
+        resume = spec.recipe.checkpoint.resume
+        path = origin.path if resume in (None, "auto") else resume
+        store, step = origin.again(RESUME, path, NEW_RUN, host.ranks)
+        state = _read_state(store, step)
+        start = Start(step, tuple(state["cursor"]), store, state, began=began)
     else:
-
-        def refuse_used(is_other: bool) -> None:
-            if is_other:
-                run.refuse_used(resume, origin.path if origin else None)
-
-        ranks.first(lambda: refuse_used(not Path(resume).is_dir()))
-        source, step = locate(resume, ranks)
-        source = store if source.directory.resolve() == store.directory.resolve() else source
-        ranks.first(lambda: refuse_used(source is not store))
-        ranks.first(lambda: _refuse_beyond(store, step))
-        state = _read_state(source, step)
-        began = {key: origin for key, origin in state["began"].items() if key == INIT}
-        began[RESUME] = asdict(Origin.of(source, step))
+        return Start(began=began if has_traces else {})
     if not host.is_dry:
-        ranks.first(lambda: _put_damaged_aside(store, step))
-    return Start(step, tuple(state["cursor"]), source, state, verified=newest is not None, began=began)
+        host.ranks.first(lambda: _put_damaged_aside(spec.store, start.step))
+    return start
+
+
+def _start_from_path(spec: RunSpec, host: Host, path: str, origin: Origin | None) -> Start:
+    """Start from the checkpoint at a path. It may be one of this run's own. Collective.
+
+    Args:
+        spec: The run.
+        host: Ranks and terminal.
+        path: A checkpoint, or a directory of checkpoints.
+        origin: The checkpoint at another path that the run began from, for an error message.
+
+    Raises:
+        UserError: If the path is another run's and this run's directory is used already, or if this run has complete
+            checkpoints after the step.
+    """
+    ranks = host.ranks
+
+    def refuse_used() -> None:
+        spec.run.refuse_used(path, origin.path if origin else None)
+
+    if not ranks.first(lambda: Path(path).is_dir()):
+        ranks.first(refuse_used)
+    store, step = locate(path, ranks)
+    if store.directory.resolve() == spec.store.directory.resolve():
+        store = spec.store
+    else:
+        ranks.first(refuse_used)
+    ranks.first(lambda: _refuse_beyond(spec.store, step))
+    state = _read_state(store, step)
+    began = {key: value for key, value in state["began"].items() if key == INIT}
+    began[RESUME] = asdict(Origin.of(store, step))
+    if not host.is_dry:
+        ranks.first(lambda: _put_damaged_aside(spec.store, step))
+    return Start(step, tuple(state["cursor"]), store, state, began=began)
 
 
 def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
-    """Digests of what the run's models are, under the keys that a changed one is refused by. Collective. UserError
-    where hosts have other ones, or files cannot be read."""
-    recipe, path = spec.recipe, spec.source.path
-    wrong = "{}={} is not the same model on every host".format
-    weights = weight_files(path) if recipe.model.init == "pretrained" else []
-    others = digests(weights, wrong("model.path", path), ranks) if weights else []
+    """Return digests of the run's models, adapter, tokenizer and template, by the keys that `compare` uses.
+
+    Raises:
+        UserError: If hosts have different files, or if files cannot be read.
+
+    Collectives:
+        Over `ranks`. Each rank reads a part of the files.
+    """
+    recipe = spec.recipe
+    path = spec.source.path
     template = spec.source.template
-    digest_of = {
-        "model.config": digest(read_model_config(path)),  # however its text is laid out
+    found = {
+        "model.config": digest(read_model_config(path)),  # of its values, so another layout of the text is the same
         "model.tokenizer": spec.source.tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
-    ranks.same(digest_of["model.config"], wrong("model.path", path))
-    ranks.same(digest(digest_of), f"model.path={path}: tokenizer or chat template is not the same on every host")
+    weights = weight_files(path) if recipe.model.init == "pretrained" else []
+    weight_digests: list[str] = []
     if weights:
-        digest_of["model.weights"] = digest(others)
+        weight_digests = digests(weights, _other_model("model.path", path), ranks)
+    ranks.same(found["model.config"], _other_model("model.path", path))
+    ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
+    if weight_digests:
+        found["model.weights"] = digest(weight_digests)
     if recipe.lora is not None and recipe.lora.path is not None:
         adapter = Path(recipe.lora.path)
-        others = digests([adapter / name for name in ADAPTER_FILES], wrong("lora.path", adapter), ranks)
-        digest_of["lora.path"] = digest(others)
-    for key, other in spec.others.items():
-        others = digests(weight_files(other.path), wrong(key, other.path), ranks)
-        kind = digest(read_model_config(other.path))
-        ranks.same(kind, wrong(key, other.path))
-        digest_of[key] = digest(others) if key.endswith(".reference") else digest(kind, others)
-        if key.endswith(REWARD_MODEL):  # it reads text by these
-            own = other.template.fingerprint if other.template else "none"
-            digest_of[key] = digest(digest_of[key], other.tokenizer.fingerprint, own)
-    return digest_of
+        files = [adapter / name for name in ADAPTER_FILES]
+        found["lora.path"] = digest(digests(files, _other_model("lora.path", adapter), ranks))
+    for key, model in spec.others.items():
+        weight_digests = digests(weight_files(model.path), _other_model(key, model.path), ranks)
+        config_digest = digest(read_model_config(model.path))
+        ranks.same(config_digest, _other_model(key, model.path))
+        if key.endswith(".reference"):  # it has the config of the trained model
+            found[key] = digest(weight_digests)
+        else:
+            found[key] = digest(config_digest, weight_digests)
+        if key.endswith(REWARD_MODEL):  # it encodes text with a tokenizer and a template of its own
+            template_digest = model.template.fingerprint if model.template else "none"
+            found[key] = digest(found[key], model.tokenizer.fingerprint, template_digest)
+    return found
+
+
+def _other_model(key: str, path: str | Path) -> str:
+    return f"{key}={path} is not the same model on every host"
 
 
 def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> list[str]:
-    """Return the differences between the run that was saved at the start and this one, a line each: its recipe, and
-    what it reads (`spec.identities`).
+    """Compare the recipe and the files of this run with those of the saved run. Return a line for each difference.
 
-    Another place with the same content makes no difference, nor does `data.packing=auto` in place of what it comes to.
+    The path of a file may change if its content is the same, and `data.packing=auto` may become the value that it
+    stands for. For example, after `model.path` was moved to another disk there is no line.
 
     Args:
-        spec: The run. Its start is not fresh.
+        spec: The run. Its start is a checkpoint.
         allow_changes: Guarded keys that may differ.
         unfit: How the trained tensors differ from those of the checkpoint (`first_misfit`), or None.
 
     Raises:
-        UserError: For differences that make it another run, unless `allow_changes` names them, and for those that no
-            resume allows: another method, and a recipe that trains other tensors.
+        UserError: For guarded differences that `allow_changes` does not name, and for differences that no resume
+            allows: another method, or a recipe that trains other tensors.
     """
-    recipe, digest_of, rows = spec.written, spec.identities, spec.rows.get("train")
+    recipe = spec.written
     _, state = spec.start.saved
     saved = state["identities"]
     differences = _with_one_line_for_lora(config.diff(state["recipe"], recipe))
@@ -209,19 +304,12 @@ def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> l
             )
     spec.method.refuse_state(state["method"])
     models = model_keys(recipe.method)
-    known = {
-        key
-        for key, of in {**PLACES, **dict(zip(models, models, strict=True))}.items()
-        if of in saved and saved[of] == digest_of.get(of)
-    }
-    known |= {key for key, _, _ in differences if key.partition(".columns.")[0] + ".columns" in known}
-    known -= {key for key, old, new in differences if key.endswith(".sources") and _but_path(old) != _but_path(new)}
-    differences += [(key, saved[key], new) for key, new in digest_of.items() if saved.get(key, new) != new]
-    of_data = {key: values for key, *values in differences if key.startswith("data.") and key not in known}
-    if [*of_data] == ["data.packing"] and "auto" in of_data["data.packing"]:
-        automatic = None if rows is None else packs_by_itself(rows, spec.method.kind)
-        packed = {automatic if value == "auto" else value for value in of_data["data.packing"]}
-        known |= {"data.packing"} if len(packed) == 1 or automatic is None else set()
+    known = _keys_with_same_content(differences, saved, spec.identities, models)
+    for key, new in spec.identities.items():
+        if key in saved and saved[key] != new:
+            differences.append((key, saved[key], new))
+    if _has_same_packing(spec, [each for each in differences if each[0] not in known]):
+        known.add("data.packing")
     details = {}
     for split, key in DIGEST_OF_SPLIT.items():
         if split in spec.rows:
@@ -231,10 +319,58 @@ def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> l
     return guard(differences, allow_changes, known, models, misfit, details)
 
 
-def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) -> list[str]:
-    """Return a line for each data file that is not what it was. Both: digests by path.
+def _keys_with_same_content(
+    differences: Sequence[Difference], saved: Mapping[str, str], found: Mapping[str, str], models: Sequence[str]
+) -> set[str]:
+    """Return the keys that name files whose content is the same as in the saved run. They may differ.
 
-    A file that only lies elsewhere, with the same content, is the same.
+    Args:
+        differences: The differences of the recipes.
+        saved: Digests of the saved run.
+        found: Digests of this run.
+        models: Keys of the method's section that name models. Their digests have the same keys.
+    """
+    digest_of_location = dict(DIGEST_OF_LOCATION)
+    for key in models:
+        digest_of_location[key] = key
+    same = set()
+    for key, digest_key in digest_of_location.items():
+        if digest_key in saved and saved[digest_key] == found.get(digest_key):
+            same.add(key)
+    for key, old, new in differences:
+        # Entries of a mapping are keys of their own: `data.train.columns.prompt`.
+        section, is_column, _ = key.partition(".columns.")
+        if is_column and f"{section}.columns" in same:
+            same.add(key)
+        # The fingerprint of data does not cover how several sources are mixed.
+        if key.endswith(".sources") and _without_location(old) != _without_location(new):
+            same.discard(key)
+    return same
+
+
+def _has_same_packing(spec: RunSpec, differences: Sequence[Difference]) -> bool:
+    """Return whether the data differ only in `data.packing`, between auto and the value that auto stands for."""
+    of_data = [each for each in differences if each[0].startswith("data.")]
+    if len(of_data) != 1 or of_data[0][0] != "data.packing":
+        return False
+    _, old, new = of_data[0]
+    if "auto" not in (old, new):
+        return False
+    rows = spec.rows.get("train")
+    if rows is None:  # not read, for example in a dry run: the run itself compares
+        return True
+    automatic = packs_by_itself(rows, spec.method.kind)
+    old_value = automatic if old == "auto" else old
+    new_value = automatic if new == "auto" else new
+    return bool(old_value == new_value)
+
+
+def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) -> list[str]:
+    """Return a line for each data file whose content has changed. A moved file with the same content has not.
+
+    Args:
+        saved: Digests of the saved run by path. None if an older version saved none.
+        found: Digests of this run by path.
     """
     if saved is None:
         return []
@@ -269,32 +405,46 @@ def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
 
 
 def _misfit(spec: RunSpec, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
-    """Return the keys by which the recipe trains other tensors than the checkpoint, and advice; None if none does."""
-    changed = [(key, old) for key, old, _ in differences if key in SHAPING]
-    if not changed:
+    """Return the changed keys because of which the recipe trains other tensors, with advice. None if no key has."""
+    keys = []
+    settings = []  # that restore the saved recipe, such as "lora.rank=8"
+    for key, old, _ in differences:
+        if key in SHAPING:
+            keys.append(key)
+            settings.append(f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={shown(old)}")
+    if not keys:
         return None
-    back = [f"{key}={'{...} as it was' if old == 'an adapter' else shown(old)}" for key, old in changed]
-    keys = tuple(key for key, _ in changed)
     return Misfit(
-        keys,
-        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(back)} back, or go on from "
-        f"these weights in a new run: `dtrain export {spec.start.path} OUT`, then model.path=OUT, checkpoint.resume="
-        "auto and another run.name",
+        tuple(keys),
+        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(settings)} back, or go on "
+        f"from these weights in a new run: `dtrain export {spec.start.path} OUT`, then model.path=OUT, "
+        "checkpoint.resume=auto and another run.name",
     )
 
 
-def _but_path(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    return [{**source, **dict.fromkeys(WHERE)} for source in sources or []]
+def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return `data.train.sources` without the keys that only name where the rows are."""
+    return [{**source, **dict.fromkeys(LOCATION_KEYS)} for source in sources or []]
 
 
 def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
-    """Load the start into `policy` and `method`. Collective."""
-    start, (store, state) = spec.start, spec.start.saved
-    differing = [key for key, _, _ in config.diff(state["recipe"], spec.recipe)]
-    options = {key.rsplit(".", 1)[-1] for key in differing if key.startswith("optimizer.")}
+    """Load the checkpoint of the start into `policy` and `method`. Collective."""
+    start = spec.start
+    store, state = start.saved
+    # Options of the optimizer that the recipe has changed keep their new values. For example, {"lr"}.
+    changed_options = set()
+    for key, _, _ in config.diff(state["recipe"], spec.recipe):
+        if key.startswith("optimizer."):
+            changed_options.add(key.rpartition(".")[2])
     method.load(state["method"])
-    beside = _named_for_method(method)
-    policy.checkpoint.load(store, start.step, state["policy"], beside=beside, keep=options, verified=start.verified)
+    policy.checkpoint.load(
+        store,
+        start.step,
+        state["policy"],
+        beside=_named_for_method(method),
+        keep=changed_options,
+        verified=start.verified,
+    )
     rank_state, copy = store.read_rank_state(start.step)
     if rank_state is not None:
         set_random_state(rank_state, copy)
@@ -303,13 +453,16 @@ def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
 def contents(
     policy: Policy, method: Method, known: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Return the contents of a save: tensors [any shape], the state that is the same on every rank, and this rank's
-    own. known: of the state, what is not that of policy and method."""
+    """Return the contents of a save: the tensors, the content of state.json, and this rank's own state.
+
+    `known` are the entries of state.json other than those of policy and method.
+    """
     state = {**known, "policy": policy.checkpoint.state(), "method": method.state()}
     return policy.checkpoint.tensors() | _named_for_method(method), state, random_state()
 
 
 def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """Read a step's state.json. Raises UserError for entries that are missing or of another type."""
     state = store.read_state(step)
     kinds: dict[str, type] = {"cursor": list, "recipe": str, "save": str}
     kinds |= dict.fromkeys(("identities", "began", "metrics", "policy", "method"), dict)
@@ -328,8 +481,10 @@ def _named_for_method(method: Method) -> dict[str, Tensor]:
 
 
 def _newest(store: CheckpointStore, host: Host) -> int | None:
-    """The newest step without damage, by the content of every file or, in a dry run, by their sizes; None where
-    nothing was saved yet. Collective."""
+    """Return the newest undamaged step, or None if nothing was saved yet. Collective.
+
+    Files are compared with their checksums. In a dry run only their sizes are compared.
+    """
     published = host.ranks.first(store.published)
     for step in reversed(published):
         damage = store.faults(step) if host.is_dry else store.damage(step)
@@ -345,15 +500,17 @@ def _newest(store: CheckpointStore, host: Host) -> int | None:
 
 
 def _refuse_beyond(store: CheckpointStore, step: int) -> None:
-    whole = [f"step-{later}" for later in store.steps() if later > step]
-    if whole:
+    """Raise UserError if there are complete steps after `step`."""
+    later_steps = [f"step-{later}" for later in store.steps() if later > step]
+    if later_steps:
         raise UserError(
-            f"{store.directory} already holds {', '.join(whole)}, which the resumed run would save again, and a saved "
-            "step is never overwritten: delete them, or choose another run.name"
+            f"{store.directory} already holds {', '.join(later_steps)}, which the resumed run would save again, and a "
+            "saved step is never overwritten: delete them, or choose another run.name"
         )
 
 
 def _put_damaged_aside(store: CheckpointStore, step: int) -> None:
+    """Rename the steps after `step`, which are all damaged."""
     for later in store.published():
         if later > step:
             set_aside(store.path(later), "damaged-")

@@ -118,6 +118,46 @@ def test_a_key_that_cannot_be_carried_over_is_named_with_its_reason(tool, line, 
     assert ours not in made.values  # nor does the tool's default stand in for it
 
 
+# Tool, a line of its file with a value of the wrong type, the key that is lost, and a part of the reason.
+WRONG_TYPES = [
+    ("TRL", "gradient_accumulation_steps: [4]", "gradient_accumulation_steps", "[4] is not a whole number"),
+    ("TRL", "gradient_accumulation_steps: 0", "gradient_accumulation_steps", "0 is too small"),
+    ("TRL", "per_device_train_batch_size: many", "per_device_train_batch_size", "many"),
+    ("TRL", "warmup_ratio: [0.1]", "warmup_ratio", "[0.1] is not a number"),
+    ("TRL", "max_steps: often", "max_steps", "often is not a whole number"),
+    ("TRL", "use_peft: maybe", "use_peft", "maybe is neither true nor false"),
+    ("TRL", "datasets: [d.jsonl]", "datasets[0]", "d.jsonl is not a mapping"),
+    ("TRL", "num_generations: 4\nreward_weights: [x]", "reward_weights", "x is not a number"),
+    ("TRL", "learning_rate: {peak: 1.0}", "learning_rate.peak", ""),
+    ("alignment-handbook", "dataset_mixture: {datasets: [a/b]}", "dataset_mixture.datasets[0]", "is not a mapping"),
+    ("axolotl", "test_datasets: d.jsonl", "test_datasets[0]", "d.jsonl is not a mapping"),
+    ("axolotl", "test_datasets: [{type: alpaca}]", "test_datasets", "has no path"),
+    ("axolotl", "val_set_size: half", "val_set_size", "half is not a number"),
+    ("axolotl", "trl: 3", "trl", "3 is not a mapping"),
+    ("LLaMA-Factory", "packing: tight", "packing", "tight is neither true nor false"),
+    ("LLaMA-Factory", "stage: [sft]", "stage", "sft"),
+    ("LLaMA-Factory", "warmup_steps: .inf", "warmup_steps", "inf is not a number"),
+    ("Unsloth", "load_in_4bit: [1]", "load_in_4bit", "[1] is neither true nor false"),
+    ("torchtune", "max_steps_per_epoch: x", "max_steps_per_epoch", "x is not a whole number"),
+    ("torchtune", "gradient_accumulation_steps: {}", "gradient_accumulation_steps", "{} is not a whole number"),
+    ("NeMo-RL", "cluster: [8]", "", ""),
+    ("NeMo-RL", "checkpointing: {save_period: often}", "checkpointing.save_period", "often"),
+    ("verl", "optim: {lr_warmup_steps: soon}", "optim.lr_warmup_steps", "soon is not a whole number"),
+    ("verl", "optim: null", "", ""),
+    ("Automodel", "step_scheduler: {max_steps: 0}", "step_scheduler.max_steps", "0 is too small"),
+    ("Automodel", "lr_scheduler: {min_lr: low}", "lr_scheduler.min_lr", "low is not a number"),
+]
+
+
+@pytest.mark.parametrize(("tool", "line", "key", "reason"), WRONG_TYPES)
+def test_a_value_of_the_wrong_type_is_named_with_its_key_and_the_fix(tool, line, key, reason):
+    made = converted(f"{BARE[tool]}\n{line}")
+    made.text()
+    if key:
+        reasons = {lost.key: lost.reason for lost in made.lost}
+        assert reason in reasons[key]
+
+
 NOTED = [
     ("TRL", "truncation_mode: keep_end", "which keeps the start of a row"),
     ("TRL", "warmup_ratio: 0.1", "rounds a share of warm-up up"),

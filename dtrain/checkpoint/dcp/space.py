@@ -1,4 +1,4 @@
-"""Disk space of a run's saves: what one takes, what the retention keeps of them, and what is free."""
+"""Disk space of a run's checkpoints: the size of one, the number that the retention keeps, and the free space."""
 
 import shutil
 from collections.abc import Mapping
@@ -11,19 +11,28 @@ from dtrain.checkpoint.dcp.retention import Retention
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes of a save of `tensors` by all ranks. Its other files are small. No collective."""
-    pieces = map(Piece.of, tensors.values())
-    return sum(piece.global_size.numel() * piece.local.element_size() for piece in pieces)
+    """Return the size in bytes of a save of `tensors` by all ranks, without its small files. No collective.
+
+    Args:
+        tensors: This rank's tensors. A DTensor counts with its global size.
+    """
+    total = 0
+    for tensor in tensors.values():
+        piece = Piece.of(tensor)
+        total += piece.global_size.numel() * piece.local.element_size()
+    return total
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that this user may still write in `directory`, which need not exist yet."""
-    existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.is_dir())
+    """Return the free space in bytes for this user in `directory`, which need not exist yet."""
+    existing = directory.absolute()
+    while not existing.is_dir():
+        existing = existing.parent
     return shutil.disk_usage(existing).free
 
 
 def shown_bytes(size: int) -> str:
-    """Return a number of bytes as people read it.
+    """Format a number of bytes with its unit.
 
     >>> shown_bytes(3 << 30), shown_bytes(1536), shown_bytes(12)
     ('3.0 GiB', '1.5 KiB', '12 bytes')
@@ -35,32 +44,37 @@ def shown_bytes(size: int) -> str:
 
 
 def saves_at_once(retention: Retention, saves: int | None = None) -> int | None:
-    """Return the largest number of saves that lie on the disk together; None if the retention sets no limit.
+    """Return the largest number of saves that exist at the same time. None if the retention sets no limit.
 
     A save is deleted only after the next one is complete, so there is one more than `keep_last` for a moment.
 
     Args:
-        retention: Which saves stay.
-        saves: The number of saves that the run makes; None if it is not known.
+        retention: Which saves are kept.
+        saves: The number of saves that the run makes. None if it is not known.
     """
     if retention.keep_last is None or retention.keep_every is not None:
         return saves
-    most = retention.keep_last + 1 + (retention.keep_best is not None)
-    return most if saves is None else min(most, saves)
+    largest = retention.keep_last + 1
+    if retention.keep_best is not None:
+        largest += 1
+    return largest if saves is None else min(largest, saves)
 
 
 def space_line(size: int, retention: Retention, saves: int | None) -> str:
-    """Return what the saves of a run take, for the terminal.
+    """Return a line for the terminal about the disk space of a run's saves.
+
+    For example: "3.0 GiB each, at most 3 at a time (checkpoint.keep_last=2): 9.0 GiB".
 
     Args:
         size: Bytes of one save.
-        retention: Which saves stay.
-        saves: The number of saves that the run makes; None if it is not known.
+        retention: Which saves are kept.
+        saves: The number of saves that the run makes. None if it is not known.
     """
-    keys = {"keep_last": retention.keep_last, "keep_every": retention.keep_every, "keep_best": retention.keep_best}
-    named = ", ".join(f"checkpoint.{key}={value}" for key, value in keys.items() if value is not None)
-    named = named or "checkpoint.keep_last=null"
-    most = saves_at_once(retention, saves)
-    if most is None:
-        return f"{shown_bytes(size)} each, and {named} sets no limit to their number"
-    return f"{shown_bytes(size)} each, at most {most} at a time ({named}): {shown_bytes(size * most)}"
+    values = {"keep_last": retention.keep_last, "keep_every": retention.keep_every, "keep_best": retention.keep_best}
+    settings = ", ".join(f"checkpoint.{key}={value}" for key, value in values.items() if value is not None)
+    if not settings:
+        settings = "checkpoint.keep_last=null"
+    largest = saves_at_once(retention, saves)
+    if largest is None:
+        return f"{shown_bytes(size)} each, and {settings} sets no limit to their number"
+    return f"{shown_bytes(size)} each, at most {largest} at a time ({settings}): {shown_bytes(size * largest)}"

@@ -1,7 +1,7 @@
-"""adapter_config.json of an adapter in PEFT's layout, in and out, and its names for tensors. Imports no torch.
+"""Reading and writing of PEFT's adapter_config.json. Imports no torch.
 
-The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. Every field of the file is used, known to
-change nothing, or refused by name, all problems at once.
+The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. A field of the file is either used (`_USED`),
+known to change no number (`_FREE`), or refused by its name. All problems are reported together.
 """
 
 import re
@@ -54,7 +54,7 @@ EXPERT_NAMES_OF_PEFT = {
     ),
 }
 
-# Fields that change no number of an adapter that is there: how it began, or where it came from.
+# Fields that change no number of a trained adapter, for example how it was initialised and where it came from.
 _FREE = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode "
     "loftq_config lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config".split()
@@ -64,32 +64,48 @@ _CONVERT = (
     "such a start changes the base's own weights: save it with PEFT's "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...), which gives an adapter of the unchanged base"
 )
-_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # of A and B alone
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that only set A and B
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
-    """The adapter that the values of a recipe's section `lora` describe: of the one at `path` where that is set, with
-    the section's dropout where that is not 0. Raises UserError that lists what of it cannot be used."""
+    """Return the adapter that a recipe's section `lora` describes.
+
+    Args:
+        section: The keys of `lora` that the recipe sets. With `path` the adapter is the one of the file there, with the
+            section's `dropout` if that is not 0.
+
+    Raises:
+        UserError: For all fields of the file that cannot be used, and all keys that contradict it.
+    """
     if section.get("path") is None:
         return AdapterConfig.of(section)
+    file = Path(section["path"]) / ADAPTER_CONFIG
     config, problems = _read(Path(section["path"]))
-    problems += [] if config is None else _contradictions(section, config)
-    if config is not None and config.parameters and (config.dora or section.get("dropout") or config.dropout):
-        file = Path(section["path"]) / ADAPTER_CONFIG
-        problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
-    if problems or config is None:
+    if config is None:
         raise UserError("\n".join(problems))
-    return AdapterConfig.of(vars(config) | {"dropout": section.get("dropout") or config.dropout})
+    dropout = section.get("dropout") or config.dropout
+    problems += _contradictions(section, config)
+    if config.parameters and (config.dora or dropout):
+        problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
+    if problems:
+        raise UserError("\n".join(problems))
+    return AdapterConfig.of(vars(config) | {"dropout": dropout})
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Read `directory`/adapter_config.json. Raises UserError that lists what of it cannot be used."""
+    """Read `directory`/adapter_config.json. Raises UserError for all fields that cannot be used."""
     return adapter_of({"path": directory})
 
 
 def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Return what is wrong with the adapter at `path` of a recipe's section `lora`, for a model of this kind: fields
-    that cannot be used, keys that say otherwise, tensors that do not fit. Reads their names and shapes alone."""
+    """Return the problems of the adapter at `lora.path` for a model: fields, contradicting keys and tensors.
+
+    Only the names and shapes of tensors are read.
+
+    Args:
+        section: The keys of `lora` that the recipe sets.
+        model: The config of the model.
+    """
     from dtrain.models.shapes import adaptable  # loads torch
 
     directory = Path(section["path"])
@@ -98,16 +114,18 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         stored = tensors.stored_shapes(directory)
     except UserError as error:
         return str(error).splitlines()
-    if problem := config.dropout_problem(adaptable(model)):
+    problem = config.dropout_problem(adaptable(model))
+    if problem:
         return [f"{directory / ADAPTER_CONFIG}: {problem}"]
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = tensors.adapter_shapes(config, model, ends)
 
-    def may_be_there(name: str) -> bool:  # of a module other than embedding and head that is trained whole
+    def is_optional(name: str) -> bool:
+        """Return whether a tensor is of a module in modules_to_save other than embedding and head."""
         module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
         return module not in ENDS and bool(config.saved([module]))
 
-    return tensors.mismatches(directory, stored, wanted, may_be_there, model=model)
+    return tensors.mismatches(directory, stored, wanted, is_optional, model=model)
 
 
 def base_of(directory: Path) -> Path:
@@ -132,9 +150,17 @@ def base_of(directory: Path) -> Path:
 
 
 def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """adapter_config.json of an adapter of a model of this kind, which lies at `base`. The targets are the last parts
-    of the adapted layers' names where these mean no others, else the names; of single parameters the last two. The
-    patterns are the adapter's own where they say the same in any order (PEFT sorts them)."""
+    """Return the content of adapter_config.json.
+
+    `target_modules` are the last parts of the adapted layers' names, such as `q_proj`, if no other layer ends so.
+    Otherwise they are full names. `target_parameters` have two parts, such as `experts.gate_up_proj`. Patterns are
+    written as the adapter has them, if their order makes no difference, because PEFT sorts them.
+
+    Args:
+        config: The adapter.
+        model: The config of the adapted model.
+        base: The name or directory of the model, or None.
+    """
     from dtrain.models.shapes import adaptable, modules  # loads torch
 
     layers = adaptable(model)
@@ -143,7 +169,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     single, adapted = config.adapted_parameters(known), config.adapted(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
-    # A vision tower has layers of the same names: a text tower's are named whole.
+    # A vision tower has layers with the same last names, so layers of a text tower get their full names.
     are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
     targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
     if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
@@ -180,38 +206,62 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
 
 
 def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
-    """Return the adapted layers that PEFT drops when it loads the adapter from files in its own layout.
+    """Return the adapted layers that PEFT drops when it loads the adapter's files.
 
-    transformers 5 stores experts as stacks, so PEFT (0.21) takes every target with the name of an expert's matrix for
-    the stack, by that name only. In a model with dense layers too, such as Qwen3-MoE with `mlp_only_layers`, these
-    layers have the same names: PEFT then gives experts a fresh adapter and leaves out that of the dense layers. No
-    way of writing `target_modules` avoids this.
+    transformers 5 stores the experts of a layer as one stacked parameter. PEFT (0.21) therefore replaces every target
+    with the name of an expert's matrix by the stack, and looks only at that name. In a model that has dense layers too,
+    such as Qwen3-MoE with `mlp_only_layers`, these have the same names. For example, with a target of
+    `model.layers.0.mlp.gate_proj`, a dense layer, PEFT adapts the experts of all layers anew and drops the saved
+    adapter of layer 0. No value of `target_modules` avoids this.
     """
     from dtrain.models.shapes import adaptable  # loads torch
 
     family = FAMILIES.get(model.architecture)
-    expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset()) if family else frozenset()
-    adapted = [name for name in config.adapted(adaptable(model)) if not is_parameter(name)]
-    return [name for name in adapted if name.rpartition(".")[2] in expert_names]
+    if family is None:
+        return []
+    expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset())
+    misread = []
+    for name in config.adapted(adaptable(model)):
+        if not is_parameter(name) and name.rpartition(".")[2] in expert_names:
+            misread.append(name)
+    return misread
 
 
 def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
-    """Return why an adapter in PEFT's layout would be another one in PEFT, or None if PEFT reads it right."""
-    if not (layers := misread_layers(config, model)):
+    """Return an error if PEFT would read the adapter's files wrongly (see `misread_layers`), or None."""
+    layers = misread_layers(config, model)
+    if not layers:
         return None
+    matrix = layers[0].rpartition(".")[2]
+    model_type = FAMILIES[model.architecture].model_type
     return (
-        f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type "
-        f"{FAMILIES[model.architecture].model_type} it takes {layers[0].rpartition('.')[2]} for a matrix of experts"
+        f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type {model_type} it takes "
+        f"{matrix} for a matrix of experts"
     )
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
-    """Patterns in any order that say of PEFT's names what `patterns` say of ours. outer: PEFT's, by ours."""
-    values = {name: by_pattern(patterns, name, otherwise) for name in outer}
-    met = {name: {value for key, value in patterns.items() if matches_suffix(key, outer[name])} for name in outer}
-    if all((met[name] or {otherwise}) == {values[name]} for name in outer):
-        return dict(patterns)
-    return {re.escape(outer[name]): value for name, value in values.items() if value != otherwise}
+    """Write rank or alpha patterns for PEFT, which sorts them, so that their order must not matter.
+
+    Args:
+        patterns: The adapter's patterns and their values. The first one that matches counts.
+        otherwise: The value of layers that no pattern matches.
+        outer: dtrain's names of the adapted layers, and PEFT's names.
+
+    Returns:
+        `patterns`, if all patterns that match a layer's name in PEFT have the same value. Otherwise one pattern for
+        each layer whose value is not `otherwise`.
+    """
+    is_unchanged = True
+    pattern_by_layer = {}
+    for name, peft_name in outer.items():
+        value = by_pattern(patterns, name, otherwise)
+        matching_values = {other for pattern, other in patterns.items() if matches_suffix(pattern, peft_name)}
+        if (matching_values or {otherwise}) != {value}:
+            is_unchanged = False
+        if value != otherwise:
+            pattern_by_layer[re.escape(peft_name)] = value
+    return dict(patterns) if is_unchanged else pattern_by_layer
 
 
 def _whole(number: float) -> float:
@@ -220,7 +270,7 @@ def _whole(number: float) -> float:
 
 
 def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
-    """Return the adapter that adapter_config.json describes, where it can be read, and what is wrong with it."""
+    """Read adapter_config.json. Return the adapter, or None if it cannot be read, and a list of problems."""
     file = directory / ADAPTER_CONFIG
     if not file.is_file():
         there = "there is no such directory" if not directory.is_dir() else f"it has no {ADAPTER_CONFIG}"
@@ -233,12 +283,15 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         return None, [str(error)]
     fields = {key: content.pop(key, default) for key, (default, _, _) in _USED.items()}
     problems = []
-    for key, (_, holds, words) in _USED.items():
-        if not holds(value := fields[key]):
+    for key, (_, is_valid, description) in _USED.items():
+        value = fields[key]
+        if not is_valid(value):
             text = repr(value)
-            text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-            problems.append(f"{file}: {key} is {text}, and must be {words}{_reason(key, value)}")
-    for key, value in content.items():  # also what a later PEFT adds: set away from "off", it may change numbers
+            if len(text) > _LONGEST:
+                text = f"{text[:_LONGEST]}..."
+            problems.append(f"{file}: {key} is {text}, and must be {description}{_reason(key, value)}")
+    # An unknown field, for example of a later PEFT, may change numbers unless its value is empty or off.
+    for key, value in content.items():
         if key not in _FREE and value not in (None, False, [], {}, ""):
             problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
     if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
@@ -248,7 +301,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     if problems:
         return None, problems
     names: list[str] = []
-    with suppress(UserError):  # told by whoever reads them
+    with suppress(UserError):  # reported when the tensors are read
         names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
     is_of_tower = any(out_of_tower(name) != name or is_of_vision(name) for name in names)
     config = _config(fields, is_of_tower=is_of_tower)
@@ -256,8 +309,9 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
         )
-    ends = [end for end in ENDS if config.targets(end)]
-    if config.target != ALL_LINEAR and config.layers is None and (ends := [e for e in ends if not config.saved([e])]):
+    # Embeddings and the head may be trained in full (modules_to_save), but not adapted.
+    ends = [end for end in ENDS if config.targets(end) and not config.saved([end])]
+    if config.target != ALL_LINEAR and config.layers is None and ends:
         problems.append(
             f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
             f"{_MERGE}"
@@ -273,39 +327,64 @@ _NAMES |= {name: name for name in ("rank_pattern", "alpha_pattern", "modules_to_
 
 def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
     values: dict[str, Any] = {"target": (), "dropout": fields["lora_dropout"] or 0.0, "in_tower": is_of_tower}
-    for ours, theirs in _NAMES.items():
-        value = fields[theirs]
+    for name, peft_name in _NAMES.items():
+        value = fields[peft_name]
         if value not in (None, "", [], {}):
-            values[ours] = tuple(value) if isinstance(value, list) else value
-    if (layers := fields["layers_to_transform"]) not in (None, []):
+            values[name] = tuple(value) if isinstance(value, list) else value
+    layers = fields["layers_to_transform"]
+    if layers not in (None, []):
         values["layers"] = tuple(layers) if isinstance(layers, list) else (layers,)
     return AdapterConfig(**values)
 
 
 def _reason(key: str, value: Any) -> str:
-    """Return why the first regular expression of a field is none, in brackets; nothing where none is wrong."""
-    patterns = [value] if isinstance(value, str) and key.endswith("_modules") else []
-    if isinstance(value, dict) and key.endswith("_pattern"):
+    """Return the error of the first invalid regular expression in a field, in parentheses, or an empty text."""
+    patterns = []
+    if isinstance(value, str) and key.endswith("_modules"):
+        patterns = [value]
+    elif isinstance(value, dict) and key.endswith("_pattern"):
         patterns = [suffix_pattern(pattern) for pattern in value]
-    error = next((error for pattern in patterns if (error := pattern_error(pattern))), None)
-    return "" if error is None else f" ({error})"
+    for pattern in patterns:
+        error = pattern_error(pattern)
+        if error is not None:
+            return f" ({error})"
+    return ""
 
 
 def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[str]:
-    """Keys of the section that were set, and say otherwise than the adapter's file."""
-    chosen, plain = AdapterConfig.of(section), AdapterConfig()
+    """Return an error for each key of the section `lora` that contradicts the adapter's file.
+
+    Args:
+        section: The keys of `lora` that the recipe sets.
+        config: The adapter of the file.
+    """
+    from_recipe = AdapterConfig.of(section)
+    defaults = AdapterConfig()
     problems = []
-    for field, key_there in _NAMES.items():
+    for field, peft_name in _NAMES.items():
         key = "target" if field == "parameters" else field
-        values = [getattr(adapter, field) for adapter in (chosen, config, plain)]
-        value, *others = (set(value) if isinstance(value, tuple) else value for value in values)
-        if key in section and value not in others:
-            shown, there = (list(value) if isinstance(value, tuple) else value for value in values[:2])
-            problems.append(
-                f"lora.{key} is {shown}, and {key_there} of {Path(section['path']) / ADAPTER_CONFIG} is "
-                f"{there}: leave lora.{key} out, for the adapter has its own"
-            )
+        if key not in section:
+            continue
+        value = getattr(from_recipe, field)
+        file_value = getattr(config, field)
+        if _same(value, file_value) or _same(value, getattr(defaults, field)):
+            continue
+        problems.append(
+            f"lora.{key} is {_as_list(value)}, and {peft_name} of {Path(section['path']) / ADAPTER_CONFIG} is "
+            f"{_as_list(file_value)}: leave lora.{key} out, for the adapter has its own"
+        )
     return problems
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare two values of an AdapterConfig. The order of names in a tuple does not matter."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return set(one) == set(other)
+    return bool(one == other)
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_pattern(value: Any) -> bool:
@@ -316,14 +395,17 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
 
 
-def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
+def _is_table(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    """Return whether a value is null, or maps regular expressions for names to valid values."""
+    if value is None:
+        return True
     if not isinstance(value, dict):
-        return value is None
-    return all(key and _is_pattern(suffix_pattern(key)) and holds(entry) for key, entry in value.items())
+        return False
+    return all(key and _is_pattern(suffix_pattern(key)) and is_valid(entry) for key, entry in value.items())
 
 
 def _means_layers(value: Any) -> bool:
-    """Return whether layers_pattern, PEFT's regular expression for a list of layers, means the decoder's."""
+    """Return whether `layers_pattern`, PEFT's pattern for the list of layers, matches the decoder's layers."""
     patterns = [value] if isinstance(value, str) else value
     if not patterns:
         return True
@@ -337,7 +419,7 @@ def _means_layers(value: Any) -> bool:
 
 _LAYERS = "a list of names of layers, or a regular expression for them"
 _KNOWN = "which is `layers` in the models that dtrain knows"
-# Field -> its default in PEFT, what its value must satisfy, and that in words with the fix.
+# Fields, each with its default in PEFT, a check of its value, and a description of valid values with the fix.
 _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
     "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),

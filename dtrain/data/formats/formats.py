@@ -372,32 +372,46 @@ def _with_thoughts(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def read_tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
-    """Return calls of tools in OpenAI's shape, with objects as arguments. Raises UserError, naming `key`."""
+    """Read the tool calls of a message.
+
+    Args:
+        value: A list of calls, `{"type": "function", "function": {"name": .., "arguments": ..}}`. A call may also be
+            the inner object, `{"name": .., "arguments": ..}`.
+        key: The place of the list in the row, for messages.
+
+    Returns:
+        The calls in OpenAI's form, with objects as arguments.
+
+    Raises:
+        UserError: If a call has another form. The message contains its place, such as `messages[1].tool_calls[0]`.
+    """
     calls = read_list(value, key)
     return [_tool_call(call, f"{key}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, key: str) -> dict[str, Any]:
-    """Return a call as `{"type": "function", "function": {"name", "arguments"}}`; it may be the function by itself."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f'{key} must be like {{"type": "function", "function": {{"name": "...", "arguments": {{}}}}}}')
-    rest = {name: item for name, item in call.items() if item is not None}
-    if function is call:
-        own = {name: item for name, item in rest.items() if name not in CALL_KEYS}
-        rest = {name: item for name, item in rest.items() if name in CALL_KEYS} | {"function": own}
-    if "type" not in rest:
-        rest = {"type": "function", **rest}
-    inside = f"{key}.arguments" if function is call else f"{key}.function.arguments"
-    arguments = _call_arguments(function.get("arguments"), inside)
-    return {**rest, "function": {**rest["function"], "arguments": arguments}}
+    given = {name: item for name, item in call.items() if item is not None}
+    is_inner_object = function is call
+    if is_inner_object:
+        arguments = _call_arguments(function.get("arguments"), f"{key}.arguments")
+        outer = {name: item for name, item in given.items() if name in CALL_KEYS}
+        inner = {name: item for name, item in given.items() if name not in CALL_KEYS}
+    else:
+        arguments = _call_arguments(function.get("arguments"), f"{key}.function.arguments")
+        outer = given
+        inner = function
+    if "type" not in outer:
+        outer = {"type": "function", **outer}
+    return {**outer, "function": {**inner, "arguments": arguments}}
 
 
 def _call_arguments(value: Any, key: str) -> dict[str, Any]:
     """Return the arguments of a call as an object.
 
-    OpenAI's API and most data sets write them as JSON text. An empty text and null mean no arguments, as servers read
-    them (vLLM).
+    OpenAI's API and most data sets write them as JSON text. As in vLLM, an empty text and null mean no arguments.
     """
     if isinstance(value, str) and not value.strip():
         return {}

@@ -1,7 +1,7 @@
-"""The form in which a chat template reads calls of tools, learnt by rendering calls with known arguments.
+"""The form in which a chat template reads tool calls, found by rendering calls with known arguments.
 
-`formats.py` reads the arguments of every call as an object, however a file has them. Templates differ in what they
-read. For a call of `weather` with `{"city": "Oslo"}`:
+`formats.py` reads the arguments of every call as an object, however a file writes them. Templates expect different
+forms. For a call of `weather` with `{"city": "Oslo"}`:
 
     Qwen3, Llama 3, Mistral     write an object with `tojson`; some accept JSON text as well
     Gemma 4, GLM, Qwen3.5       write each argument of an object in a form of their own; JSON text comes out wrong
@@ -10,8 +10,8 @@ read. For a call of `weather` with `{"city": "Oslo"}`:
     gpt-oss                     writes the first call of a message and leaves out the others
     Gemma 3, Phi-4-mini         write no calls at all
 
-No sign in a template's source says which of these it does. So calls are rendered in each form, and the first form whose
-text has all the arguments is the template's.
+A template's source does not show which of these it does. So calls are rendered in each form, and the first form whose
+text contains all arguments is the template's.
 """
 
 import json
@@ -34,7 +34,7 @@ _TEXT = "dtrain says"
 
 
 class Content(Enum):
-    """The content of a message that has calls and no text."""
+    """How the content of a message with calls and without text is passed to a template."""
 
     AS_READ = "as the row has it"
     ABSENT = "absent"
@@ -55,7 +55,7 @@ class CallForm:
     content: Content
 
     def apply(self, message: Message) -> dict[str, Any]:
-        """Return a message with calls in this form. Their arguments are objects before."""
+        """Return a message with calls in this form. The arguments of `message` are objects."""
         changed = with_text_arguments(message) if self.takes_text else dict(message)
         if self.content is Content.ABSENT:
             changed.pop("content", None)
@@ -68,11 +68,11 @@ class CallForm:
 
 @dataclass(frozen=True)
 class CallKind:
-    """What a template may treat differently in a message with calls.
+    """A kind of message with calls. A template may treat each kind differently.
 
     Attributes:
         has_tools: Whether the conversation lists tools.
-        content: The message's content: a text, an empty text, or None where it has none.
+        content: The message's content: a text, an empty text, or None if it has none.
         is_parallel: Whether the message has more than one call.
     """
 
@@ -95,36 +95,39 @@ class CallKind:
 
 
 def learn_call_form(template: ChatTemplate, kind: CallKind, before: Sequence[Message] = (QUESTION,)) -> CallForm | None:
-    """Return the form in which `template` writes messages with calls of this kind; None if it does not write them.
+    """Return the form in which `template` writes messages of this kind. None if it does not write their calls.
 
     Args:
         template: The chat template.
         kind: The kind of message.
-        before: The conversation before the message. Another than the default is needed where the template refuses that.
+        before: The conversation before the message. Needed if the template refuses the default.
     """
     probe = kind.probe()
 
-    def written(form: CallForm) -> str | None:
+    def render(form: CallForm) -> str | None:
         try:
             return template.render([*before, form.apply(probe)], [TOOL] if kind.has_tools else None)
         except UserError:
             return None
 
     for form in _forms(kind):
-        text = written(form)
+        text = render(form)
         if text is None or not _writes(text, probe, form):
             continue
-        # Qwen3.5's and GLM 4.5's templates loop over a content that is absent. The marks of `ChatTemplate.marked` in
-        # that loop change what they write, so that it does not find the message. An empty text needs no loop.
+        # Qwen3.5's and GLM 4.5's templates loop over an absent content. The marks of `ChatTemplate.marked` would be in
+        # that loop and change the text, so that the message is not found. An empty text needs no loop.
         empty = CallForm(form.takes_text, Content.EMPTY)
-        if not kind.content and form.content is Content.AS_READ and written(empty) == text:
+        if not kind.content and form.content is Content.AS_READ and render(empty) == text:
             return empty
         return form
     return None
 
 
 def why_refused(template: ChatTemplate, kind: CallKind, count: int) -> str:
-    """Return why a message with `count` calls, for which no form was found, cannot be written, and what to do."""
+    """Return the error for a message with `count` calls that the template does not write, with a fix.
+
+    The reason is found by trying simpler messages: with one call, and without text.
+    """
     calls = "its call" if count == 1 else f"its {count} calls"
     another = "name a template that writes them with data.chat_template"
     if kind.is_parallel and learn_call_form(template, CallKind(kind.has_tools, kind.content, is_parallel=False)):
@@ -144,7 +147,7 @@ def why_refused(template: ChatTemplate, kind: CallKind, count: int) -> str:
 
 
 def with_text_arguments(message: Message) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as JSON text, as OpenAI's API has them."""
+    """Return a message whose calls have their arguments as JSON text, as in OpenAI's API."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []
@@ -156,7 +159,7 @@ def with_text_arguments(message: Message) -> dict[str, Any]:
 
 
 def _forms(kind: CallKind) -> Iterator[CallForm]:
-    """Yield the forms to try: objects first, and contents other than the row's only if it has no text."""
+    """Yield the forms to try, objects before texts. A message with text keeps its content."""
     contents = [Content.AS_READ]
     if not kind.content:
         contents += [Content.ABSENT, Content.NULL, Content.EMPTY]
@@ -172,13 +175,12 @@ def _probe_call(number: int) -> dict[str, Any]:
 
 
 def _writes(text: str, probe: Message, form: CallForm) -> bool:
-    """Return whether a rendered text has the arguments of all the calls of `probe`, as JSON or in the template's own
-    form."""
+    """Return whether a rendered text has the arguments of all calls, as JSON or in the template's own notation."""
     for call in probe["tool_calls"]:
         arguments = call["function"]["arguments"]
         if form.takes_text and json.dumps(arguments) not in text:
             return False
-        if str(arguments) in text:  # Python's notation: the template prints what it expects to be a text
+        if str(arguments) in text:  # Python's notation, {'city': 'Oslo'}: the template expected text
             return False
         if not all(str(value) in text for value in arguments.values()):
             return False

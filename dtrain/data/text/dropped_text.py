@@ -1,8 +1,8 @@
 """Text of messages that a chat template leaves out of the rendered conversation.
 
-Some templates write a part of a message only: R1-Distill's removes everything up to `</think>`, Qwen2.5's does not know
-`reasoning_content`, Llama 3's writes a tool call and not the text next to it. What is not rendered is not trained, so
-the amount is counted and reported.
+Some templates write only a part of a message: R1-Distill's removes everything up to `</think>`, Qwen2.5's does not know
+`reasoning_content`, Llama 3's writes a tool call and not the text next to it. Text that is not rendered is not trained,
+so the amount is counted and reported.
 
 The amount is found by rendering once more with a mark in front of each word, and looking which marks are written:
 
@@ -19,28 +19,35 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.template import REASONING, ChatTemplate
 
-EXAMPLE = 200  # characters of an example that are kept
-SHOWN = 60  # characters of an example in a message
+MAX_EXAMPLE = 200  # characters of an example that are stored
+MAX_SHOWN = 60  # characters of an example in a message
 WAY_OUT = "set data.chat_template to the file of a template that writes this text"
 CONFIRM = "data.allow_dropped_text"
 MARKS = range(0x105000, 0x10F000)  # private characters; none is a delimiter of template.py or of control_tokens.py
-# A mark is put in front of a word that follows white space, the end of a tag, or a mark of punctuation in CJK text.
+# A mark is put in front of a word that follows white space, the end of a tag, or CJK punctuation.
 _BEGIN_OF_WORD = re.compile(r"(?<=[\s>\]。，、！？])(?=\w)")
 
 Messages = Sequence[Mapping[str, Any]]
 
 
+class MarkedPiece(NamedTuple):
+    """A mark, and the text that is left out if the mark is."""
+
+    mark: str
+    text: str
+
+
 @dataclass(frozen=True)
 class DroppedText:
-    """Amount of text in messages that should be trained.
+    """The amount of text that should be trained, and how much of it the template leaves out.
 
     Attributes:
-        characters: Characters of all of it, white space at the ends of each text left out.
+        characters: Characters of all texts, without white space at their ends.
         dropped: Characters that the template leaves out.
         example: The first text that is left out.
     """
@@ -66,8 +73,9 @@ def describe_dropped_text(text: DroppedText, rows: str, place: str) -> str:
         rows: The number of rows that lose text, such as "8 rows".
         place: File and line of the example.
     """
-    example = text.example.strip()
-    shown = example[:SHOWN] + ("..." if len(example) > SHOWN else "")
+    shown = text.example.strip()
+    if len(shown) > MAX_SHOWN:
+        shown = f"{shown[:MAX_SHOWN]}..."
     return (
         f"the chat template leaves out {text.dropped:,} of the {text.characters:,} characters that should be trained, "
         f"in {rows}, for example in {place}: {shown!r}"
@@ -77,43 +85,57 @@ def describe_dropped_text(text: DroppedText, rows: str, place: str) -> str:
 def find_dropped_text(
     template: ChatTemplate, messages: Messages, tools: Messages | None, wanted: Collection[int], rendered: str
 ) -> DroppedText:
-    """Count the characters of messages[i], i in `wanted`, that the template leaves out.
+    """Count the characters of the messages that should be trained, and those that the template leaves out.
 
     Args:
+        template: The chat template.
+        messages: The conversation.
+        tools: Its tools.
         wanted: Indexes of the messages that should be trained.
         rendered: The conversation as the template writes it.
     """
     found = DroppedText()
-    is_complete = True
-    position = 0
+    is_complete = True  # every wanted text is in `rendered`, after the texts before it
+    position = 0  # in `rendered`, after the last text that was found
     for index, message in enumerate(messages):
-        begin = position
+        begin_of_message = position
         for text in texts_of(message):
-            at = rendered.find(text, position)
-            if at >= 0:
-                position = at + len(text)
+            begin = rendered.find(text, position)
+            if begin >= 0:
+                position = begin + len(text)
             if index in wanted:
                 found += DroppedText(len(text))
-                is_complete = is_complete and at >= 0
+                if begin < 0:
+                    is_complete = False
         if index in wanted:
-            found += _dropped_calls(message, rendered[begin:])
+            found += _dropped_calls(message, rendered[begin_of_message:])
     if is_complete:
         return found
     return found + _dropped_by_marks(template, messages, tools, wanted)
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a message, reasoning first, white space at their ends left out."""
+    """Return the texts of a message without white space at their ends, reasoning first."""
+    values = []
+    for name in REASONING:  # several names of the same text
+        if message.get(name) is not None:
+            values.append(message[name])
+            break
     content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    values = [reasoning, *(part.get("text") for part in parts)]
+    if isinstance(content, list):
+        for part in content:
+            values.append(part.get("text"))
+    else:
+        values.append(content)
     texts = [value.strip() for value in values if isinstance(value, str)]
     return [text for text in texts if text]
 
 
 def _dropped_calls(message: Mapping[str, Any], rendered: str) -> DroppedText:
-    """Count the tool calls of a message whose function is not named in `rendered`, the text from the message on."""
+    """Count the characters of a message's tool calls. A call is left out if `rendered` does not name its function.
+
+    `rendered` is the rendered text from the message on.
+    """
     found = DroppedText()
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
@@ -128,59 +150,80 @@ def _dropped_calls(message: Mapping[str, Any], rendered: str) -> DroppedText:
 def _dropped_by_marks(
     template: ChatTemplate, messages: Messages, tools: Messages | None, wanted: Collection[int]
 ) -> DroppedText:
+    """Render the conversation with marks, and count the text of the marks that the template does not write."""
     used = {character for message in messages for text in texts_of(message) for character in text}
-    marks = iter([chr(code) for code in MARKS if chr(code) not in used])
-    num_words = sum(len(_BEGIN_OF_WORD.findall(text)) + 1 for index in wanted for text in texts_of(messages[index]))
+    free_marks = iter([chr(code) for code in MARKS if chr(code) not in used])
+    num_words = 0
+    for index in wanted:
+        for text in texts_of(messages[index]):
+            num_words += len(_BEGIN_OF_WORD.findall(text)) + 1
+    # Long conversations have more words than there are marks: then only every n-th word gets one.
     stride = 1 + num_words // (len(MARKS) // 2)
-    pieces: list[tuple[str, str]] = []  # a mark, and the text that it stands for
+    pieces: list[MarkedPiece] = []
     marked_messages = list(messages)
     for index in sorted(wanted):
-        marked_messages[index] = _marked_message(messages[index], marks, stride, pieces)
+        marked_messages[index] = _marked_message(messages[index], free_marks, stride, pieces)
     try:
-        written = set(template.render(marked_messages, tools))
-    except UserError:  # the template takes the conversation itself, but not with marks: nothing is known
+        written_characters = set(template.render(marked_messages, tools))
+    except UserError:  # the template accepts the conversation itself, but not with marks: nothing is known
         return DroppedText()
-    lost = [mark not in written for mark, _ in pieces]
-    dropped = sum(len(text) for is_lost, (_, text) in zip(lost, pieces, strict=True) if is_lost)
-    if dropped == 0:
-        return DroppedText()
-    # The example is the first run of pieces that are left out.
-    begin = lost.index(True)
-    end = lost.index(False, begin) if False in lost[begin:] else len(lost)
-    return DroppedText(0, dropped, "".join(text for _, text in pieces[begin:end])[:EXAMPLE])
+    dropped = 0
+    first_run = ""  # the example: the first pieces in a row that are left out
+    is_first_run_over = False
+    for piece in pieces:
+        if piece.mark in written_characters:
+            is_first_run_over = is_first_run_over or dropped > 0
+            continue
+        dropped += len(piece.text)
+        if not is_first_run_over:
+            first_run += piece.text
+    return DroppedText(0, dropped, first_run[:MAX_EXAMPLE])
 
 
 def _marked_message(
-    message: Mapping[str, Any], marks: Iterator[str], stride: int, pieces: list[tuple[str, str]]
+    message: Mapping[str, Any], free_marks: Iterator[str], stride: int, pieces: list[MarkedPiece]
 ) -> dict[str, Any]:
-    """Return a message with marks in its texts; each mark and its text are appended to `pieces`."""
+    """Return a message with marks in its texts. Each mark and its text are appended to `pieces`."""
     marked = dict(message)
-    reasoning = [name for name in REASONING if isinstance(message.get(name), str)]
-    if reasoning:  # a template reads one of the names, so all get the same text
-        marked |= dict.fromkeys(reasoning, _marked_text(message[reasoning[0]], marks, stride, pieces))
+    reasoning_names = [name for name in REASONING if isinstance(message.get(name), str)]
+    if reasoning_names:
+        # A template reads one of the names, so all get the same text.
+        marked_reasoning = _marked_text(message[reasoning_names[0]], free_marks, stride, pieces)
+        for name in reasoning_names:
+            marked[name] = marked_reasoning
     content = message.get("content")
     if isinstance(content, str):
-        marked["content"] = _marked_text(content, marks, stride, pieces)
+        marked["content"] = _marked_text(content, free_marks, stride, pieces)
     elif isinstance(content, list):
-        marked["content"] = [
-            {**part, "text": _marked_text(part["text"], marks, stride, pieces)} if "text" in part else part
-            for part in content
-        ]
+        marked_parts = []
+        for part in content:
+            if "text" in part:
+                part = {**part, "text": _marked_text(part["text"], free_marks, stride, pieces)}
+            marked_parts.append(part)
+        marked["content"] = marked_parts
     return marked
 
 
-def _marked_text(text: str, marks: Iterator[str], stride: int, pieces: list[tuple[str, str]]) -> str:
+def _marked_text(text: str, free_marks: Iterator[str], stride: int, pieces: list[MarkedPiece]) -> str:
+    """Return a text with a mark in front of every `stride`-th word.
+
+    For example, "I add one." becomes "I ①add ②one.", with the pieces (①, "I add ") and (②, "one.").
+    """
     inner = text.strip()
     if not inner:
         return text
-    before, after = text[: text.index(inner)], text[text.index(inner) + len(inner) :]
-    words = [match.start() for match in _BEGIN_OF_WORD.finditer(inner)][::stride]
-    if not words:  # the mark follows the only word
-        words = [len(inner)]
-    # The text in front of the first mark counts as text of that mark.
-    marked = inner[: words[0]]
-    for begin, word, end in zip([0, *words[1:]], words, [*words[1:], len(inner)], strict=True):
-        mark = next(marks)
-        pieces.append((mark, inner[begin:end]))
-        marked += mark + inner[word:end]
+    begin_of_inner = text.index(inner)
+    before = text[:begin_of_inner]
+    after = text[begin_of_inner + len(inner) :]
+    mark_positions = [match.start() for match in _BEGIN_OF_WORD.finditer(inner)][::stride]
+    if not mark_positions:  # the mark follows the only word
+        mark_positions = [len(inner)]
+    marked = inner[: mark_positions[0]]
+    for number, position in enumerate(mark_positions):
+        is_last = number == len(mark_positions) - 1
+        end = len(inner) if is_last else mark_positions[number + 1]
+        begin = 0 if number == 0 else position  # the text in front of the first mark counts as text of that mark
+        mark = next(free_marks)
+        pieces.append(MarkedPiece(mark, inner[begin:end]))
+        marked += mark + inner[position:end]
     return before + marked + after

@@ -1,13 +1,13 @@
 """Files of NeMo Automodel.
 
 Compared with nemo_automodel/components (training, optim, _peft, datasets) and nemo_automodel/recipes/llm of Automodel
-0.7. An object is named by `_target_`, with its arguments beside it.
+0.7. An object is named by `_target_`, and its arguments are the other keys of the same section.
 """
 
 import fnmatch
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool, listed
+from dtrain.recipe.other_tools.draft import Draft, Tool
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
 from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets, put_split
 
@@ -96,7 +96,7 @@ NEEDLESS = (
     "peft.lora_dtype",
     "lr_scheduler.",
 )
-# Data sets by the end of their `_target_`, of which dtrain reads the rows too.
+# Data sets whose rows dtrain can read, by the last part of their `_target_`.
 DATASETS = ("ChatDataset", "ColumnMappedTextInstructionDataset")
 
 
@@ -142,7 +142,8 @@ def _convert_distillation(draft: Draft) -> None:
 
 
 def _convert_length(draft: Draft) -> None:
-    steps, epochs = draft.take("step_scheduler.max_steps"), draft.take("step_scheduler.num_epochs")
+    steps = draft.take_int("step_scheduler.max_steps", default=None, minimum=1)
+    epochs = draft.take("step_scheduler.num_epochs")
     if steps is not None:
         draft.put("train.steps", steps, "step_scheduler.max_steps")
         draft.defaults.pop("train.epochs")
@@ -176,14 +177,17 @@ def _dataset(draft: Draft, place: str) -> Dataset | None:
         return None
     dataset = Dataset(path, subset=arguments.get("name"))
     dataset.split = put_split(draft, "data.train.split", arguments.get("split"), f"{place}.split")
-    mapping = {key.removeprefix("column_mapping."): key_ for key, key_ in arguments.items() if "column_mapping." in key}
+    mapping = {}
+    for key, value in arguments.items():
+        if key.startswith("column_mapping."):
+            mapping[key.removeprefix("column_mapping.")] = str(value)
     if mapping:
-        # A context stands before the question there. dtrain has both as instruction and input, under format alpaca.
+        # Automodel writes a context in front of the question. dtrain's format alpaca has both: instruction and input.
         has_context = "context" in mapping
         dataset.format = "alpaca" if has_context else "prompt_completion"
         names = {"question": "instruction" if has_context else "prompt", "context": "input"}
         names["answer"] = "output" if has_context else "completion"
-        dataset.columns = {names[theirs]: str(own) for theirs, own in mapping.items() if theirs in names}
+        dataset.columns = {names[part]: column for part, column in mapping.items() if part in names}
         if has_context or arguments.get("use_hf_chat_template"):
             draft.put("data.prompts_as", "user", f"{place}.column_mapping")
         if arguments.get("answer_only_loss_mask") is False:
@@ -203,9 +207,9 @@ def _dataset(draft: Draft, place: str) -> Dataset | None:
 def _convert_adapter(draft: Draft) -> None:
     draft.set_defaults(LORA_DEFAULTS)
     draft.rename(LORA_RENAMED)
-    targets = [str(name) for name in listed(draft.take("peft.target_modules"))]
-    excluded = [str(name) for name in listed(draft.take("peft.exclude_modules"))]
-    if draft.take("peft.match_all_linear"):
+    targets = [str(name) for name in draft.take_list("peft.target_modules")]
+    excluded = [str(name) for name in draft.take_list("peft.exclude_modules")]
+    if draft.take_flag("peft.match_all_linear", default=False):
         draft.put("lora.target", "all-linear", "peft.match_all_linear")
         draft.note("match_all_linear gives the head an adapter too there; all-linear does not")
     elif targets:
@@ -219,15 +223,15 @@ def _convert_adapter(draft: Draft) -> None:
     if draft.take("peft.moe_rank_scaling"):
         draft.lose("peft.moe_rank_scaling", "write ranks of experts in lora.rank_pattern")
     draft.note(
-        "Automodel draws A by Xavier and drops out behind the adapter; here A is drawn as PEFT's, and its inputs are "
-        "dropped"
+        "Automodel initialises A by Xavier and applies dropout behind the adapter; here A is initialised as in PEFT, "
+        "and dropout is applied to the adapter's inputs"
     )
 
 
 def _module_names(patterns: list[str]) -> str | list[str]:
-    """Return names of modules, of which some may be patterns such as `*_proj`, as dtrain writes them.
+    """Translate names of modules, some of which may be patterns such as `*_proj`, to a value of `lora.target`.
 
-    A list of plain names stays a list. With patterns all become one regular expression for whole names.
+    A list without patterns stays a list. With a pattern, all entries become one regular expression for full names.
     """
     if not any("*" in pattern or "?" in pattern for pattern in patterns):
         return patterns
@@ -240,7 +244,7 @@ def _module_names(patterns: list[str]) -> str | list[str]:
 
 
 def _convert_weights(draft: Draft) -> None:
-    """Write the type of the trained weights, adapters too: Automodel loads and trains them in `model.torch_dtype`."""
+    """Write the dtype of trained weights and adapters. Automodel loads and trains them in `model.torch_dtype`."""
     given = draft.take("model.torch_dtype", "model.dtype", default="auto")
     dtype = str(given).removeprefix("torch.")
     if dtype in ("fp32", "float32"):
@@ -256,10 +260,13 @@ def _convert_weights(draft: Draft) -> None:
 
 
 def _convert_schedule(draft: Draft) -> None:
-    """Write a rise from a tenth of the rate, then the style down to a hundredth of it."""
+    """Write the schedule: a warm-up from a tenth of the learning rate, then a decay to a hundredth of it."""
     given = draft.section("lr_scheduler")
-    rate, steps = draft.effective("optimizer.lr"), draft.values.get("train.steps")
-    warmup = given.get("lr_warmup_steps")
+    rate = draft.effective("optimizer.lr")
+    steps = draft.values.get("train.steps")
+    warmup = draft.take_int("lr_scheduler.lr_warmup_steps", default=None, minimum=0)
+    lowest = _share_of_rate(draft, "lr_scheduler.min_lr", rate, default=0.01)
+    start = _share_of_rate(draft, "lr_scheduler.init_lr", rate, default=0.1)
     style = str(given.get("lr_decay_style", "cosine")).lower()
     if warmup is None and steps is not None:
         warmup = min(1000, steps // 10)
@@ -267,24 +274,30 @@ def _convert_schedule(draft: Draft) -> None:
         draft.lose("lr_scheduler.lr_decay_style", f"dtrain's schedules are no {style}", "scheduler.name")
         return
     if warmup is None:
-        # A stage needs its steps, which only the data tells. This is the nearest schedule without them.
+        # A stage needs its number of steps, which depends on the data. This is the nearest schedule without it.
         draft.put("scheduler.name", style, "lr_scheduler.lr_decay_style")
         draft.set("scheduler.warmup", 0.1, "Automodel's is a tenth of the steps too, and at most 1000 steps")
-        draft.set("scheduler.min_lr_ratio", given["min_lr"] / rate if "min_lr" in given else 0.01)
+        draft.set("scheduler.min_lr_ratio", lowest)
         draft.note("Automodel's warm-up begins at a tenth of the rate, here at 0; with train.steps it is the same")
         return
     if given.get("lr_decay_steps") not in (None, steps):
         draft.lose("lr_scheduler.lr_decay_steps", "a schedule falls until the last step here")
-    lowest = given["min_lr"] / rate if "min_lr" in given else 0.01
-    start = given["init_lr"] / rate if "init_lr" in given else 0.1
-    fall: dict[str, Any] = {"name": style}
+    decay: dict[str, Any] = {"name": style}
     if style != "constant":
-        fall["min_lr_ratio"] = lowest
-    stages = [fall]
+        decay["min_lr_ratio"] = lowest
+    stages = [decay]
     if warmup:
-        rise = {"start_factor": start, "total_iters": warmup}
-        stages.insert(0, {"name": "torch.optim.lr_scheduler.LinearLR", "steps": warmup, "kwargs": rise})
+        warmup_kwargs = {"start_factor": start, "total_iters": warmup}
+        stages.insert(0, {"name": "torch.optim.lr_scheduler.LinearLR", "steps": warmup, "kwargs": warmup_kwargs})
     draft.set("scheduler", stages, "Automodel warms up from a tenth of the rate and falls to a hundredth")
+
+
+def _share_of_rate(draft: Draft, source: str, rate: float, default: float) -> float:
+    """Return a learning rate of the file as a share of `rate`, the highest one."""
+    value = draft.take_number(source, default=None)
+    if value is None or rate <= 0:
+        return default
+    return value / rate
 
 
 AUTOMODEL = Tool("Automodel", "0.7", (r"model\.pretrained_model_name_or_path", r"step_scheduler\..*"), convert)

@@ -36,7 +36,7 @@ REQUIRED = {
     "lora.target": "axolotl has no layers of its own: write lora.target",
     "optimizer.lr": "axolotl has no learning rate of its own: write optimizer.lr",
 }
-"""Keys without a default there, and the note for a file that lacks them."""
+"""Keys without a default in axolotl, and the note for a file that does not set them."""
 
 RENAMED = {
     "base_model": "model.path",
@@ -87,7 +87,7 @@ GRPO = {
     "importance_sampling_level": "grpo.kwargs.importance_sampling_level",
     **trl.IMPORTANCE_SAMPLING,
 }
-"""Keys of the section `trl`, which holds arguments of TRL's GRPOConfig."""
+"""Keys of the section `trl`, the arguments of TRL's GRPOConfig."""
 
 ALPACA_PROMPTS = (
     "for type alpaca axolotl writes Alpaca's own prompts (### Instruction: ...); here the model's chat template is "
@@ -109,15 +109,11 @@ def convert(draft: Draft) -> None:
     elif adapter:
         draft.lose("adapter", "dtrain has adapters of LoRA and DoRA")
 
-    _convert_batch(draft)
-    hugging_face.convert_clipping(draft, null_is_off=False)
-    hugging_face.convert_precision(draft)
-    hugging_face.convert_optimizer(draft)
-    hugging_face.convert_length(draft)
-    hugging_face.convert_schedule(draft, rounding="axolotl")
     _convert_data(draft)
-    hugging_face.convert_validation(draft)
-    hugging_face.convert_saving(draft)
+    hugging_face.convert_training(draft, null_is_off=False, rounding="axolotl")
+    if draft.given("batch_size"):
+        # axolotl derives the accumulation: batch_size / micro_batch_size. RENAMED writes the batch.
+        draft.remove("train.global_batch")
     _convert_method(draft)
     draft.rename(RENAMED)
     _convert_weights(draft, has_adapter)
@@ -126,11 +122,8 @@ def convert(draft: Draft) -> None:
     draft.carry_aliases()
     if draft.method == "grpo":
         hugging_face.convert_rollout_size(draft, "trl.")
-    if has_adapter:
-        trl.add_adapter_notes(draft)
-    else:
-        hugging_face.drop_adapter_keys(draft)
-    trl.add_common_notes(draft)
+    hugging_face.finish_adapter(draft, has_adapter)
+    hugging_face.add_common_notes(draft)
     for key, note in REQUIRED.items():
         if key not in draft.values and (has_adapter or not key.startswith("lora.")):
             draft.note(note)
@@ -144,7 +137,7 @@ def _convert_method_name(draft: Draft) -> None:
     elif name:
         draft.put("method", name, "rl")
     if draft.take("process_reward_model"):
-        draft.lose("process_reward_model", "dtrain trains reward models of whole replies only")
+        draft.lose("process_reward_model", "dtrain trains reward models of full replies only")
     draft.method = str(draft.values.get("method", "sft"))
 
 
@@ -152,15 +145,12 @@ def _convert_method_name(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft) -> None:
-    entries = [entry for entry in listed(draft.take("datasets")) if isinstance(entry, Mapping)]
-    datasets = [_dataset(draft, entry, "datasets") for entry in entries if entry.get("path")]
+    datasets = _datasets(draft, "datasets")
     put_datasets(draft, "data.train", datasets, "datasets")
     if draft.method == "sft" and datasets and all(dataset.format == "text" for dataset in datasets):
         draft.set("data.loss_on", "all", "type completion trains every token")
     _convert_pretraining(draft)
-    tests = [entry for entry in listed(draft.take("test_datasets")) if isinstance(entry, Mapping)]
-    held_out = [_dataset(draft, entry, "test_datasets") for entry in tests if entry.get("path")]
-    put_datasets(draft, "data.val", held_out, "test_datasets")
+    put_datasets(draft, "data.val", _datasets(draft, "test_datasets"), "test_datasets")
     hugging_face.convert_held_out_rows(draft, "val_set_size")
     template = draft.take("chat_template")
     if template == "jinja":
@@ -171,8 +161,40 @@ def _convert_data(draft: Draft) -> None:
         draft.note("evals_per_epoch: train.validate_every counts steps; a run validates at the end in any case")
 
 
+# Keys of an entry of `datasets` that are read below. All others are listed as lost.
+DATASET_KEYS = {
+    "path",
+    "type",
+    "data_files",
+    "ds_type",
+    "name",
+    "revision",
+    "split",
+    "trust_remote_code",
+    "field",
+    "field_messages",
+    "field_tools",
+    "field_chosen",
+    "field_rejected",
+    "message_property_mappings",
+    "message_field_role",
+    "message_field_content",
+}
+
+
+def _datasets(draft: Draft, source: str) -> list[Dataset]:
+    """Return the data sets that `datasets` or `test_datasets` lists."""
+    found = []
+    for entry in draft.take_entries(source):
+        if entry.get("path"):
+            found.append(_dataset(draft, entry, source))
+        else:
+            draft.lose(source, "an entry has no path, so it names no data. Write one such as {path: my.jsonl}")
+    return found
+
+
 def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:
-    """Return an entry of `datasets`; what it says beyond dtrain's keys becomes lost keys."""
+    """Return one entry of `datasets`. Its keys that dtrain does not have are listed as lost."""
     files = entry.get("data_files")
     path = entry["path"] if files is None else files
     dataset = Dataset(path, subset=entry.get("name"), revision=entry.get("revision"))
@@ -182,21 +204,23 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:
         _read_own_type(draft, dataset, kind, source)
     elif kind is not None:
         _read_type(draft, dataset, str(kind), entry, source)
-    known = {"path", "type", "data_files", "ds_type", "name", "revision", "split", "trust_remote_code", "field"}
-    known |= {"field_messages", "message_property_mappings", "message_field_role", "message_field_content"}
-    known |= {"field_tools", "field_chosen", "field_rejected"}
-    for ours in ("chosen", "rejected"):
-        if entry.get(f"field_{ours}") not in (None, ours):
-            dataset.columns[ours] = str(entry[f"field_{ours}"])
-    for key in sorted(set(entry) - known):
+    for column in ("chosen", "rejected"):
+        if entry.get(f"field_{column}") not in (None, column):
+            dataset.columns[column] = str(entry[f"field_{column}"])
+    for key in sorted(set(entry) - DATASET_KEYS):
         value = entry[key]
-        is_default = (key, value) in (("train_on_eos", "turn"), ("train_on_eot", "turn")) or (
-            key == "roles_to_train" and set(listed(value)) <= {"assistant", "gpt"}
-        )
-        is_models_template = key == "chat_template" and value == "tokenizer_default"
-        if value is not None and value is not False and not is_default and not is_models_template:
+        if value is not None and value is not False and not _is_dtrains_behaviour(key, value):
             draft.lose(f"{source}.{key}", f"dtrain has no key for it; its value is {value}")
     return dataset
+
+
+def _is_dtrains_behaviour(key: str, value: Any) -> bool:
+    """Return whether a value of a data set's entry asks for what dtrain does anyway."""
+    if key in ("train_on_eos", "train_on_eot"):
+        return bool(value == "turn")
+    if key == "roles_to_train":
+        return all(role in ("assistant", "gpt") for role in listed(value))
+    return key == "chat_template" and value == "tokenizer_default"
 
 
 def _read_type(draft: Draft, dataset: Dataset, kind: str, entry: Mapping[str, Any], source: str) -> None:
@@ -216,7 +240,7 @@ def _read_type(draft: Draft, dataset: Dataset, kind: str, entry: Mapping[str, An
         draft.note(ALPACA_PROMPTS)
     elif base in ("completion", "pretrain"):
         dataset.format = "text"
-        column = entry.get("field") or "text"
+        column = str(entry.get("field") or "text")
         if column != "text":
             dataset.columns = {"text": column}
         draft.note("axolotl splits texts that are longer than sequence_len; here data.too_long counts for them")
@@ -227,17 +251,22 @@ def _read_type(draft: Draft, dataset: Dataset, kind: str, entry: Mapping[str, An
 def _read_messages(draft: Draft, dataset: Dataset, base: str, entry: Mapping[str, Any], source: str) -> None:
     """Set format and columns of conversations, whose messages may have other keys than role and content."""
     mapping = entry.get("message_property_mappings") or {}
+    if not isinstance(mapping, Mapping):
+        draft.lose(
+            f"{source}.message_property_mappings", f"{mapping} is not a mapping. Write {{role: .., content: ..}}"
+        )
+        mapping = {}
     role = mapping.get("role", entry.get("message_field_role"))
     content = mapping.get("content", entry.get("message_field_content"))
     is_sharegpt = (role, content) == ("from", "value") or (base == "sharegpt" and role is None)
     dataset.format = "sharegpt" if is_sharegpt else "messages"
     own_column = "conversations" if is_sharegpt else "messages"
     default_column = "conversations" if base == "sharegpt" else "messages"
-    column = entry.get("field_messages") or default_column
+    column = str(entry.get("field_messages") or default_column)
     if column != own_column:
         dataset.columns[own_column] = column
     if entry.get("field_tools") not in (None, "tools"):
-        dataset.columns["tools"] = entry["field_tools"]
+        dataset.columns["tools"] = str(entry["field_tools"])
     if not is_sharegpt and (role not in (None, "role") or content not in (None, "content")):
         draft.lose(f"{source}.message_property_mappings", "messages need the keys role and content here")
 
@@ -250,33 +279,39 @@ def _read_own_type(draft: Draft, dataset: Dataset, kind: Mapping[str, Any], sour
     else:
         names = {"prompt": "field_prompt", "chosen": "field_chosen", "rejected": "field_rejected"}
         names |= {"completion": "field_completion", "label": "field_label"}
-    for ours, theirs in names.items():
-        if kind.get(theirs) not in (None, ours):
-            dataset.columns[ours] = str(kind[theirs])
-    written = [key for key in kind if key.endswith("format") or key.endswith(("system_prompt", "field_system"))]
-    for key in written:
+    for column, field in names.items():
+        if kind.get(field) not in (None, column):
+            dataset.columns[column] = str(kind[field])
+    prompt_keys = [key for key in kind if str(key).endswith(("format", "system_prompt", "field_system"))]
+    for key in prompt_keys:
         if kind[key]:
             draft.lose(
                 f"{source}.type.{key}",
                 f"{kind[key]!r} is the prompt's own text; here the model's chat template writes prompts",
             )
-    if not written:
+    if not prompt_keys:
         draft.note(ALPACA_PROMPTS)
 
 
 def _convert_pretraining(draft: Draft) -> None:
-    """Write `pretraining_dataset`: raw text, every token trained, several texts in a row."""
-    value = draft.take("pretraining_dataset")
-    if not value:
+    """Write `pretraining_dataset`: raw text in which every token is trained. Rows are packed with several texts."""
+    listed_entries = draft.take_list("pretraining_dataset")
+    if not listed_entries:
         return
-    entries = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in listed(value)]
+    as_mappings = [{"path": entry} if isinstance(entry, str) else entry for entry in listed_entries]
     datasets = []
-    for entry in entries:
+    for entry in draft.checked_entries(as_mappings, "pretraining_dataset"):
+        path = entry.get("path")
         files = entry.get("data_files")
-        column = entry.get("text_column") or "text"
-        dataset = Dataset(entry["path"] if files is None or entry["path"] not in FILE_READERS else files)
-        dataset.format, dataset.subset, dataset.split = "text", entry.get("name"), entry.get("split")
-        dataset.columns = {} if column == "text" else {"text": column}
+        if path in FILE_READERS and files is not None:
+            path = files
+        if path is None:
+            draft.lose("pretraining_dataset", "an entry has no path, so it names no data. Write {path: my.jsonl}")
+            continue
+        dataset = Dataset(path, format="text", subset=entry.get("name"), split=entry.get("split"))
+        column = str(entry.get("text_column") or "text")
+        if column != "text":
+            dataset.columns = {"text": column}
         datasets.append(dataset)
         if entry.get("skip"):
             draft.lose("pretraining_dataset.skip", "dtrain reads all rows; write the part into a file of its own")
@@ -288,13 +323,6 @@ def _convert_pretraining(draft: Draft) -> None:
 # Training
 
 
-def _convert_batch(draft: Draft) -> None:
-    """Write the batch of one GPU; with `batch_size` the accumulation is batch_size / micro_batch_size there."""
-    hugging_face.convert_batch(draft)
-    if draft.given("batch_size"):
-        draft.remove("train.global_batch")
-
-
 def _convert_method(draft: Draft) -> None:
     """Write the keys of preferences and of GRPO."""
     method = draft.method
@@ -302,9 +330,9 @@ def _convert_method(draft: Draft) -> None:
     if method == "grpo":
         hugging_face.convert_rewards(draft, "trl.")
         hugging_face.convert_clip(draft, "trl.")
-        for name, ours in GRPO.items():
-            if name in trainer_keys and trainer_keys[name] not in (None, -1):
-                draft.put(ours, trainer_keys[name], f"trl.{name}")
+        for name, key in GRPO.items():
+            if trainer_keys.get(name) not in (None, -1):
+                draft.put(key, trainer_keys[name], f"trl.{name}")
         hugging_face.convert_moving_reference(draft, every=64, mix=0.9, prefix="trl.")
         if trainer_keys.get("vllm_importance_sampling_correction") is False:
             draft.put("grpo.kwargs.sampling_correction", "none", "trl.vllm_importance_sampling_correction")
@@ -347,7 +375,7 @@ def _convert_weights(draft: Draft, has_adapter: bool) -> None:
 
 def _convert_plugins(draft: Draft) -> None:
     """List plugins as lost, except for those that only bring other kernels."""
-    plugins = [str(plugin) for plugin in listed(draft.take("plugins"))]
+    plugins = [str(plugin) for plugin in draft.take_list("plugins")]
     others = [plugin for plugin in plugins if not any(name in plugin for name in HARMLESS_PLUGINS)]
     if others:
         draft.lose("plugins", f"dtrain has no plugins of axolotl's: {', '.join(others)}")

@@ -1,13 +1,21 @@
-"""A conversion while it is being made: which keys of the file were read, and what the recipe holds so far.
+"""An unfinished conversion: which keys of the file were read, and the recipe's values so far.
 
 Each tool's module reads keys of the file from a `Draft` and writes keys of the recipe to it, topic by topic. At the end
-`finish` fills in the tool's defaults and lists every key that nobody read, so that no key is dropped without a word.
+`finish` fills in the tool's defaults and lists every unread key, so that no key is dropped silently.
+
+A value of the wrong type never raises. Values that are only copied go through `put`, which checks them against the
+recipe's own key. Values that a tool's module computes with are read by `take_int`, `take_number`, `take_flag`,
+`take_list` or `take_entries`. Both list a wrong value as a lost key and go on without it. For example, with
+`gradient_accumulation_steps: [4]`:
+
+    draft.take_int("gradient_accumulation_steps", default=1)   # 1, and the lost key
+    # gradient_accumulation_steps: [4] is not a whole number. Write a number such as 8
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -17,20 +25,23 @@ from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES
 
 Fit = Callable[[str, Any], tuple[Any, list[str]]]
 """(key, value) -> the value in the key's own type, and the problems with it."""
+Default = TypeVar("Default")
 
 # Keys in whose values "a,b" is a list of two entries.
 _COMMA_LISTS = ("data.train.path", "data.val.path", "lora.target", "lora.modules_to_save", "reward_funcs")
 _NAMES = {"optimizer.name": OPTIMIZERS, "scheduler.name": SCHEDULES}
 _NO_KEY = "dtrain has no key for it"
+# No size, count or rate is larger, and products of a few of them are still ordinary floats.
+_LARGEST = 10**15
 
 
 @dataclass(frozen=True)
 class RecipeKeys:
-    """What a conversion has to know about recipes.
+    """The keys of recipes, their defaults and their types.
 
     Attributes:
         names: Every dotted key, in the order of docs/recipe.md.
-        defaults: Default by dotted key, including those of the section `lora`.
+        defaults: Default by dotted key, including the section `lora`, whose default is null.
         fit: Converts a value to the type of its key.
     """
 
@@ -57,7 +68,13 @@ class Tool:
 
 
 class Meaning(NamedTuple):
-    """A value in dtrain's words: the value, other keys that it sets, and a remark on what differs."""
+    """The meaning of another tool's value in dtrain.
+
+    Attributes:
+        value: The value of the recipe's key.
+        more: Values of other keys that it implies. For example, `optim: adamw_bnb_8bit` also sets `optimizer.state`.
+        remark: The difference that remains, or an empty string.
+    """
 
     value: Any
     more: dict[str, Any]
@@ -65,15 +82,16 @@ class Meaning(NamedTuple):
 
 
 class Draft:
-    """A recipe in the making.
+    """An unfinished recipe, and the file that it is made of.
 
     Attributes:
-        tool: The tool that the file is written for; None if no key shows it.
-        file: The file's values by dotted key. Lists stay as they are.
-        keys: dtrain's own keys.
-        method: The recipe's method as far as it is known.
+        tool: The tool that the file is written for. None if no key shows it.
+        file: The file's values by dotted key. Lists are not flattened.
+        keys: The keys of dtrain's recipes.
+        typed_method: The method that the user typed behind the file's name, or None.
+        method: The recipe's method, as far as it is known.
         values: The recipe's values by dotted key.
-        comments: Comments on some of them.
+        comments: Comments on some of the recipe's values, by dotted key.
         notes: Differences that no key expresses.
         lost: Keys of the file that are not carried over.
         defaults: The tool's own defaults by dotted key of the recipe. `finish` writes those that the file leaves out.
@@ -110,7 +128,7 @@ class Draft:
     def take(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these keys that has one, and mark all of them as read.
 
-        A key with the value null counts as absent: in most files null stands for the tool's default.
+        A key with the value null counts as absent, because null means the tool's default in most files.
         """
         self._read.update(names)
         for name in names:
@@ -119,12 +137,84 @@ class Draft:
                 return value
         return default
 
+    def take_int(self, *names: str, default: Default, minimum: int | None = None) -> int | Default:
+        """Return the first of these keys' values as a whole number.
+
+        Args:
+            names: Keys of the file, all of which are marked as read.
+            default: Returned if no key has a value, or if the value is -1, which most tools write for "not given".
+                Also returned for a value of the wrong type, which is listed as lost.
+            minimum: The smallest value that makes sense. Smaller ones are listed as lost.
+        """
+        value = self.take(*names)
+        if value is None or _is_unset(value):
+            return default
+        number = number_of(value)
+        if number is None or not float(number).is_integer():
+            self._lose_type(names, value, "is not a whole number. Write a number such as 8")
+            return default
+        if minimum is not None and number < minimum:
+            self._lose_type(names, value, f"is too small. Write {minimum} or more")
+            return default
+        return int(number)
+
+    def take_number(self, *names: str, default: Default) -> int | float | Default:
+        """Return the first of these keys' values as a finite number. Values of another type are listed as lost."""
+        value = self.take(*names)
+        if value is None:
+            return default
+        number = number_of(value)
+        if number is None:
+            self._lose_type(names, value, "is not a number. Write one such as 0.1")
+            return default
+        return number
+
+    def take_flag(self, *names: str, default: Default) -> bool | Default:
+        """Return the first of these keys' values as true or false. Values of another type are listed as lost."""
+        value = self.take(*names)
+        if value is None:
+            return default
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, int) and value in (0, 1):
+            return bool(value)
+        self._lose_type(names, value, "is neither true nor false. Write one of them")
+        return default
+
+    def take_list(self, *names: str) -> list[Any]:
+        """Return the first of these keys' values as a list. One entry, or entries with commas between them, are one."""
+        return listed(self.take(*names))
+
+    def take_entries(self, name: str) -> list[dict[str, Any]]:
+        """Return the mappings in a list of mappings, such as data sets. Other entries are listed as lost."""
+        value = self.take(name)
+        entries = value if isinstance(value, list) else [value]
+        return [] if value is None else self.checked_entries(entries, name)
+
+    def checked_entries(self, entries: Sequence[Any], source: str) -> list[dict[str, Any]]:
+        """Return those of `entries` that are mappings with names as keys. The others are listed as lost."""
+        found = []
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Mapping) and all(isinstance(name, str) for name in entry):
+                found.append(dict(entry))
+            elif entry is not None:
+                self.lose(
+                    f"{source}[{index}]", f"{_shown(entry)} is not a mapping. Write one such as {{path: my.jsonl}}"
+                )
+        return found
+
     def given(self, *names: str) -> bool:
-        """Return whether the file holds one of these keys with a value other than null. Marks nothing as read."""
+        """Return whether the file has one of these keys with a value other than null. Marks nothing as read."""
         return any(self.file.get(name) is not None for name in names)
 
     def section(self, prefix: str) -> dict[str, Any]:
-        """Return the values below `prefix` that are not null, without the prefix, and mark all of them as read."""
+        """Return the values below `prefix` that are not null, without the prefix, and mark all of them as read.
+
+        If the key `prefix` has a value of its own, such as `trl: 3`, it is no section and is listed as lost.
+        """
+        own_value = self.file.get(prefix)
+        if own_value not in (None, {}) and not isinstance(own_value, list):
+            self._lose_type((prefix,), own_value, "is not a mapping. Write its keys below it")
         found = {}
         for key, value in self.file.items():
             if not key.startswith(f"{prefix}."):
@@ -135,28 +225,29 @@ class Draft:
         return found
 
     def ignore(self, *names: str) -> None:
-        """Mark keys that change no number as read. A name that ends with a dot stands for all keys below it."""
+        """Mark keys that change no number as read. A name that ends with a dot means all keys below it."""
         self._ignored += names
         self._read.update(key for key in self.file if _matches(key, names))
 
     # Writing the recipe
 
     def rename(self, table: Mapping[str, str]) -> None:
-        """Write the value of each of the file's keys in the table (theirs: ours) under our key."""
-        for theirs, ours in table.items():
-            value = self.take(theirs)
+        """Copy values to the recipe. `table` maps keys of the file to keys of the recipe."""
+        for source, key in table.items():
+            value = self.take(source)
             if value is None or _is_unset(value):
                 continue
-            self.put(ours, value, theirs)
+            self.put(key, value, source)
 
     def put(self, key: str, value: Any, source: str) -> None:
         """Write a value of the file, unless the recipe's key has one already.
 
-        Words of other tools become ours, and a value that the key does not take becomes a lost key.
+        Names that the other tool uses are translated, such as `optim: adamw_torch`. A value that the recipe's key does
+        not accept is listed as a lost key.
 
         Args:
             key: The recipe's key.
-            value: The value, in the file's words.
+            value: The value, as the file has it.
             source: The file's key, for messages.
         """
         self._read.add(source)
@@ -193,7 +284,7 @@ class Draft:
             self.values[key] = fitted
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
-        """Write a value of ours, in place of what the key had."""
+        """Write a value that the file does not contain literally. It replaces the key's former value."""
         self.values[key] = value
         self.comments.pop(key, None)
         if comment:
@@ -205,11 +296,16 @@ class Draft:
         self.comments.pop(key, None)
 
     def lose(self, source: str, reason: str, *keys: str) -> None:
-        """List a key of the file as not carried over, once; no default of the tool is written for our `keys`."""
+        """List a key of the file as not carried over, once. The tool's defaults for `keys` are not written."""
         self._read.add(source)
         self._refused.update(keys)
         if all(lost.key != source for lost in self.lost):
             self.lost.append(LostKey(source, self.file.get(source), reason))
+
+    def _lose_type(self, names: Sequence[str], value: Any, reason: str) -> None:
+        """List the first of these keys that has a value as lost, because the value has the wrong type."""
+        source = next(name for name in names if self.file.get(name) is not None)
+        self.lose(source, f"{_shown(value)} {reason}")
 
     def note(self, text: str) -> None:
         """Add a note, once."""
@@ -253,25 +349,30 @@ class Draft:
         name, version = (self.tool.name, self.tool.version) if self.tool else (None, "")
         return Conversion(name, version, values, self.comments, self.notes, self.lost)
 
-    def _carry_by_alias(self, key: str) -> None:
-        """Write a key under the name that all tools' aliases give it, if they give one."""
-        value = self.file[key]
+    def _carry_by_alias(self, source: str) -> None:
+        """Write a key of the file under the recipe's key that key_aliases.toml gives for it, if it gives one."""
+        value = self.file[source]
         if value is None or value == "auto" or _is_unset(value):
-            self._read.add(key)
+            self._read.add(source)
             return
-        ours, moved_value = key_aliases.moved(key, value) or ("", value)
-        if not ours and key in self.keys.names:
-            ours = key
-        if not ours and "." not in key:
-            same_name = [own for own in self.keys.names if own.rpartition(".")[2] == key]
-            ours = same_name[0] if len(same_name) == 1 else ""
-        if not ours:
+        key = ""
+        moved = key_aliases.moved(source, value)
+        if moved is not None:
+            key, value = moved
+        elif source in self.keys.names:
+            key = source
+        elif "." not in source:
+            # For example, `beta` is `dpo.beta` if only one section has a key of that name.
+            same_name = [name for name in self.keys.names if name.rpartition(".")[2] == source]
+            if len(same_name) == 1:
+                key = same_name[0]
+        if not key:
             return
-        section = ours.partition(".")[0]
+        section = key.partition(".")[0]
         if self._is_of_another_method(section):
-            self.lose(key, f"dtrain's key for it is {ours}, which method={self.method} does not read")
+            self.lose(source, f"dtrain's key for it is {key}, which method={self.method} does not read")
         else:
-            self.put(ours, moved_value, key)
+            self.put(key, value, source)
 
     def _is_of_another_method(self, section: str) -> bool:
         """Return whether a section is that of a method other than the file's."""
@@ -289,7 +390,7 @@ class Draft:
             self.lose(key, answer)
 
     def _is_switched_off(self, key: str) -> bool:
-        """Return whether a key lies in a section that its own `enable` or `enabled` switches off."""
+        """Return whether a key is in a section that its own `enable` or `enabled` switches off."""
         section = key.rpartition(".")[0]
         return any(self.file.get(f"{section}.{switch}") is False for switch in ("enable", "enabled"))
 
@@ -305,7 +406,7 @@ class Draft:
                 self.set(key, fitted, f"{self.version}'s default")
 
     def _position(self, key: str) -> int:
-        """Return where a key stands in docs/recipe.md; a section stands where its first key does."""
+        """Return the position of a key in docs/recipe.md, for a section that of its first key."""
         for position, name in enumerate(self.keys.names):
             if f"{name}.".startswith(f"{key}."):
                 return position
@@ -345,13 +446,28 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
+def number_of(value: Any) -> int | float | None:
+    """Return a number, or text that is one, such as "1e-5", which YAML reads as text. None for everything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    # nan fails this comparison too
+    if not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        return None
+    return value
+
+
 def _matches(key: str, names: Iterable[str]) -> bool:
-    """Return whether a key is one of these names, or lies below one that ends with a dot."""
+    """Return whether a key is one of these names, or is below one that ends with a dot."""
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
 def _is_unset(value: Any) -> bool:
-    """Return whether a value is -1, which stands for "not given" in the files of most tools."""
+    """Return whether a value is -1, which means "not given" in the files of most tools."""
     return isinstance(value, int | float) and value == -1
 
 
@@ -361,4 +477,8 @@ def _overlaps(key: str, other: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    """Return a value for a message, at most 60 characters of it."""
+    if value is None:
+        return "null"
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -8,7 +8,7 @@ import math
 from typing import Any, Literal
 
 from dtrain.recipe import key_aliases
-from dtrain.recipe.other_tools.draft import Draft, listed
+from dtrain.recipe.other_tools.draft import Draft, number_of
 
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,
@@ -62,22 +62,40 @@ BFLOAT16_ROUNDING = (
 DOUBLE_QUANTIZATION = "bitsandbytes may quantize nf4's scales too (double quantization); here they stay float32"
 
 
+def convert_training(
+    draft: Draft, *, null_is_off: bool = True, rounding: Literal["up", "axolotl"] = "up", accumulation: int = 1
+) -> None:
+    """Write all keys of TrainingArguments that take more than another name. Data sets must be written before.
+
+    Args:
+        null_is_off: Whether `max_grad_norm: null` switches clipping off. Otherwise it stands for the default.
+        rounding: How the tool rounds a warm-up that is a share of the steps. See `convert_schedule`.
+        accumulation: The tool's default of gradient accumulation.
+    """
+    convert_batch(draft, accumulation=accumulation)
+    convert_clipping(draft, null_is_off=null_is_off)
+    convert_precision(draft)
+    convert_optimizer(draft)
+    convert_length(draft)
+    convert_schedule(draft, rounding=rounding)
+    convert_validation(draft)
+    convert_saving(draft)
+
+
 def convert_batch(draft: Draft, *, accumulation: int = 1) -> None:
     """Write the batch of one GPU: micro-batch times gradient accumulation, whose default is `accumulation`."""
     draft.rename({"per_device_train_batch_size": "train.micro_batch", "micro_batch_size": "train.micro_batch"})
     draft.defaults["train.global_batch"] = draft.defaults["train.micro_batch"] * accumulation
-    accumulation_given = draft.take(
-        "gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accumulation_steps"
-    )
-    if accumulation_given == "auto":
-        accumulation_given = None
+    names = ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accumulation_steps")
+    steps = None
+    if draft.take(*names) != "auto":
+        steps = draft.take_int(*names, default=None, minimum=1)
     micro_batch = draft.values.get("train.micro_batch")
-    if micro_batch is None and accumulation_given is None:
+    if micro_batch is None and steps is None:
         return
-    if not isinstance(micro_batch, int):
+    if not isinstance(micro_batch, int):  # auto
         micro_batch = draft.defaults["train.micro_batch"]
-    batch = micro_batch * int(accumulation_given or accumulation)
-    draft.put("train.global_batch", batch, "gradient_accumulation_steps")
+    draft.put("train.global_batch", micro_batch * (steps or accumulation), "gradient_accumulation_steps")
 
 
 def convert_clipping(draft: Draft, *, null_is_off: bool) -> None:
@@ -91,9 +109,11 @@ def convert_clipping(draft: Draft, *, null_is_off: bool) -> None:
 
 
 def convert_precision(draft: Draft) -> None:
-    """Write the type that the model computes in. bf16 wins over fp16, and without either it is float32."""
-    bf16, fp16 = draft.take("bf16", "bfloat16"), draft.take("fp16", "float16")
-    if bf16 and bf16 != "auto":
+    """Write the dtype of the computation. bf16 has precedence over fp16, and without either it is float32."""
+    is_auto = draft.take("bf16", "bfloat16") == "auto"
+    bf16 = None if is_auto else draft.take_flag("bf16", "bfloat16", default=None)
+    fp16 = draft.take_flag("fp16", "float16", default=False)
+    if bf16:
         draft.put("train.dtype", "bfloat16", "bf16")
     elif fp16:
         draft.put("train.dtype", "float16", "fp16")
@@ -103,7 +123,8 @@ def convert_precision(draft: Draft) -> None:
 
 def convert_optimizer(draft: Draft) -> None:
     """Write the two betas, each of which may be given without the other."""
-    first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
+    first = draft.take_number("adam_beta1", default=None)
+    second = draft.take_number("adam_beta2", default=None)
     if first is not None or second is not None:
         default_first, default_second = draft.defaults["optimizer.betas"]
         betas = [default_first if first is None else first, default_second if second is None else second]
@@ -111,9 +132,10 @@ def convert_optimizer(draft: Draft) -> None:
 
 
 def convert_length(draft: Draft) -> None:
-    """Write steps or epochs. A recipe has one of them, and max_steps wins there too."""
-    steps, epochs = draft.take("max_steps"), draft.take("num_train_epochs", "num_epochs")
-    if isinstance(steps, int) and steps > 0:
+    """Write steps or epochs. A recipe has one of them, and max_steps has precedence, as in transformers."""
+    steps = draft.take_int("max_steps", default=0)
+    epochs = draft.take("num_train_epochs", "num_epochs")
+    if steps > 0:
         draft.put("train.steps", steps, "max_steps")
         draft.defaults.pop("train.epochs", None)
     elif epochs is not None:
@@ -133,31 +155,31 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
     if name is not None:
         draft.put("scheduler.name", name, source)
     _convert_lowest_rate(draft)
-    steps_or_share, share = draft.take("warmup_steps"), draft.take("warmup_ratio")
+    steps = draft.take_number("warmup_steps", default=None)
+    share = draft.take_number("warmup_ratio", default=None)
     if name == "constant":
         # transformers' constant has no warm-up; constant_with_warmup has one
         draft.set("scheduler.warmup", 0)
         return
-    if isinstance(steps_or_share, float) and 0 < steps_or_share < 1:  # transformers 5 takes a share under this name
-        share, steps_or_share = steps_or_share, None
-    if steps_or_share:
-        count = int(steps_or_share)
+    if steps is not None and 0 < steps < 1:  # transformers 5 accepts a share under this name
+        share = steps
+        steps = None
+    if steps:
+        count = int(steps)
         if rounding == "axolotl" and count == 1:
             count = 2
         draft.put("scheduler.warmup_steps", count, "warmup_steps")
         draft.defaults.pop("scheduler.warmup", None)
-        return
-    if steps_or_share == 0 and share is None:
+    elif share is None and steps == 0:
         draft.put("scheduler.warmup", 0, "warmup_steps")
-        return
-    is_given = share is not None
-    if not is_given:
-        share = draft.defaults["scheduler.warmup"]
-    if not 0 < share < 1:
-        if is_given:
-            draft.put("scheduler.warmup", int(share), "warmup_ratio")
-        return
-    _convert_warmup_share(draft, share, is_given, rounding)
+    elif share is None:
+        default_share = draft.defaults["scheduler.warmup"]
+        if 0 < default_share < 1:
+            _convert_warmup_share(draft, default_share, False, rounding)
+    elif 0 < share < 1:
+        _convert_warmup_share(draft, share, True, rounding)
+    else:
+        draft.put("scheduler.warmup", int(share), "warmup_ratio")
 
 
 def _convert_warmup_share(draft: Draft, share: float, is_given: bool, rounding: str) -> None:
@@ -182,32 +204,31 @@ def _convert_warmup_share(draft: Draft, share: float, is_given: bool, rounding: 
 
 
 def _convert_lowest_rate(draft: Draft) -> None:
-    """Write the rate at which the schedule ends, given as a rate or as a share of the highest one."""
-    options = draft.section("lr_scheduler_kwargs")
-    ratio = options.pop("min_lr_rate", draft.take("cosine_min_lr_ratio"))
-    lowest = options.pop("min_lr", None)
-    rate = draft.take("learning_rate")
-    if rate is not None:
-        draft.put("optimizer.lr", rate, "learning_rate")
+    """Write the learning rate, and where the schedule ends, given as a rate or as a share of the learning rate."""
+    draft.rename({"learning_rate": "optimizer.lr"})
     rate = draft.effective("optimizer.lr")
+    ratio = draft.take_number("lr_scheduler_kwargs.min_lr_rate", "cosine_min_lr_ratio", default=None)
+    lowest = draft.take_number("lr_scheduler_kwargs.min_lr", default=None)
     if ratio is None and lowest is not None and isinstance(rate, float) and rate > 0:
-        ratio = float(lowest) / rate
+        ratio = lowest / rate
     if ratio is not None:
         draft.put("scheduler.min_lr_ratio", ratio, "lr_scheduler_kwargs")
-    for name in options:
-        draft.lose(f"lr_scheduler_kwargs.{name}", "scheduler.kwargs takes the arguments of an import path's class")
+    for name in draft.section("lr_scheduler_kwargs"):
+        if name not in ("min_lr_rate", "min_lr"):
+            draft.lose(f"lr_scheduler_kwargs.{name}", "scheduler.kwargs takes the arguments of an import path's class")
 
 
 def convert_validation(draft: Draft) -> None:
-    """Write how often validation runs: `eval_steps` counts if the strategy is steps, or not given."""
-    strategy, every = draft.take("eval_strategy", "evaluation_strategy"), draft.take("eval_steps")
+    """Write how often validation runs. `eval_steps` is used if the strategy is "steps" or not given."""
+    strategy = draft.take("eval_strategy", "evaluation_strategy")
+    every = draft.take_number("eval_steps", default=None)
     if strategy == "epoch" and not draft.has("data.val"):
         return
     if strategy == "epoch":
         source = "eval_strategy" if "eval_strategy" in draft.file else "evaluation_strategy"
         draft.lose(source, "train.validate_every counts steps; a run validates at the end in any case")
     elif every is not None and strategy not in ("no", False):
-        if isinstance(every, float) and 0 < every < 1:
+        if 0 < every < 1:
             steps = draft.values.get("train.steps")
             if steps is None:
                 draft.lose("eval_steps", "train.validate_every counts steps; the file gives a share of them")
@@ -218,7 +239,7 @@ def convert_validation(draft: Draft) -> None:
 
 
 def convert_saving(draft: Draft) -> None:
-    """Write whether a run saves; `save_steps` has a name of its own here."""
+    """Switch saving off for `save_strategy: no`. `save_steps` is written by its alias."""
     strategy = draft.take("save_strategy")
     if strategy in ("no", False):
         draft.take("save_steps")
@@ -228,9 +249,9 @@ def convert_saving(draft: Draft) -> None:
 def convert_held_out_rows(draft: Draft, *names: str) -> None:
     """Write a validation set that is split off the training rows.
 
-    The value is a share below 1, a number of rows above, or 0 for no validation.
+    The value is a share of the rows if it is below 1, else a number of rows. 0 means no validation.
     """
-    value = draft.take(*names)
+    value = draft.take_number(*names, default=0)
     source = next((name for name in names if name in draft.file), names[0])
     if not value:
         return
@@ -241,9 +262,16 @@ def convert_held_out_rows(draft: Draft, *names: str) -> None:
 
 
 def convert_rewards(draft: Draft, prefix: str = "") -> None:
-    """Write GRPO's reward functions and their weights. `prefix`: what stands before their keys."""
-    functions = listed(draft.take(f"{prefix}reward_funcs"))
-    weights = [float(weight) for weight in listed(draft.take(f"{prefix}reward_weights"))]
+    """Write GRPO's reward functions and their weights. `prefix` is the section of their keys, such as "trl."."""
+    functions = draft.take_list(f"{prefix}reward_funcs")
+    weights = []
+    for weight in draft.take_list(f"{prefix}reward_weights"):
+        number = number_of(weight)
+        if number is None:
+            draft.lose(f"{prefix}reward_weights", f"{weight} is not a number. Write one weight for each function")
+            weights = []
+            break
+        weights.append(float(number))
     rewards = []
     for index, function in enumerate(functions):
         known = key_aliases.meant("grpo.rewards.fn", function) or str(function)
@@ -256,8 +284,9 @@ def convert_rewards(draft: Draft, prefix: str = "") -> None:
 
 
 def convert_clip(draft: Draft, prefix: str = "") -> None:
-    """Write GRPO's clip: `epsilon` counts above 1 too, unless `epsilon_high` is given."""
-    low, high = draft.take(f"{prefix}epsilon"), draft.take(f"{prefix}epsilon_high")
+    """Write GRPO's clip. `epsilon` is both bounds unless `epsilon_high` is given."""
+    low = draft.take_number(f"{prefix}epsilon", default=None)
+    high = draft.take_number(f"{prefix}epsilon_high", default=None)
     if low is None and high is None:
         return
     low = 0.2 if low is None else low
@@ -265,17 +294,25 @@ def convert_clip(draft: Draft, prefix: str = "") -> None:
 
 
 def convert_rollout_size(draft: Draft, prefix: str = "") -> None:
-    """Write the prompts of a rollout: the completions of a rollout, divided by those of a prompt.
+    """Write the prompts of a rollout: the completions of a rollout, divided by the completions of a prompt.
 
-    By default a rollout has the completions of one optimizer step.
+    By default a rollout has the completions of one optimizer step. For example, with a batch of 8 × 4 completions and
+    `num_generations: 8` a rollout has 32 / 8 = 4 prompts.
     """
     group = draft.effective("grpo.group_size")
-    batch = draft.effective("train.global_batch")
-    steps = draft.take(f"{prefix}steps_per_generation", "steps_per_generation")
-    completions = draft.take(f"{prefix}generation_batch_size", "generation_batch_size")
-    if completions is None:
-        completions = draft.effective("train.micro_batch") * steps if steps else batch
-    if completions % group:
+    steps = draft.take_int(f"{prefix}steps_per_generation", "steps_per_generation", default=None, minimum=1)
+    completions = draft.take_int(f"{prefix}generation_batch_size", "generation_batch_size", default=None, minimum=1)
+    if completions is None and steps is None:
+        completions = draft.effective("train.global_batch")
+    elif completions is None:
+        completions = draft.effective("train.micro_batch") * steps
+    if not (isinstance(completions, int) and isinstance(group, int) and completions > 0 and group > 0):
+        draft.lose(
+            f"{prefix}num_generations",
+            f"grpo.prompts_per_step: {completions} completions of a rollout and {group} of a prompt are no sizes",
+            "grpo.prompts_per_step",
+        )
+    elif completions % group:
         draft.lose(
             f"{prefix}num_generations",
             f"grpo.prompts_per_step: a rollout's {completions} completions are no multiple of {group}",
@@ -287,9 +324,10 @@ def convert_rollout_size(draft: Draft, prefix: str = "") -> None:
 
 
 def convert_moving_reference(draft: Draft, *, every: int, mix: float, prefix: str = "") -> None:
-    """Write a reference that moves towards the policy; `every` and `mix` are the tool's defaults."""
-    names = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
-    is_moving, steps, alpha = (draft.take(f"{prefix}{name}") for name in names)
+    """Write a reference model that moves towards the policy. `every` and `mix` are the tool's defaults."""
+    is_moving = draft.take_flag(f"{prefix}sync_ref_model", default=False)
+    steps = draft.take_int(f"{prefix}ref_model_sync_steps", default=None, minimum=1)
+    alpha = draft.take_number(f"{prefix}ref_model_mixup_alpha", default=None)
     if is_moving:
         draft.put(f"{draft.method}.sync_every", steps or every, f"{prefix}sync_ref_model")
         draft.put(f"{draft.method}.sync_mix", alpha or mix, f"{prefix}sync_ref_model")
@@ -305,7 +343,30 @@ def put_bfloat16_weights(draft: Draft, comment: str) -> None:
         draft.note(f"{comment}; here optimizer.name={name} has float32 weights")
 
 
-def drop_adapter_keys(draft: Draft) -> None:
+def finish_adapter(draft: Draft, has_adapter: bool) -> None:
+    """Note what differs for PEFT's adapters. If the file trains no adapter, remove its keys from the recipe."""
+    if not has_adapter:
+        _drop_adapter_keys(draft)
+        return
+    if draft.effective("lora.quantize") == "nf4":
+        draft.note(DOUBLE_QUANTIZATION)
+    bias = draft.take("bias", "lora_bias")
+    if bias not in (None, "none", False):
+        source = "bias" if draft.given("bias") else "lora_bias"
+        draft.lose(source, "biases are not trained next to an adapter here")
+
+
+def add_common_notes(draft: Draft) -> None:
+    """Note differences in keys that all tools on TrainingArguments have."""
+    if draft.values.get("train.masters") == "bfloat16":
+        draft.note(BFLOAT16_ROUNDING)
+    if draft.take("group_by_length"):
+        draft.note(GROUPED_BY_LENGTH)
+    if draft.take("packing_strategy") == "wrapped":
+        draft.lose("packing_strategy", "wrapped packing cuts samples, which then see one another; here they do not")
+
+
+def _drop_adapter_keys(draft: Draft) -> None:
     """Remove the keys of an adapter from the recipe of a file that trains none."""
     unread = [key for key in draft.values if key.startswith("lora.") and key != "lora.path"]
     for key in unread:

@@ -5,8 +5,8 @@ Compared with llamafactory/hparams and llamafactory/train of LLaMA-Factory 0.9.5
 
 from typing import Any
 
-from dtrain.recipe.other_tools import hugging_face, trl
-from dtrain.recipe.other_tools.draft import Draft, Tool, listed
+from dtrain.recipe.other_tools import hugging_face
+from dtrain.recipe.other_tools.draft import Draft, Tool
 from dtrain.recipe.other_tools.sources import Dataset, put_datasets
 
 DEFAULTS: dict[str, Any] = {
@@ -35,7 +35,7 @@ PREFERENCE_KEYS: dict[str, dict[str, str]] = {
         "ref_model": "kto.reference",
     },
 }
-"""Method and the keys of preferences that its stage reads. Other stages do not read them."""
+"""Methods, and the keys of preference training that the method's stage reads. Other stages do not read them."""
 
 RENAMED = {
     "cutoff_len": "data.max_length",
@@ -58,14 +58,14 @@ NEEDLESS = (
 
 
 def convert(draft: Draft) -> None:
-    stage = draft.take("stage", default="sft")
+    stage = str(draft.take("stage", default="sft"))
     if stage == "ppo":
         draft.lose("stage", "PPO needs a critic; method=grpo does not")
         draft.set("method", stage)  # refused by dtrain, instead of training otherwise
     else:
         draft.put("method", stage, "stage")
     draft.method = str(draft.values["method"])
-    tuning = draft.take("finetuning_type", default="lora")
+    tuning = str(draft.take("finetuning_type", default="lora"))
     has_adapter = tuning == "lora"
     draft.set_defaults(hugging_face.DEFAULTS, DEFAULTS, METHOD_DEFAULTS.get(draft.method, {}))
     if has_adapter:
@@ -73,14 +73,7 @@ def convert(draft: Draft) -> None:
 
     _convert_data(draft, stage)
     draft.rename(RENAMED)
-    hugging_face.convert_batch(draft)
-    hugging_face.convert_clipping(draft, null_is_off=True)
-    hugging_face.convert_precision(draft)
-    hugging_face.convert_optimizer(draft)
-    hugging_face.convert_length(draft)
-    hugging_face.convert_schedule(draft, rounding="up")
-    hugging_face.convert_validation(draft)
-    hugging_face.convert_saving(draft)
+    hugging_face.convert_training(draft)
     _convert_preferences(draft)
     _convert_tuning(draft, tuning)
     if has_adapter:
@@ -89,10 +82,8 @@ def convert(draft: Draft) -> None:
     draft.carry_aliases()
     if has_adapter:
         draft.remove("train.masters")
-        trl.add_adapter_notes(draft)
-    else:
-        hugging_face.drop_adapter_keys(draft)
-    trl.add_common_notes(draft)
+    hugging_face.finish_adapter(draft, has_adapter)
+    hugging_face.add_common_notes(draft)
     if not draft.given("bf16", "fp16", "pure_bf16"):
         draft.note(
             "without bf16 or fp16 LLaMA-Factory computes in the type of the weights' file; here train.dtype=auto"
@@ -100,12 +91,12 @@ def convert(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft, stage: str) -> None:
-    names = listed(draft.take("dataset"))
+    names = draft.take_list("dataset")
     if names:
         put_datasets(draft, "data.train", [Dataset(str(name)) for name in names], "dataset")
         draft.note("dataset names an entry of dataset_info.json there; data.train.path is the file itself")
-    held_out = listed(draft.take("eval_dataset"))
-    put_datasets(draft, "data.val", [Dataset(str(name)) for name in held_out], "eval_dataset")
+    validation_names = draft.take_list("eval_dataset")
+    put_datasets(draft, "data.val", [Dataset(str(name)) for name in validation_names], "eval_dataset")
     hugging_face.convert_held_out_rows(draft, "val_size")
     template = draft.take("template")
     if template is not None:
@@ -120,11 +111,12 @@ def _convert_data(draft: Draft, stage: str) -> None:
     if stage == "pt":
         draft.put("data.train.format", "text", "stage")
         draft.put("data.loss_on", "all", "stage")
-    if draft.take("train_on_prompt"):
+    if draft.take_flag("train_on_prompt", default=False):
         draft.put("data.loss_on", "all", "train_on_prompt")
-    if draft.take("mask_history"):
+    if draft.take_flag("mask_history", default=False):
         draft.put("data.loss_on", "last", "mask_history")
-    is_separate, is_packed = draft.take("neat_packing"), draft.take("packing")
+    is_packed = draft.take_flag("packing", default=None)
+    is_separate = draft.take_flag("neat_packing", default=False)
     if is_separate:
         draft.put("data.packing", True, "neat_packing")
     elif is_packed is not None:
@@ -142,12 +134,11 @@ def _convert_data(draft: Draft, stage: str) -> None:
 
 def _convert_preferences(draft: Draft) -> None:
     """Write the keys of preferences under the method that reads them."""
-    read = PREFERENCE_KEYS.get(draft.method, {})
-    draft.rename(read)
+    keys_of_method = PREFERENCE_KEYS.get(draft.method, {})
+    draft.rename(keys_of_method)
     every_key = {key for keys in PREFERENCE_KEYS.values() for key in keys}
-    for key in sorted(every_key - set(read)):
-        value = draft.take(key)
-        if value:
+    for key in sorted(every_key - set(keys_of_method)):
+        if draft.take(key):
             draft.lose(key, f"LLaMA-Factory's stage for method={draft.method} does not read it, or dtrain's has no key")
     gamma = draft.take("simpo_gamma")
     if gamma is not None and draft.values.get("dpo.loss") == "simpo":
@@ -157,7 +148,7 @@ def _convert_preferences(draft: Draft) -> None:
     if draft.take("pref_bco_weight"):
         draft.lose("pref_bco_weight", "a list in dpo.loss with bco_pair, and dpo.loss_weights, come close to it")
     if draft.take("ref_model_adapters"):
-        draft.lose("ref_model_adapters", f"{draft.method}.reference takes a whole model; merge the adapter first")
+        draft.lose("ref_model_adapters", f"{draft.method}.reference takes a full model; merge the adapter first")
 
 
 def _convert_tuning(draft: Draft, tuning: str) -> None:
@@ -182,13 +173,14 @@ def _convert_tuning(draft: Draft, tuning: str) -> None:
         draft.put("train.vision", "projector", "freeze_multi_modal_projector")
     if draft.take("freeze_language_model"):
         draft.lose("freeze_language_model", "name the parameters that are trained in train.train_only")
-    if draft.take("pure_bf16"):
+    if draft.take_flag("pure_bf16", default=False):
         draft.put("train.dtype", "bfloat16", "pure_bf16")
         draft.put("train.masters", "bfloat16", "pure_bf16")
 
 
 def _convert_adapter(draft: Draft) -> None:
-    bits, quantizer = draft.take("quantization_bit"), draft.take("quantization_method", default="bnb")
+    bits = draft.take_int("quantization_bit", default=None)
+    quantizer = str(draft.take("quantization_method", default="bnb"))
     if bits == 4 and quantizer in ("bnb", "bitsandbytes"):
         draft.put("lora.quantize", "nf4", "quantization_bit")
     elif bits is not None:
@@ -197,7 +189,7 @@ def _convert_adapter(draft: Draft) -> None:
         draft.lose("quantization_type", "lora.quantize has nf4 only")
     adapter = draft.take("adapter_name_or_path")
     if adapter is not None:
-        starts_anew = draft.take("create_new_adapter")
+        starts_anew = draft.take_flag("create_new_adapter", default=False)
         if starts_anew or "," in str(adapter):
             draft.lose("adapter_name_or_path", "adapters are merged into the model there; do so before the run")
         else:

@@ -199,7 +199,7 @@ NEEDLESS = (
     "grpo.reward_scaling.",
     "loss_fn.",
 )
-# Of the method's section: validation beside its period, which dtrain does at the end and by its own batches.
+# Keys of the method's section about validation. dtrain validates at the end too, in its own batches.
 VALIDATION = (
     "val_batches",
     "val_global_batch_size",
@@ -222,7 +222,7 @@ def convert(draft: Draft) -> None:
         draft.defaults.pop("scheduler.name")
         draft.defaults.pop("scheduler.warmup")
     if draft.take("defaults") is not None:
-        draft.lose("defaults", "that file is not read; NeMo-RL's own example stands in for it")
+        draft.lose("defaults", "that file is not read; the values of NeMo-RL's own example are used")
 
     _convert_length(draft, section)
     _convert_data(draft)
@@ -248,8 +248,9 @@ def convert(draft: Draft) -> None:
 def _convert_length(draft: Draft, section: str) -> None:
     """Write steps, or epochs where the file gives no steps (-1), and the seed."""
     draft.rename({f"{section}.seed": "run.seed"})
-    steps, epochs = draft.take(f"{section}.max_num_steps"), draft.take(f"{section}.max_num_epochs")
-    if isinstance(steps, int) and 0 < steps < 10**6:
+    steps = draft.take_int(f"{section}.max_num_steps", default=None)
+    epochs = draft.take(f"{section}.max_num_epochs")
+    if steps is not None and 0 < steps < 10**6:
         draft.put("train.steps", steps, f"{section}.max_num_steps")
         if epochs is not None or "train.epochs" in draft.defaults:
             draft.note("a run ends there at the steps or at the epochs, whichever is first; here train.steps counts")
@@ -271,7 +272,9 @@ def _convert_length(draft: Draft, section: str) -> None:
 def _convert_data(draft: Draft) -> None:
     for section, name in (("data.train", "train"), ("data.val", "validation")):
         entries = draft.take(f"data.{name}")
-        if not isinstance(entries, list):
+        if isinstance(entries, list):
+            entries = draft.take_entries(f"data.{name}")
+        else:
             values = draft.section(f"data.{name}")
             entries = [values] if values else []
         former = draft.take(f"data.{name}_data_path", "data.val_data_path" if name == "validation" else "")
@@ -281,7 +284,7 @@ def _convert_data(draft: Draft) -> None:
             if dataset is not None:
                 datasets.append(dataset)
         put_datasets(draft, section, datasets, f"data.{name}")
-    share = draft.take("data.train.split_validation_size")
+    share = draft.take_number("data.train.split_validation_size", default=0)
     if share and not draft.has("data.val"):
         draft.put("data.val", share, "data.train.split_validation_size")
     for name in ("prompt_file", "system_prompt_file"):
@@ -294,7 +297,7 @@ def _convert_data(draft: Draft) -> None:
 
 
 def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset | None:
-    """Return a data set: a file of `data_path`, or one of the hub. NeMo-RL's own names read rows in their own way."""
+    """Return a data set of `data_path` or of the hub. Names of NeMo-RL's own data sets are listed as lost."""
     name, path = entry.get("dataset_name"), entry.get("data_path")
     if path is None and (name is None or "/" not in str(name)):
         if name is not None:
@@ -306,9 +309,9 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset | N
     keys = {"input_key": "prompt", "output_key": "answer" if draft.method == "grpo" else "completion"}
     keys |= {"chat_key": "messages", "tool_key": "tools", "prompt_key": "prompt"}
     keys |= {"chosen_key": "chosen", "rejected_key": "rejected"}
-    for theirs, ours in keys.items():
-        if entry.get(theirs) not in (None, ours):
-            dataset.columns[ours] = str(entry[theirs])
+    for key, column in keys.items():
+        if entry.get(key) not in (None, column):
+            dataset.columns[column] = str(entry[key])
     return dataset
 
 
@@ -326,11 +329,11 @@ def _convert_policy_loss(draft: Draft) -> None:
     if draft.take("loss_fn.disable_ppo_ratio"):
         loss = "reinforce"
     draft.put("grpo.loss", loss, "loss_fn.token_level_loss")
-    low = draft.take("loss_fn.ratio_clip_min", default=0.2)
-    high = draft.take("loss_fn.ratio_clip_max", default=0.2)
+    low = draft.take_number("loss_fn.ratio_clip_min", default=0.2)
+    high = draft.take_number("loss_fn.ratio_clip_max", default=0.2)
     draft.put("grpo.clip", [low, high], "loss_fn.ratio_clip_min")
     options: dict[str, Any] = {"sampling_correction": "none"}
-    dual_clip = draft.take("loss_fn.ratio_clip_c")
+    dual_clip = draft.take_number("loss_fn.ratio_clip_c", default=None)
     if dual_clip is not None:
         options["dual_clip"] = dual_clip
     kind = draft.take("loss_fn.reference_policy_kl_type")
@@ -347,18 +350,20 @@ def _convert_policy_loss(draft: Draft) -> None:
 def _importance_sampling(draft: Draft) -> dict[str, Any]:
     """Return the options that correct the probabilities of the engine that sampled."""
     modes = {"tis": "token_truncate", "icepop": "token_mask", "seq-mask-tis": "seq_mask_tis"}
-    kind = draft.take("loss_fn.truncated_importance_sampling_type", default="tis")
-    most = draft.take("loss_fn.truncated_importance_sampling_ratio")
-    least = draft.take("loss_fn.truncated_importance_sampling_ratio_min")
-    return {"sampling_correction": modes.get(kind, kind), "sampling_clip_max": most, "sampling_clip_min": least}
+    kind = str(draft.take("loss_fn.truncated_importance_sampling_type", default="tis"))
+    largest = draft.take_number("loss_fn.truncated_importance_sampling_ratio", default=None)
+    smallest = draft.take_number("loss_fn.truncated_importance_sampling_ratio_min", default=None)
+    return {"sampling_correction": modes.get(kind, kind), "sampling_clip_max": largest, "sampling_clip_min": smallest}
 
 
 def _convert_advantage(draft: Draft) -> None:
     name = draft.take("grpo.adv_estimator.name", default="grpo")
     if name != "grpo":
         draft.lose("grpo.adv_estimator.name", f"{name}: grpo.advantage has group, leave_one_out, batch and none")
-    leaves_out = draft.take("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline")
-    divides = draft.take("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards", default=True)
+    leaves_out = draft.take_flag(
+        "grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline", default=None
+    )
+    divides = draft.take_flag("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards", default=True)
     baseline = "group" if leaves_out is False else "leave_one_out"
     if leaves_out is not None:
         draft.put("grpo.advantage", baseline, "grpo.use_leave_one_out_baseline")
@@ -389,7 +394,7 @@ def _convert_preference_loss(draft: Draft) -> None:
         draft.put("dpo.loss", loss, "dpo.preference_loss")
     else:
         draft.lose("dpo.preference_loss", f"dpo.loss has no {loss}", "dpo.loss")
-    weight = draft.take("dpo.preference_loss_weight", default=1)
+    weight = draft.take_number("dpo.preference_loss_weight", default=1)
     if weight != 1:
         draft.put("dpo.loss_weights", [weight], "dpo.preference_loss_weight")
     for name in ("preference_average_log_probs", "sft_average_log_probs"):
@@ -415,7 +420,8 @@ def _convert_megatron(draft: Draft) -> None:
             f"{place}.activation_checkpointing": "train.activation_checkpointing",
         }
     )
-    first, second = draft.take(f"{place}.optimizer.adam_beta1"), draft.take(f"{place}.optimizer.adam_beta2")
+    first = draft.take_number(f"{place}.optimizer.adam_beta1", default=None)
+    second = draft.take_number(f"{place}.optimizer.adam_beta2", default=None)
     if first is not None and second is not None:
         draft.put("optimizer.betas", [first, second], f"{place}.optimizer.adam_beta1")
     if draft.take(f"{place}.pipeline_model_parallel_size", default=1) != 1:
@@ -436,20 +442,33 @@ def _convert_clipping(draft: Draft) -> None:
 
 
 def _convert_schedule(draft: Draft) -> None:
-    """Write a list of torch schedulers with milestones as stages. ConstantLR with a factor of 1 is `constant`."""
-    entries = draft.take("policy.scheduler")
-    if not isinstance(entries, list):
+    """Write a list of torch schedulers with milestones as stages. ConstantLR with a factor of 1 is `constant`.
+
+    For example, LinearLR, ConstantLR and `milestones: [50]` are a stage of 50 steps and one for the rest.
+    """
+    if isinstance(draft.take("policy.scheduler"), list):
+        entries = draft.take_entries("policy.scheduler")
+    else:
         single = draft.section("policy.scheduler")
         entries = [single] if single.get("name") else []
     stages: list[dict[str, Any]] = []
     milestones: list[int] = []
     for entry in entries:
         if "milestones" in entry:
-            milestones = list(entry["milestones"])
+            milestones = _milestones(draft, entry["milestones"])
             continue
-        kwargs = entry.get("kwargs") or {key.partition(".")[2]: entry[key] for key in entry if "kwargs." in key}
-        is_constant = str(entry["name"]).endswith("ConstantLR") and kwargs.get("factor") == 1
-        stages.append({"name": "constant"} if is_constant else {"name": entry["name"], "kwargs": dict(kwargs)})
+        kwargs = entry.get("kwargs")
+        if kwargs is None:  # a single scheduler, whose section is flattened
+            kwargs = {key.partition(".")[2]: entry[key] for key in entry if "kwargs." in key}
+        if entry.get("name") is None or not isinstance(kwargs, Mapping):
+            reason = f"{entry} is no scheduler. Write {{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{..}}}}"
+            draft.lose("policy.scheduler", reason, "scheduler")
+            return
+        name = str(entry["name"])
+        if name.endswith("ConstantLR") and kwargs.get("factor") == 1:
+            stages.append({"name": "constant"})
+        else:
+            stages.append({"name": name, "kwargs": dict(kwargs)})
     start = 0
     for stage, end in zip(stages, milestones, strict=False):
         stage["steps"] = end - start
@@ -458,19 +477,27 @@ def _convert_schedule(draft: Draft) -> None:
         draft.put("scheduler", stages, "policy.scheduler")
 
 
+def _milestones(draft: Draft, value: Any) -> list[int]:
+    """Return the steps at which one scheduler follows another."""
+    if isinstance(value, list) and all(isinstance(step, int) for step in value):
+        return value
+    draft.lose("policy.scheduler", f"milestones: {value} is not a list of steps. Write one such as [50]", "scheduler")
+    return []
+
+
 def _convert_adapter(draft: Draft) -> None:
     place = "policy.dtensor_cfg.lora_cfg"
-    if not draft.take(f"{place}.enabled"):
+    if not draft.take_flag(f"{place}.enabled", default=False):
         return
     draft.set_defaults(LORA_DEFAULTS)
-    draft.rename({f"{place}.{theirs}": ours for theirs, ours in LORA_RENAMED.items()})
-    for theirs, ours in (("target_modules", "lora.target"), ("exclude_modules", "lora.exclude")):
-        names = draft.take(f"{place}.{theirs}")
-        if names:
-            draft.put(ours, names, f"{place}.{theirs}")
+    draft.rename({f"{place}.{name}": key for name, key in LORA_RENAMED.items()})
+    for name, key in (("target_modules", "lora.target"), ("exclude_modules", "lora.exclude")):
+        modules = draft.take(f"{place}.{name}")
+        if modules:
+            draft.put(key, modules, f"{place}.{name}")
     draft.note(
-        "NeMo-RL draws A by Xavier and drops out behind the adapter; here A is drawn as PEFT's, and its inputs are "
-        "dropped"
+        "NeMo-RL initialises A by Xavier and applies dropout behind the adapter; here A is initialised as in PEFT, "
+        "and dropout is applied to the adapter's inputs"
     )
 
 

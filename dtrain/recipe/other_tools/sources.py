@@ -7,12 +7,12 @@ from typing import Any
 from dtrain.recipe.other_tools.draft import Draft
 
 FILE_READERS = ("json", "csv", "parquet", "arrow", "text")
-"""Names that `load_dataset` takes in place of a data set. The files then stand in `data_files`."""
+"""Names that `load_dataset` accepts in place of a data set. The files are then in `data_files`."""
 
 
 @dataclass
 class Dataset:
-    """One data set of a file, in dtrain's words. A value of None was not given."""
+    """One data set of a file, with dtrain's names for its options. A value of None was not given."""
 
     path: str | list[str]
     split: str | None = None
@@ -23,7 +23,7 @@ class Dataset:
     weight: float | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return what is given beside the path, by the names of `data.train.sources`."""
+        """Return the options that are set, by their names in `data.train.sources`. The path is not one of them."""
         values = {
             "split": self.split if self.split != "train" else None,  # dtrain's default too
             "subset": self.subset,
@@ -77,7 +77,8 @@ def put_chat_template(draft: Draft, source: str) -> None:
     text = str(value)
     if "{%" in text or "{{" in text:
         draft.lose(
-            source, "the template's text stands in the file; save it as a file and name it in data.chat_template"
+            source,
+            "the file contains the template's text; save it to a file of its own and set data.chat_template to it",
         )
     elif text.endswith((".jinja", ".jinja2", ".txt")):
         draft.put("data.chat_template", text, source)

@@ -1,12 +1,12 @@
 """Files of torchtune.
 
 Compared with torchtune/training, torchtune/models, torchtune/datasets and recipes/*.py of torchtune 0.6.1. A component
-is an object that the file names by `_component_`, with the arguments of its builder beside it.
+is an object that the file names by `_component_`. The other keys of its section are arguments of its builder.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.recipe.other_tools.draft import Draft, Tool
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {
 LORA_DEFAULTS: dict[str, Any] = {"lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.0}
 METHOD_DEFAULTS: dict[str, dict[str, Any]] = {"dpo": {"dpo.beta": 0.1}}
 
-# Keys of torchtune's recipe for GRPO. Its batch is prompts, of which each step draws completions anew.
+# Keys of torchtune's recipe for GRPO. Its batch counts prompts. Each step samples new completions of them.
 GRPO_RENAMED = {
     "batch_size": "grpo.prompts_per_step",
     "grpo_samples": "grpo.group_size",
@@ -107,7 +107,7 @@ NEEDLESS = (
 LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
-# Losses by the end of their component: the method, and what they set.
+# Losses by the end of their component's name, and the recipe's keys that they set.
 LOSSES: dict[str, dict[str, Any]] = {
     "DPOLoss": {"method": "dpo"},
     "RSOLoss": {"method": "dpo", "dpo.loss": "hinge"},
@@ -118,7 +118,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "GRPOLoss": {"method": "grpo", "grpo.loss": "grpo"},
     "GRPOCompletionLoss": {"method": "grpo", "grpo.loss": "grpo"},
 }
-# Data sets by the end of their component: what their rows are, and whether prompts are trained (`train_on_input`).
+# Data sets by the last part of their component's name: where the rows are, their format, and whether the loss
+# includes prompts (the default of `train_on_input`).
 DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"path": "tatsu-lab/alpaca", "format": "alpaca", "trains_prompts": True},
     "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "format": "alpaca", "trains_prompts": True},
@@ -191,7 +192,7 @@ def _convert_model(draft: Draft) -> None:
         draft.set("lora.quantize", "nf4", f"{builder.rpartition('.')[2]} of {draft.version}")
     if re.search(r"\.q?dora_", builder):
         draft.set("lora.dora", True, f"{builder.rpartition('.')[2]} of {draft.version}")
-    layers = [LAYERS.get(layer, layer) for layer in arguments.get("lora_attn_modules", [])]
+    layers = [LAYERS.get(str(layer), str(layer)) for layer in draft.take_list("model.lora_attn_modules")]
     if arguments.get("apply_lora_to_mlp"):
         layers += MLP
     if layers:
@@ -207,7 +208,7 @@ def _convert_optimizer(draft: Draft) -> None:
         if str(name).endswith((".Adam", ".SGD")):
             draft.defaults["optimizer.weight_decay"] = 0.0
     schedule = draft.take("lr_scheduler._component_")
-    # It stands in torchtune.training.lr_schedulers; before 0.4 it stood in torchtune.modules.
+    # The component is in torchtune.training.lr_schedulers, and before 0.4 it was in torchtune.modules.
     if schedule is not None and str(schedule).endswith("get_cosine_schedule_with_warmup"):
         draft.put("scheduler.name", "cosine", "lr_scheduler._component_")
     elif schedule is not None:
@@ -220,36 +221,52 @@ def _convert_optimizer(draft: Draft) -> None:
 
 def _convert_data(draft: Draft) -> None:
     train = _datasets(draft, "dataset")
-    put_datasets(draft, "data.train", [dataset for dataset, _ in train], "dataset")
+    put_datasets(draft, "data.train", [entry.dataset for entry in train], "dataset")
     if train:
-        trains_prompts = {is_trained for _, is_trained in train}
+        trains_prompts = {entry.trains_prompts for entry in train}
         if len(trains_prompts) > 1:
             draft.lose("dataset.train_on_input", "data.loss_on counts for all data sets", "data.loss_on")
         elif trains_prompts == {True} and draft.method == "sft":
             draft.set("data.loss_on", "all", "train_on_input, by default or as the file says")
-    held_out = _datasets(draft, "dataset_val")
-    put_datasets(draft, "data.val", [dataset for dataset, _ in held_out], "dataset_val")
+    validation = _datasets(draft, "dataset_val")
+    put_datasets(draft, "data.val", [entry.dataset for entry in validation], "dataset_val")
 
 
-def _datasets(draft: Draft, place: str) -> list[tuple[Dataset, bool]]:
-    """Return the data sets at `dataset` or `dataset_val`, each with whether its prompts are trained."""
-    entries = draft.take(place)
-    if isinstance(entries, list):
-        made = [_dataset(draft, entry, place) for entry in entries if isinstance(entry, Mapping)]
+class TuneDataset(NamedTuple):
+    """A data set of torchtune.
+
+    Attributes:
+        dataset: Its files, format and columns.
+        trains_prompts: Whether the loss includes the tokens of prompts.
+    """
+
+    dataset: Dataset
+    trains_prompts: bool
+
+
+def _datasets(draft: Draft, place: str) -> list[TuneDataset]:
+    """Return the data sets at `dataset` or `dataset_val`."""
+    if isinstance(draft.take(place), list):
+        entries = draft.take_entries(place)
     else:
         arguments = draft.section(place)
-        made = [_dataset(draft, arguments, place)] if arguments else []
-    return [pair for pair in made if pair is not None]
+        entries = [arguments] if arguments else []
+    found = []
+    for entry in entries:
+        dataset = _dataset(draft, entry, place)
+        if dataset is not None:
+            found.append(dataset)
+    return found
 
 
-def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> tuple[Dataset, bool] | None:
+def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> TuneDataset | None:
     component = str(arguments.get("_component_"))
     known = DATASETS.get(component.rpartition(".")[2])
     if known is None:
         draft.lose(f"{place}._component_", f"{component} reads rows in its own way; write them as messages")
         return None
     path = arguments.get("data_files") or arguments.get("source") or known.get("path")
-    if path is None or path in FILE_READERS:
+    if path is None or (isinstance(path, str) and path in FILE_READERS):
         draft.lose(f"{place}.source", "no file or data set is named")
         return None
     dataset = Dataset(path, format=known.get("format"), subset=arguments.get("name"))
@@ -261,17 +278,18 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> tuple[Da
         dataset.format = "sharegpt" if style == "sharegpt" else "messages"
     own_column = "conversations" if dataset.format == "sharegpt" else "messages"
     if column not in (None, own_column):
-        dataset.columns[own_column] = column
+        dataset.columns[own_column] = str(column)
     if arguments.get("column") not in (None, "text"):
-        dataset.columns["text"] = arguments["column"]
-    # torchtune's names of columns, and ours of the same
-    names = {"input": "prompt", "output": "completion"} if dataset.format == "prompt_completion" else {}
-    mapping = {key.removeprefix("column_map."): value for key, value in arguments.items() if "column_map." in key}
-    mapping |= arguments.get("column_map") or {}
+        dataset.columns["text"] = str(arguments["column"])
+    column_map = _column_map(draft, arguments, place)
     if dataset.format == "prompt_completion":
-        dataset.columns |= {ours: mapping.get(theirs, theirs) for theirs, ours in names.items()}
+        # torchtune calls these columns input and output
+        dataset.columns["prompt"] = column_map.get("input", "input")
+        dataset.columns["completion"] = column_map.get("output", "output")
     else:
-        dataset.columns |= {ours: theirs for ours, theirs in mapping.items() if ours != theirs}
+        for name, file_column in column_map.items():
+            if name != file_column:
+                dataset.columns[name] = file_column
     if arguments.get("packed"):
         draft.put("data.packing", True, f"{place}.packed")
     elif "packed" in arguments and place == "dataset":
@@ -280,15 +298,34 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> tuple[Da
         draft.lose(f"{place}.new_system_prompt", "write the system message into the rows")
     if arguments.get("max_seq_len") is not None:
         draft.put("data.max_length", arguments["max_seq_len"], f"{place}.max_seq_len")
-    return dataset, bool(arguments.get("train_on_input", known.get("trains_prompts", False)))
+    trains_prompts = bool(arguments.get("train_on_input", known.get("trains_prompts", False)))
+    return TuneDataset(dataset, trains_prompts)
+
+
+def _column_map(draft: Draft, arguments: Mapping[str, Any], place: str) -> dict[str, str]:
+    """Return torchtune's names of columns and the file's. In a list of data sets the mapping is not flattened."""
+    found = {}
+    for key, value in arguments.items():
+        if key.startswith("column_map."):
+            found[key.removeprefix("column_map.")] = str(value)
+    nested_map = arguments.get("column_map")
+    if isinstance(nested_map, Mapping):
+        for key, value in nested_map.items():
+            found[str(key)] = str(value)
+    elif nested_map:
+        draft.lose(f"{place}.column_map", f"{nested_map} is not a mapping. Write one such as {{input: question}}")
+    return found
 
 
 def _convert_batch(draft: Draft) -> None:
     """Write the batch of one GPU, and the steps if the file limits those of an epoch."""
     micro_batch = draft.values.get("train.micro_batch", 1)
-    accumulation = draft.take("gradient_accumulation_steps", default=1)
+    if micro_batch == "auto":
+        micro_batch = 1
+    accumulation = draft.take_int("gradient_accumulation_steps", default=1, minimum=1)
     draft.put("train.global_batch", micro_batch * accumulation, "gradient_accumulation_steps")
-    epochs, steps_per_epoch = draft.take("epochs", default=1), draft.take("max_steps_per_epoch")
+    epochs = draft.take_int("epochs", default=1)
+    steps_per_epoch = draft.take_int("max_steps_per_epoch", default=None)
     if steps_per_epoch:
         draft.put("train.steps", steps_per_epoch * epochs, "max_steps_per_epoch")
     else:
@@ -298,7 +335,7 @@ def _convert_batch(draft: Draft) -> None:
 def _convert_grpo(draft: Draft) -> None:
     """Write the sizes and the loss of GRPO: one optimizer step takes all completions of its prompts."""
     draft.rename(GRPO_RENAMED)
-    epsilon = draft.take("loss.epsilon")
+    epsilon = draft.take_number("loss.epsilon", default=None)
     if epsilon is not None:
         draft.put("grpo.clip", [epsilon, epsilon], "loss.epsilon")
     prompts, group = draft.values.get("grpo.prompts_per_step", 1), draft.values.get("grpo.group_size", 1)

@@ -25,7 +25,7 @@ METHODS = {
         "ld_alpha",
     ),
 }
-"""Method and the keys by which a file shows it. A file names no method: the command does."""
+"""Methods, and the keys that only a file for this method has. A file does not name its method: the command does."""
 
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 1024,
@@ -83,28 +83,25 @@ def method_of(draft: Draft) -> str:
 
 def convert(draft: Draft) -> None:
     draft.method = method_of(draft)
-    has_adapter = draft.take("use_peft") is True
+    has_adapter = draft.take_flag("use_peft", default=False)
     draft.set_defaults(hugging_face.DEFAULTS, DEFAULTS, METHOD_DEFAULTS[draft.method])
     if has_adapter:
         draft.set_defaults(LORA_DEFAULTS)
     convert_data(draft)
-    convert_training(draft, null_is_off=True)
+    hugging_face.convert_training(draft)
     convert_method(draft)
     convert_weights(draft, has_adapter)
     draft.carry_aliases()
     if draft.method == "grpo":
         hugging_face.convert_rollout_size(draft)
-    if not has_adapter:
-        hugging_face.drop_adapter_keys(draft)
     _add_notes(draft, has_adapter)
 
 
 def convert_data(draft: Draft) -> None:
     """Write `dataset_name` or TRL's list `datasets`, and the column of plain texts."""
     draft.ignore(*hugging_face.NEEDLESS)
-    entries = draft.take("datasets")
-    if isinstance(entries, list):
-        put_datasets(draft, "data.train", [_dataset(draft, entry) for entry in entries], "datasets")
+    entries = draft.take_entries("datasets")
+    put_datasets(draft, "data.train", [_dataset(draft, entry) for entry in entries], "datasets")
     name = draft.take("dataset_name")
     train_split = put_split(draft, "data.train.split", draft.take("dataset_train_split"), "dataset_train_split")
     test_split = draft.take("dataset_test_split", default="test")
@@ -130,18 +127,6 @@ def _dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
     path = files if files is not None else str(entry.get("path"))
     split = put_split(draft, "data.train.split", entry.get("split"), "datasets.split")
     return Dataset(path, split=split, subset=entry.get("name"))
-
-
-def convert_training(draft: Draft, *, null_is_off: bool, accumulation: int = 1) -> None:
-    """Write what all of TRL's trainers take from transformers."""
-    hugging_face.convert_batch(draft, accumulation=accumulation)
-    hugging_face.convert_clipping(draft, null_is_off=null_is_off)
-    hugging_face.convert_precision(draft)
-    hugging_face.convert_optimizer(draft)
-    hugging_face.convert_length(draft)
-    hugging_face.convert_schedule(draft, rounding="up")
-    hugging_face.convert_validation(draft)
-    hugging_face.convert_saving(draft)
 
 
 def convert_method(draft: Draft) -> None:
@@ -177,8 +162,8 @@ def convert_method(draft: Draft) -> None:
 
 
 def _convert_divergence(draft: Draft) -> None:
-    """Write TRL's beta of a distillation: 0 is the forward KL, 1 the reverse one, and between lies the JSD."""
-    beta = draft.take("beta")
+    """Write TRL's beta of a distillation: 0 is the forward KL, 1 the reverse KL, and values between are the JSD."""
+    beta = draft.take_number("beta", default=None)
     if beta is None:
         return
     if beta in (0, 1):
@@ -212,28 +197,8 @@ def _add_notes(draft: Draft, has_adapter: bool) -> None:
         draft.note(
             "PEFT takes q_proj and v_proj of Llama, Qwen 2 and 3, Gemma and Mistral; other families have other layers"
         )
-        add_adapter_notes(draft)
-    add_common_notes(draft)
-
-
-def add_adapter_notes(draft: Draft) -> None:
-    """Note what differs for adapters of PEFT."""
-    if draft.values.get("lora.quantize") == "nf4" or draft.defaults.get("lora.quantize") == "nf4":
-        draft.note(hugging_face.DOUBLE_QUANTIZATION)
-    bias = draft.take("bias", "lora_bias")
-    if bias not in (None, "none", False):
-        source = "bias" if draft.given("bias") else "lora_bias"
-        draft.lose(source, "biases are not trained beside an adapter here")
-
-
-def add_common_notes(draft: Draft) -> None:
-    """Note what differs for some values of keys that all these tools have."""
-    if draft.values.get("train.masters") == "bfloat16":
-        draft.note(hugging_face.BFLOAT16_ROUNDING)
-    if draft.take("group_by_length"):
-        draft.note(hugging_face.GROUPED_BY_LENGTH)
-    if draft.take("packing_strategy") == "wrapped":
-        draft.lose("packing_strategy", "wrapped packing cuts samples, which then see one another; here they do not")
+    hugging_face.finish_adapter(draft, has_adapter)
+    hugging_face.add_common_notes(draft)
 
 
 # The alignment handbook has TRL's keys, and mixtures of its own (src/alignment/configs.py and data.py).
@@ -241,12 +206,11 @@ def add_common_notes(draft: Draft) -> None:
 
 def convert_handbook(draft: Draft) -> None:
     mixture = draft.section("dataset_mixture")
-    entries = mixture.get("datasets")
-    if isinstance(entries, list):
-        datasets = [_handbook_dataset(draft, entry) for entry in entries]
-        put_datasets(draft, "data.train", datasets, "dataset_mixture.datasets")
-        if any(dataset.weight not in (None, 1.0) for dataset in datasets):
-            draft.note("a weight takes a fixed part of a data set there; here it takes other rows of it in every epoch")
+    entries = draft.take_entries("dataset_mixture.datasets")
+    datasets = [_handbook_dataset(draft, entry) for entry in entries]
+    put_datasets(draft, "data.train", datasets, "dataset_mixture.datasets")
+    if any(dataset.weight not in (None, 1.0) for dataset in datasets):
+        draft.note("a weight takes a fixed part of a data set there; here it takes other rows of it in every epoch")
     if mixture.get("test_split_size"):
         draft.put("data.val", mixture["test_split_size"], "dataset_mixture.test_split_size")
     _convert_former_mixture(draft)
@@ -259,7 +223,7 @@ def _handbook_dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
 
 
 def _convert_former_mixture(draft: Draft) -> None:
-    """Write `dataset_mixer` (name: share), with `dataset_splits`, of which one is for validation."""
+    """Write `dataset_mixer`, which maps data sets to shares, and `dataset_splits`, one of which is for validation."""
     shares = draft.section("dataset_mixer")
     splits = [str(split) for split in listed(draft.take("dataset_splits"))]
     subsets = listed(draft.take("dataset_configs"))

@@ -29,28 +29,25 @@ LORA_DEFAULTS: dict[str, Any] = {
 
 def convert(draft: Draft) -> None:
     draft.method = trl.method_of(draft)
-    has_adapter = draft.take("full_finetuning") is not True
+    has_adapter = not draft.take_flag("full_finetuning", default=False)
     draft.set_defaults(hugging_face.DEFAULTS, trl.DEFAULTS, trl.METHOD_DEFAULTS[draft.method], DEFAULTS)
     if has_adapter:
         draft.set_defaults(LORA_DEFAULTS)
     draft.ignore("dtype", "bf16", "random_state", "loftq_config")
     draft.rename({"model_name": "model.path", "r": "lora.rank"})
     draft.rename({"use_gradient_checkpointing": "train.activation_checkpointing"})
-    if draft.take("load_in_4bit") is False:
+    if draft.take_flag("load_in_4bit", default=True) is False:
         draft.put("lora.quantize", "none", "load_in_4bit")
     trl.convert_data(draft)
-    trl.convert_training(draft, null_is_off=True, accumulation=2)
+    hugging_face.convert_training(draft, accumulation=2)
     trl.convert_method(draft)
     draft.carry_aliases()
     if draft.method == "grpo":
         hugging_face.convert_rollout_size(draft)
-    if has_adapter:
-        trl.add_adapter_notes(draft)
-    else:
-        hugging_face.drop_adapter_keys(draft)
+    hugging_face.finish_adapter(draft, has_adapter)
     if draft.method == "sft":
         draft.note(hugging_face.COMPLETIONS_ONLY)
-    trl.add_common_notes(draft)
+    hugging_face.add_common_notes(draft)
 
 
 UNSLOTH = Tool("Unsloth", "2026.10.9", ("model_name",), convert)

@@ -7,7 +7,7 @@ written as lines `data.train_batch_size: 1024`, or nested, first.
 
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool, listed
+from dtrain.recipe.other_tools.draft import Draft, Tool
 from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -52,8 +52,7 @@ FORMER_SFT_DEFAULTS: dict[str, Any] = {
 }
 LORA_DEFAULTS: dict[str, Any] = {"lora.alpha": 16, "lora.target": "all-linear", "lora.dropout": 0.0}
 
-# adv_estimator: what is subtracted from a reward and what divides the difference; a scale of None depends on
-# algorithm.norm_adv_by_std_in_grpo.
+# adv_estimator: grpo.advantage and grpo.scale. A scale of None depends on algorithm.norm_adv_by_std_in_grpo.
 ESTIMATORS: dict[str, tuple[str, str | None]] = {
     "grpo": ("group", None),
     "grpo_vectorized": ("group", None),
@@ -61,7 +60,7 @@ ESTIMATORS: dict[str, tuple[str, str | None]] = {
     "rloo_vectorized": ("leave_one_out", "none"),
     "gpg": ("group", "none"),
 }
-# loss_mode: the policy loss, and the options that it takes from keys of the actor
+# loss_mode: grpo.loss, and the entries of grpo.kwargs by the actor's keys that they are read from
 LOSS_MODES: dict[str, tuple[str, dict[str, str]]] = {
     "vanilla": ("dapo", {}),
     "gspo": ("gspo", {}),
@@ -70,7 +69,7 @@ LOSS_MODES: dict[str, tuple[str, dict[str, str]]] = {
     "geo_mean": ("gmpo", {}),
     "gpg": ("reinforce", {}),
 }
-# loss_agg_mode of the clipped loss: ours that divides in the same way
+# loss_agg_mode of the clipped loss: dtrain's loss that divides in the same way
 AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
@@ -256,10 +255,10 @@ def _convert_fine_tuning(draft: Draft) -> None:
     put_chat_template(draft, "data.chat_template")
     _convert_files(draft, None)
     _convert_columns(draft)
-    uses_tokens = draft.take("data.use_dynamic_bsz", default=not is_former)
-    tokens = draft.take("data.max_token_len_per_gpu", default=8192)
-    if uses_tokens:
-        length = draft.effective("data.max_length")
+    uses_tokens = draft.take_flag("data.use_dynamic_bsz", default=not is_former)
+    tokens = draft.take_int("data.max_token_len_per_gpu", default=8192, minimum=1)
+    length = draft.effective("data.max_length")
+    if uses_tokens and length > 0:
         draft.set("train.dynamic_batch", True, f"data.use_dynamic_bsz of {draft.version}")
         draft.set(
             "train.micro_batch",
@@ -270,23 +269,25 @@ def _convert_fine_tuning(draft: Draft) -> None:
 
 
 def _convert_columns(draft: Draft) -> None:
-    """Write the columns of rows: messages, or a prompt and a response, each possibly within a mapping."""
-    is_multi_turn = draft.take("data.multiturn.enable", default=not draft.given("data.prompt_key", "data.response_key"))
+    """Write the columns of rows: messages, or a prompt and a response, either of which may be in a mapping."""
+    has_prompts = draft.given("data.prompt_key", "data.response_key")
+    is_multi_turn = draft.take_flag("data.multiturn.enable", default=not has_prompts)
     names = {
         "messages": draft.take("data.messages_key", "data.multiturn.messages_key"),
         "tools": draft.take("data.tools_key", "data.multiturn.tools_key"),
     }
-    prompt, response = draft.take("data.prompt_key"), draft.take("data.response_key")
-    inner_prompt = listed(draft.take("data.prompt_dict_keys"))
-    inner_response = listed(draft.take("data.response_dict_keys"))
+    # For example, prompt_key: extra and prompt_dict_keys: [question] read row["extra"]["question"]: "extra.question".
+    prompt_parts = [draft.take("data.prompt_key") or "question", *draft.take_list("data.prompt_dict_keys")]
+    response_parts = [draft.take("data.response_key") or "answer", *draft.take_list("data.response_dict_keys")]
+    columns = {}
     if is_multi_turn:
-        columns = {ours: theirs for ours, theirs in names.items() if theirs not in (None, ours)}
+        for column, file_column in names.items():
+            if file_column not in (None, column):
+                columns[column] = str(file_column)
     else:
         draft.put("data.train.format", "prompt_completion", "data.prompt_key")
-        columns = {
-            "prompt": ".".join([prompt or "question", *inner_prompt]),
-            "completion": ".".join([response or "answer", *inner_response]),
-        }
+        columns["prompt"] = ".".join(str(part) for part in prompt_parts)
+        columns["completion"] = ".".join(str(part) for part in response_parts)
         draft.put("data.prompts_as", "user", "data.prompt_key")  # verl writes both by the chat template
     if columns:
         draft.put("data.train.columns", columns, "data.messages_key")
@@ -346,26 +347,26 @@ def _convert_estimator(draft: Draft) -> None:
 
 def _convert_rollout_sizes(draft: Draft) -> None:
     """Write the sizes of rollouts. verl counts prompts, and dtrain's global batch counts completions."""
-    prompts = draft.take("data.train_batch_size", default=1024)
-    group = draft.take(f"{ROLLOUT}.n", default=1)
-    minibatch = draft.take(f"{ACTOR}.ppo_mini_batch_size", default=256)
-    updates = draft.take(f"{ACTOR}.ppo_epochs", default=1)
+    prompts = draft.take_int("data.train_batch_size", default=1024, minimum=1)
+    group = draft.take_int(f"{ROLLOUT}.n", default=1, minimum=1)
+    minibatch = draft.take_int(f"{ACTOR}.ppo_mini_batch_size", default=256, minimum=1)
+    updates = draft.take_int(f"{ACTOR}.ppo_epochs", default=1, minimum=1)
     draft.put("grpo.prompts_per_step", prompts, "data.train_batch_size")
     draft.put("grpo.group_size", group, f"{ROLLOUT}.n")
     comment = f"{minibatch} prompts of ppo_mini_batch_size, {group} completions each"
     draft.set("train.global_batch", minibatch * group, comment)
     draft.put("grpo.updates_per_rollout", updates, f"{ACTOR}.ppo_epochs")
-    prompt_length = draft.take("data.max_prompt_length", default=512)
-    response_length = draft.take("data.max_response_length", default=512)
+    prompt_length = draft.take_int("data.max_prompt_length", default=512, minimum=1)
+    response_length = draft.take_int("data.max_response_length", default=512, minimum=1)
     length = prompt_length + response_length
     draft.set("data.max_length", length, "data.max_prompt_length + data.max_response_length")
     draft.put("grpo.sampling.max_new_tokens", response_length, "data.max_response_length")
     draft.rename({f"{ACTOR}.ppo_micro_batch_size_per_gpu": "train.micro_batch"})
-    if draft.take(f"{ACTOR}.use_dynamic_bsz"):
-        tokens = draft.take(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
+    if draft.take_flag(f"{ACTOR}.use_dynamic_bsz", default=False):
+        tokens = draft.take_int(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384, minimum=1)
         draft.set("grpo.dynamic_batch", True, "use_dynamic_bsz")
         draft.set("train.micro_batch", max(1, tokens // length), f"{tokens} tokens of ppo_max_token_len_per_gpu")
-    steps = draft.take("trainer.total_training_steps")
+    steps = draft.take_int("trainer.total_training_steps", default=None)
     steps_per_rollout = _steps_per_rollout(draft)
     if steps:
         comment = f"{steps} rollouts with {steps_per_rollout} optimizer steps each"
@@ -377,12 +378,15 @@ def _convert_rollout_sizes(draft: Draft) -> None:
 
 
 def _steps_per_rollout(draft: Draft) -> int:
-    """Return the optimizer steps of a rollout; 1 for supervised fine-tuning."""
+    """Return the optimizer steps of a rollout. It is 1 for supervised fine-tuning.
+
+    For example, 64 prompts with 8 completions each in minibatches of 128 completions are 64 · 8 / 128 = 4 steps.
+    """
     if not draft.has("grpo.prompts_per_step"):
         return 1
-    completions = draft.values["grpo.prompts_per_step"] * draft.values["grpo.group_size"]
-    minibatches = max(1, completions // draft.values["train.global_batch"])
-    return minibatches * draft.values["grpo.updates_per_rollout"]
+    completions = draft.effective("grpo.prompts_per_step") * draft.effective("grpo.group_size", 1)
+    minibatches = max(1, completions // draft.effective("train.global_batch"))
+    return int(minibatches * draft.effective("grpo.updates_per_rollout", 1))
 
 
 def _convert_policy_loss(draft: Draft) -> None:
@@ -398,7 +402,7 @@ def _convert_policy_loss(draft: Draft) -> None:
             loss = AGGREGATIONS[aggregation]
         else:
             draft.lose(f"{ACTOR}.loss_agg_mode", f"grpo.loss has no {aggregation}", "grpo.loss")
-        dual_clip = draft.take(f"{ACTOR}.clip_ratio_c", default=3.0)
+        dual_clip = draft.take_number(f"{ACTOR}.clip_ratio_c", default=3.0)
         comment = f"clip_ratio_c of {draft.version}"
         _put_loss_option(draft, "dual_clip", dual_clip, comment)
     else:
@@ -406,21 +410,22 @@ def _convert_policy_loss(draft: Draft) -> None:
         if draft.given(f"{ACTOR}.loss_agg_mode"):
             draft.note(f"loss_agg_mode={aggregation}: grpo.loss={loss} divides as its paper does")
     draft.put("grpo.loss", loss, f"{ACTOR}.policy_loss.loss_mode")
-    for theirs, ours in options.items():
-        if draft.take(f"{ACTOR}.{theirs}") is not None:
-            _put_loss_option(draft, ours, draft.file[f"{ACTOR}.{theirs}"], "")
-    both = draft.take(f"{ACTOR}.clip_ratio", default=0.2)
-    low = draft.take(f"{ACTOR}.clip_ratio_low", default=both)
-    high = draft.take(f"{ACTOR}.clip_ratio_high", default=both)
+    for name, option in options.items():
+        value = draft.take_number(f"{ACTOR}.{name}", default=None)
+        if value is not None:
+            _put_loss_option(draft, option, value, "")
+    both = draft.take_number(f"{ACTOR}.clip_ratio", default=0.2)
+    low = draft.take_number(f"{ACTOR}.clip_ratio_low", default=both)
+    high = draft.take_number(f"{ACTOR}.clip_ratio_high", default=both)
     draft.put("grpo.clip", [low, high], f"{ACTOR}.clip_ratio")
-    entropy = draft.take(f"{ACTOR}.entropy_coeff")
+    entropy = draft.take_number(f"{ACTOR}.entropy_coeff", default=0)
     if entropy:
         _put_loss_option(draft, "entropy_coef", entropy, "")
     if draft.take(f"{ACTOR}.loss_scale_factor") is not None:
         draft.lose(f"{ACTOR}.loss_scale_factor", "dr_grpo divides by grpo.sampling.max_new_tokens")
     correction = draft.take("algorithm.rollout_correction.rollout_is")
     if correction in ("token", "sequence"):
-        threshold = draft.take("algorithm.rollout_correction.rollout_is_threshold", default=2.0)
+        threshold = draft.take_number("algorithm.rollout_correction.rollout_is_threshold", default=2.0)
         _put_loss_option(draft, "sampling_correction", f"{correction}_truncate", "")
         _put_loss_option(draft, "sampling_clip_max", threshold, "")
     else:
@@ -432,8 +437,8 @@ def _convert_policy_loss(draft: Draft) -> None:
 def _convert_divergence(draft: Draft) -> None:
     """Write the divergence from the reference as a term of the loss."""
     kind = str(draft.take(f"{ACTOR}.kl_loss_type", default="low_var_kl"))
-    weight = draft.take(f"{ACTOR}.kl_loss_coef", default=0.001)
-    if draft.take(f"{ACTOR}.use_kl_loss") and weight:
+    weight = draft.take_number(f"{ACTOR}.kl_loss_coef", default=0.001)
+    if draft.take_flag(f"{ACTOR}.use_kl_loss", default=False) and weight:
         draft.put("grpo.beta", weight, f"{ACTOR}.kl_loss_coef")
         estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
         if estimator is None:
@@ -503,7 +508,7 @@ def _convert_rewards(draft: Draft) -> None:
     draft.ignore("reward.reward_manager.", "reward_model.reward_manager", "reward_model.enable")
 
 
-# What both have
+# Both trainers
 
 
 def _convert_model(draft: Draft, place: str) -> None:
@@ -514,7 +519,7 @@ def _convert_model(draft: Draft, place: str) -> None:
         draft.put("train.activation_checkpointing", checkpoints, f"{place}.enable_gradient_checkpointing")
     draft.rename({f"{place}.enable_activation_offload": "train.activation_offload"})
     put_chat_template(draft, f"{place}.custom_chat_template")
-    rank = draft.take(f"{place}.lora_rank")
+    rank = draft.take_int(f"{place}.lora_rank", default=0)
     if rank:
         draft.set_defaults(LORA_DEFAULTS)
         draft.put("lora.rank", rank, f"{place}.lora_rank")
@@ -539,8 +544,9 @@ def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
     names = {"optimizer": "AdamW", "optimizer_impl": "torch.optim"}
     given = {name: draft.take(f"{place}.{name}") for name in names}
     if any(value is not None for value in given.values()):
-        chosen = {name: given[name] or default for name, default in names.items()}
-        draft.put("optimizer.name", f"{chosen['optimizer_impl']}.{chosen['optimizer']}", f"{place}.optimizer")
+        module = given["optimizer_impl"] or names["optimizer_impl"]
+        optimizer = given["optimizer"] or names["optimizer"]
+        draft.put("optimizer.name", f"{module}.{optimizer}", f"{place}.optimizer")
     draft.rename(
         {
             f"{place}.lr": "optimizer.lr",
@@ -555,8 +561,8 @@ def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
     clip = draft.take(*clips)
     if clip is not None:
         draft.put("train.max_grad_norm", clip, clips[0])
-    steps = draft.take(f"{place}.lr_warmup_steps")
-    share = draft.take(f"{place}.lr_warmup_steps_ratio", f"{place}.warmup_steps_ratio")
+    steps = draft.take_int(f"{place}.lr_warmup_steps", default=None)
+    share = draft.take_number(f"{place}.lr_warmup_steps_ratio", f"{place}.warmup_steps_ratio", default=None)
     if steps is not None and steps > 0:
         draft.put("scheduler.warmup_steps", steps, f"{place}.lr_warmup_steps")
         draft.defaults.pop("scheduler.warmup")
@@ -571,13 +577,14 @@ def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
 
 
 def _convert_files(draft: Draft, prompt_column: str | None) -> None:
-    """Write the files of `data.train_files` and `data.val_files`. With `prompt_column` their rows hold prompts."""
+    """Write the files of `data.train_files` and `data.val_files`. `prompt_column`: the rows' column of prompts."""
     for section, source in (("data.train", "data.train_files"), ("data.val", "data.val_files")):
-        files = [str(path) for path in listed(draft.take(source))]
-        datasets = [Dataset(path) for path in files]
-        for dataset in datasets:
+        datasets = []
+        for path in draft.take_list(source):
+            dataset = Dataset(str(path))
             if prompt_column not in (None, "prompt"):
                 dataset.columns["prompt"] = str(prompt_column)
+            datasets.append(dataset)
         put_datasets(draft, section, datasets, source)
     for name in ("data.train_max_samples", "data.val_max_samples"):
         if draft.take(name, default=-1) != -1:
@@ -619,7 +626,7 @@ def _convert_trainer(draft: Draft) -> None:
         every = draft.take(source)
         if isinstance(every, int) and every > 0:
             draft.put(key, every * steps_per_rollout, source)
-    if "wandb" in listed(draft.take("trainer.logger")) and draft.given("trainer.project_name"):
+    if "wandb" in draft.take_list("trainer.logger") and draft.given("trainer.project_name"):
         draft.put("metrics.wandb", draft.take("trainer.project_name"), "trainer.project_name")
     if draft.take("trainer.nnodes", default=1) != 1:
         draft.note("trainer.nnodes: start dtrain on every node, by torchrun or SLURM")

@@ -39,12 +39,27 @@ class Signature:
     takes_all: bool = False
 
 
-def lacking_columns_of(rewards: Iterable["Reward"], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+@dataclass(frozen=True)
+class RewardKeys:
+    """Keys of the recipe that messages about rewards name: those of GRPO, or of a set of `eval`."""
+
+    rewards: str = "grpo.rewards"
+    timeout: str = "grpo.reward_timeout"
+    columns: str = "data.train.columns"
+
+
+GRPO_KEYS = RewardKeys()
+
+
+def lacking_columns_of(
+    rewards: Iterable["Reward"], rows: Iterable[Mapping[str, Any]], keys: RewardKeys = GRPO_KEYS
+) -> list[str]:
     """Return why rewards have no values, one line each, without repetition.
 
     Args:
         rewards: Checked rewards, each with a name or import path.
         rows: For each split, a row with every column of its data.
+        keys: The keys that the messages name.
 
     Raises:
         UserError: As `lacking_columns`.
@@ -53,13 +68,15 @@ def lacking_columns_of(rewards: Iterable["Reward"], rows: Iterable[Mapping[str, 
     problems = []
     for reward in rewards:
         for row in rows:
-            problem = lacking_columns(str(reward.fn), reward.options, row)
+            problem = lacking_columns(str(reward.fn), reward.options, row, keys)
             if problem is not None:
                 problems.append(problem)
     return list(dict.fromkeys(problems))
 
 
-def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+def lacking_columns(
+    name: str, options: Mapping[str, Any], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS
+) -> str | None:
     """Return why a reward has no values with data of these columns; None if it may have some.
 
     A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine.
@@ -71,6 +88,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
         name: The reward's name or import path.
         options: Its options.
         columns: A row with every column of the data.
+        keys: The keys that the message names.
 
     Raises:
         UserError: As `find`.
@@ -81,10 +99,10 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
         column = {**import_module("dtrain.rl.rewards.options").REWARDS[own], **options}.get("column")
         if column is not None:
             if not has_column(columns, column):
-                return no_column(own, column, columns)
+                return no_column(own, column, columns, keys)
             refusal = None
             if own in READS_ANSWERS:
-                refusal = not_an_answer(own, column, column_of(columns, column))
+                refusal = not_an_answer(own, column, column_of(columns, column), keys)
             if refusal is not None:
                 return refusal
         try:
@@ -104,7 +122,7 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
         made_with, node = _signature(makes) or Signature([]), call
     called = _signature(node)
     if called is None:
-        service, key, say = "dtrain.rl.rewards.columns:Look", "grpo.reward_timeout", partial(print, file=sys.stderr)
+        service, key, say = "dtrain.rl.rewards.columns:Look", keys.timeout, partial(print, file=sys.stderr)
         try:
             with Worker(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say) as process:
                 ((makes, calls),) = process.ask("signatures")
@@ -113,13 +131,13 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
             return str(problem)
     lacking = [key for key in made_with.needs if key not in options] if made_with else []
     if lacking:
-        return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in grpo.rewards"
+        return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in {keys.rewards}"
     if called.by_place:
         return f"reward {name} takes {', '.join(called.by_place)} by place, {NO_REWARD}"
     available = {*columns, *OWN, *(() if made_with else options)}
     missing = [key for key in called.needs if key not in available]
     if missing:
-        return takes_more(name.rsplit(".", 1)[-1], missing, columns)
+        return takes_more(name.rsplit(".", 1)[-1], missing, columns, keys)
     if not called.takes_all and not {*called.needs, *called.may} & {*columns, *OWN}:
         return f"reward {name} takes neither completions nor a column, {NO_REWARD}"
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _gives_no_list(node):
@@ -127,15 +145,15 @@ def lacking_columns(name: str, options: Mapping[str, Any], columns: Mapping[str,
     return None
 
 
-def no_column(name: str, column: str, columns: Mapping[str, Any]) -> str:
+def no_column(name: str, column: str, columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
     """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
-        f"grpo.rewards=[{{fn: {name}, kwargs: {{column: ..}}}}]"
+        f"{keys.rewards}=[{{fn: {name}, kwargs: {{column: ..}}}}]"
     )
 
 
-def not_an_answer(name: str, column: str, value: Any) -> str | None:
+def not_an_answer(name: str, column: str, value: Any, keys: RewardKeys = GRPO_KEYS) -> str | None:
     """Return why `value` of a column is no answer to compare with; None if it is one.
 
     An answer is a text, a number, a truth value or null, or a list of these. An object is none, because only the user
@@ -148,7 +166,7 @@ def not_an_answer(name: str, column: str, value: Any) -> str | None:
         return (
             f"reward {name}: column {column!r} holds an object ({', '.join(keys[:_MOST_LISTED]) or 'empty'}), and an "
             "answer is a text, a number, or a list of accepted ones; name the value in it that is the answer: "
-            f"grpo.rewards=[{{fn: {name}, kwargs: {{column: {nested}}}}}]"
+            f"{keys.rewards}=[{{fn: {name}, kwargs: {{column: {nested}}}}}]"
         )
     items = value if isinstance(value, list | tuple) else ()
     if any(isinstance(item, Mapping | list | tuple) for item in items):
@@ -176,10 +194,10 @@ def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> S
     return [column_of(value, nested) if has_column(value, nested) else None for value in objects]
 
 
-def takes_more(name: str, missing: Collection[str], columns: Mapping[str, Any]) -> str:
+def takes_more(name: str, missing: Collection[str], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
     """Return the refusal of a reward whose signature takes columns that are `missing` from the data."""
     nested = [f"{key}: {known}" for key in missing for known in column_names(columns) if known.endswith(f".{key}")]
-    hint = f"; map it with data.train.columns={{{', '.join(nested)}}}" if len(nested) == len(missing) else ""
+    hint = f"; map it with {keys.columns}={{{', '.join(nested)}}}" if len(nested) == len(missing) else ""
     return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)}){hint}"
 
 

@@ -1,7 +1,7 @@
-"""Rewards of right answers: the completion ends in the data's answer, or is it.
+"""Rewards that compare a completion with the data's answer: `math_exact`, `numeric`, `cosine_length`, `text_exact`.
 
-The data's answer is a text, a number or a truth value, or a list of these, of which any is right. An object is refused:
-`column` can name the value in it that is meant, such as `reward_model.ground_truth`.
+An answer in the data is a text, a number, a truth value, or a list of accepted answers. An object is refused, because
+only the user knows which of its values is the answer: `column` can name it, such as `reward_model.ground_truth`.
 """
 
 import math
@@ -21,18 +21,27 @@ Answer = str | int | float
 
 
 def math_exact(completions: Sequence[str], *, column: str = "answer", **columns: Sequence[Any]) -> list[float | None]:
-    """Return 1.0 where the completion's answer equals the data's, in exact rational arithmetic or as text, else 0.0.
+    """Reward answers that equal the data's, in exact rational arithmetic or as text.
 
-    The completion's answer is its last \\boxed{..}, else what follows its last "####", else its last "answer is", else
-    its last number. The data's is the value of `column`, a number, a text of which the same marks are read (GSM8K's
-    "... #### 42"), or a list of accepted answers; a row without one has no reward.
+    The completion's answer is its last \\boxed{..}, else the text after its last "####", else the text after its last
+    "answer is", else its last number. A text in the data is read in the same way, such as GSM8K's "... #### 42".
 
-    >>> math_exact(["So it is \\\\boxed{\\\\frac{3}{6}}.", "That makes $1,000.", "no idea"], answer=["0.5", 1000, "7"])
-    [1.0, 1.0, 0.0]
-    >>> math_exact(["#### 2", "#### 3"], answer=[["two", 2], ["two", 2]])
-    [1.0, 0.0]
-    >>> math_exact(["#### 25%"], column="gold", gold=["some words #### 1/4"])
-    [1.0]
+    Args:
+        completions: Completions of the policy.
+        column: The column with the answer, or with a list of accepted answers.
+        columns: All columns of the data, by name.
+
+    Returns:
+        1.0 or 0.0 for each completion. None for rows without an answer.
+
+    Example:
+        >>> texts = ["So it is \\\\boxed{\\\\frac{3}{6}}.", "That makes $1,000.", "no idea"]
+        >>> math_exact(texts, answer=["0.5", 1000, "7"])
+        [1.0, 1.0, 0.0]
+        >>> math_exact(["#### 2", "#### 3"], answer=[["two", 2], ["two", 2]])
+        [1.0, 0.0]
+        >>> math_exact(["#### 25%"], column="gold", gold=["some words #### 1/4"])
+        [1.0]
     """
     return are_right("math_exact", completions, column, columns)
 
@@ -40,28 +49,26 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
 def are_right(
     reward: str, completions: Sequence[str], column: str, columns: dict[str, Sequence[Any]]
 ) -> list[float | None]:
-    """Return the values of `math_exact`, for the reward named `reward`.
-
-    Raises:
-        UserError: As `accepted_answers`.
-    """
+    """Return the values of `math_exact` for the reward named `reward`. Raises UserError as `accepted_answers` does."""
     scores: list[float | None] = []
     for text, accepted in zip(completions, accepted_answers(reward, column, columns), strict=True):
         if not accepted:
             scores.append(None)
             continue
         written = answer_in(text)
-        answer = None if written is None else read(written)
-        is_right = answer is not None and any(equal(answer, _as_math(right)) for right in accepted)
+        is_right = False
+        if written is not None:
+            answer = read(written)
+            is_right = any(equal(answer, _as_math(right)) for right in accepted)
         scores.append(float(is_right))
     return scores
 
 
 def accepted_answers(reward: str, column: str, columns: Mapping[str, Sequence[Any]]) -> list[list[Answer]]:
-    """Return the accepted answers of each row, of which any is right. A row without an answer has none.
+    """Return the accepted answers of each row. The list of a row without an answer is empty.
 
     Raises:
-        UserError: For a column that the data does not have, and for a value that is no answer, such as an object.
+        UserError: If the data has no such column, or if a value is no answer, such as an object.
     """
     rows = []
     for value in values_of(reward, column, columns):
@@ -74,12 +81,12 @@ def accepted_answers(reward: str, column: str, columns: Mapping[str, Sequence[An
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value stands for no answer. Tables write a missing number as NaN."""
+    """Return whether a value means that there is no answer. Tables contain NaN for a missing number."""
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 def _as_math(value: Answer) -> MathAnswer:
-    """Return an answer of the data in the form that is compared."""
+    """Return an answer of the data in the form that `equal` compares."""
     if not isinstance(value, str):
         return read(str(value))
     marked = marked_answer(value)
@@ -94,28 +101,41 @@ def numeric(
     relative: float = 1e-6,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1.0 where |number − right| ≤ max(absolute, relative · |right|), else 0.0; None where the data has no
-    number.
+    """Reward numbers with |number − right| ≤ max(absolute, relative · |right|).
 
-    Both numbers are found as in `math_exact`; a percent sign is left out. Any number of a list may be the right one.
+    The numbers are found as in `math_exact`, without a percent sign.
 
-    >>> numeric(["about 3.1416", "\\\\boxed{3.15}", "none"], relative=1e-3, answer=[3.14159265, 3.14159265, 3])
-    [1.0, 0.0, 0.0]
+    Args:
+        completions: Completions of the policy.
+        column: The column with the right number, or with a list of accepted numbers.
+        absolute: The largest absolute error.
+        relative: The largest error relative to the right number.
+        columns: All columns of the data, by name.
+
+    Returns:
+        1.0 or 0.0 for each completion. None for rows without a number.
+
+    Example:
+        >>> numeric(["about 3.1416", "\\\\boxed{3.15}", "none"], relative=1e-3, answer=[3.14159265, 3.14159265, 3])
+        [1.0, 0.0, 0.0]
     """
     scores: list[float | None] = []
     for text, accepted in zip(completions, accepted_answers("numeric", column, columns), strict=True):
         values = [_as_math(answer).value for answer in accepted]
-        numbers = [value for value in values if value is not None]
-        if not numbers:
+        right_numbers = [value for value in values if value is not None]
+        if not right_numbers:
             scores.append(None)
             continue
-        given = read(answer_in(text) or "").value
+        number = read(answer_in(text) or "").value
         is_right = False
-        for right in numbers:
-            allowed = max(Fraction(absolute), Fraction(relative) * abs(right))
-            is_right = is_right or (given is not None and abs(given - right) <= allowed)
+        if number is not None:
+            is_right = any(_is_near(number, right, absolute, relative) for right in right_numbers)
         scores.append(float(is_right))
     return scores
+
+
+def _is_near(number: Fraction, right: Fraction, absolute: float, relative: float) -> bool:
+    return abs(number - right) <= max(Fraction(absolute), Fraction(relative) * abs(right))
 
 
 def cosine_length(
@@ -130,37 +150,63 @@ def cosine_length(
     column: str = "answer",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return half a cosine over the length, from no token to max_tokens and beyond: from max_value_correct down to
-    min_value_correct where `math_exact` gives 1, else from min_value_wrong up to max_value_wrong (Yeo et al.,
-    arXiv:2502.03373, section 4.2; names and defaults are TRL 1.16's). A row without an answer has no reward.
+    """Reward right answers the more the shorter they are, and wrong answers the more the longer they are.
 
-    >>> cosine_length(["#### 4", "#### 5", "#### 4"], [[0] * 5, [0] * 5, [0] * 30], max_tokens=10, answer=[4, 4, 4])
-    [0.75, -0.75, 0.5]
+    The reward follows half a cosine over the number of tokens n, and is constant from max_tokens on:
+
+        value(n) = last + (first − last) · (1 + cos(π · min(n / max_tokens, 1))) / 2
+
+    A right answer (by `math_exact`) goes from max_value_correct down to min_value_correct. A wrong answer goes from
+    min_value_wrong up to max_value_wrong. Names and defaults are those of TRL 1.16. Rows without an answer get None.
+
+    Reference:
+        Yeo et al., Demystifying Long Chain-of-Thought Reasoning in LLMs, arXiv:2502.03373, section 4.2.
+
+    Example:
+        >>> cosine_length(["#### 4", "#### 5", "#### 4"], [[0] * 5, [0] * 5, [0] * 30], max_tokens=10, answer=[4, 4, 4])
+        [0.75, -0.75, 0.5]
     """
     if max_tokens < 1:
         raise UserError(f"cosine_length: max_tokens={max_tokens} must be a whole number, at least 1")
     values: list[float | None] = []
-    for right, ids in zip(are_right("cosine_length", completions, column, columns), completion_ids, strict=True):
-        first, last = (max_value_correct, min_value_correct) if right else (min_value_wrong, max_value_wrong)
-        share = (1 + math.cos(math.pi * min(len(ids) / max_tokens, 1.0))) / 2
-        values.append(None if right is None else last + (first - last) * share)
+    for is_right, ids in zip(are_right("cosine_length", completions, column, columns), completion_ids, strict=True):
+        if is_right is None:
+            values.append(None)
+            continue
+        if is_right:
+            first, last = max_value_correct, min_value_correct
+        else:
+            first, last = min_value_wrong, max_value_wrong
+        length = min(len(ids) / max_tokens, 1.0)
+        weight_of_first = (1 + math.cos(math.pi * length)) / 2
+        values.append(last + (first - last) * weight_of_first)
     return values
 
 
 def text_exact(
     completions: Sequence[str], *, column: str = "answer", ignore_case: bool = False, **columns: Sequence[Any]
 ) -> list[float | None]:
-    """Return 1.0 where the completion equals the value of `column`, else 0.0; a row without one has no reward.
+    """Reward completions that are exactly the data's answer.
 
-    White space at the ends does not count, and any white space between words is the same. Any text of a list may be the
-    right one. A number of the data is equal to each way to write it (4, 4.0, 1,000), a truth value to true and True.
+    White space at the ends is ignored, and all white space between words is the same. A number in the data equals every
+    notation of it (4, 4.0, 1,000), and a truth value equals true and True.
 
-    >>> text_exact([" Paris\\n", "paris", "It is Paris"], answer=["Paris", "Paris", ["paris", "Paris"]])
-    [1.0, 0.0, 0.0]
-    >>> text_exact(["yes"], column="label", ignore_case=True, label=["Yes"])
-    [1.0]
-    >>> text_exact(["4", "NYC", "true"], answer=[4.0, ["New York", "NYC"], True])
-    [1.0, 1.0, 1.0]
+    Args:
+        completions: Completions of the policy.
+        column: The column with the answer, or with a list of accepted answers.
+        ignore_case: Whether upper and lower case are the same.
+        columns: All columns of the data, by name.
+
+    Returns:
+        1.0 or 0.0 for each completion. None for rows without an answer.
+
+    Example:
+        >>> text_exact([" Paris\\n", "paris", "It is Paris"], answer=["Paris", "Paris", ["paris", "Paris"]])
+        [1.0, 0.0, 0.0]
+        >>> text_exact(["yes"], column="label", ignore_case=True, label=["Yes"])
+        [1.0]
+        >>> text_exact(["4", "NYC", "true"], answer=[4.0, ["New York", "NYC"], True])
+        [1.0, 1.0, 1.0]
     """
     scores: list[float | None] = []
     for text, accepted in zip(completions, accepted_answers("text_exact", column, columns), strict=True):
@@ -173,7 +219,8 @@ def _is_text(text: str, right: Answer, ignore_case: bool) -> bool:
     """Return whether a completion is the answer `right` and nothing else."""
     expected = str(right)
     if ignore_case or isinstance(right, bool):
-        text, expected = text.casefold(), expected.casefold()
+        text = text.casefold()
+        expected = expected.casefold()
     if text.split() == expected.split():
         return True
     if isinstance(right, str | bool):

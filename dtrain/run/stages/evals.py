@@ -20,7 +20,7 @@ from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.judging import Questions, plain_prompts_of, read_questions
-from dtrain.rl.rewards.columns import lacking_columns_of
+from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.find import BUILT_IN
 from dtrain.rl.rewards.math_answers import answer_in
 from dtrain.rl.rewards.options import is_path
@@ -49,7 +49,7 @@ def check_keys(spec: RunSpec) -> list[str]:
                 "prompt_completion"
             )
         errors += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
-        errors += [eval_set.in_its_keys(problem) for problem in reward_problems(section.rewards)]
+        errors += reward_problems(section.rewards, f"{key}.rewards")
         if section.samples > 1 and section.sampling.temperature == 0:
             errors.append(
                 f"{key}.samples={section.samples} with {key}.sampling.temperature=0 draws one answer so many times: "
@@ -97,8 +97,9 @@ def _look(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> li
                 raise UserError(f"{file}:{line}: {problem}") from problem
             # `check_keys` reports rewards of unknown names.
             known = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
-            for refusal in lacking_columns_of(known, [kept]):
-                errors.append(f"{file}:{line}: {eval_set.in_its_keys(refusal)}")
+            keys = RewardKeys(f"{eval_set.key}.rewards", f"{eval_set.key}.reward_timeout", f"{eval_set.key}.columns")
+            for refusal in lacking_columns_of(known, [kept], keys):
+                errors.append(f"{file}:{line}: {refusal}")
     return list(dict.fromkeys(errors))
 
 

@@ -201,7 +201,7 @@ def _compare(spec: RunSpec, host: Host) -> list[str]:
     unfit = host.ranks.first(lambda: _unfit(spec))
     section = spec.written.checkpoint
     if host.is_dry:
-        unread = [key for key, of in resume.PLACES.items() if of not in spec.identities]
+        unread = [key for key, of in resume.DIGEST_OF_LOCATION.items() if of not in spec.identities]
         unread += [key for key in model_keys(spec.recipe.method) if key not in spec.identities]
         section = replace(section, allow_changes=[*section.allow_changes, *unread])
     return resume.compare(spec, section.allow_changes, unfit)
