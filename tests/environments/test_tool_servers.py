@@ -203,7 +203,8 @@ def test_the_package_is_missing_before_anything_runs(tmp_path, players, monkeypa
     overrides = [f"grpo.tools=[{{mcp: {SERVER!r}, schema: tools.json}}]", "grpo.max_turns=2"]
     monkeypatch.setattr("dtrain.rl.tools.find_spec", lambda name: None)
     assert main(["validate", "grpo", *overrides]) == 1
-    assert "tool servers need the package mcp, which is not installed: pip install 'dtrain[mcp]'" in capfd.readouterr()[1]
+    problem = "tool servers need the package mcp, which is not installed: pip install 'dtrain[mcp]'"
+    assert problem in capfd.readouterr().err
 
 
 def test_a_run_with_tools_over_a_server_is_that_of_the_native_engine(tmp_path):

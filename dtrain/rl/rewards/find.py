@@ -15,15 +15,18 @@ from dtrain.base.errors import UserError
 from dtrain.base.import_paths import search_path
 from dtrain.base.ranges import nearest
 
-READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length")
+READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length", "math_verify")
 """Rewards that compare a completion with the data's answer."""
+NEEDS_MORE = ("python_tests", "math_verify")
+"""Rewards that need programs or packages, which they look for when they are made."""
 _MODULES = {
-    **dict.fromkeys(READS_ANSWERS, "right_answers"),
+    **dict.fromkeys(("math_exact", "text_exact", "numeric", "cosine_length"), "right_answers"),
     **dict.fromkeys(("regex", "format_tags", "json_valid", "length_penalty", "repetition_penalty"), "form"),
 }
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         **{name: f"dtrain.rl.rewards.{module}:{name}" for name, module in _MODULES.items()},
+        "math_verify": "dtrain.rl.rewards.symbolic_answers:MathVerify",
         "python_tests": "dtrain.rl.rewards.python_tests:PythonTests",
         "judge": "dtrain.rl.remote.judge:Judge",
     }
