@@ -87,8 +87,9 @@ def find_verifiers(name: str) -> str:
             raise UserError(f"there is no package {package}: pip install {how}")
     assert spec is not None, "the loop has found it"
     names = _names(name, spec)
-    if names is not None and "load_environment" not in names:
-        raise UserError(f"{spec.origin} defines no load_environment, which an environment of verifiers has")
+    if names is not None and not names & {"load_environment", "__all__"}:
+        raise UserError(f"{spec.origin} defines neither load_environment nor __all__, as an environment of verifiers "
+                        "does")  # fmt: skip
     return spec.origin or module
 
 
