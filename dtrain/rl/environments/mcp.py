@@ -111,14 +111,14 @@ class ToolServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
 
+        client = self._client
         try:
-            result = self._portal.call(
-                partial(self._client.call_tool, name, dict(arguments), read_timeout_seconds=math.inf)
-            )
+            result = self._portal.call(partial(client.call_tool, name, dict(arguments), read_timeout_seconds=math.inf))
         except MCPError as error:
             # A server over HTTP that was started again refuses requests of its former sessions as invalid.
             if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
-                self._is_gone = True
+                if client is self._client:  # another thread may have connected again
+                    self._is_gone = True
                 raise ServerGone(f"{self.address}: {error}") from None
             return f"{FAILED}{error}"
         return _text(result)
