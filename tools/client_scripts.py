@@ -15,7 +15,6 @@ SCRIPTS = ROOT / "tests" / "real"
 PACKAGES = (
     "openai",
     "lm-eval[api]",
-    "mcp",
     "verifiers>=0.1.14,<0.4",
     "pytest",
     "peft>=0.21",

@@ -50,3 +50,14 @@ def _watch(parent: int, status: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(status)
+
+
+def main() -> None:
+    """Run a command in place of this process, which on Linux ends with its parent: orphans.py PARENT COMMAND ..."""
+    parent, *command = sys.argv[1:]
+    end_with(int(parent))
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

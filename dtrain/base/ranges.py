@@ -3,6 +3,7 @@
 The tables of options that stand beside the losses and the rewards are made of these, and so is the recipe's check.
 """
 
+import difflib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -62,20 +63,20 @@ def out_of_range(section: Any, prefix: str = "") -> list[tuple[str, Any, str]]:
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:
-    """Return the name in `known` that `word` is a typo of: the same but for case, - and _; or nearer than all others,
-    and wrong in one letter of four at most (of three letters one may be missing or too much); or the only one that
-    begins so or has it as a part. None where there is none: a wrong hint is worse than no hint."""
+    """Return the name in `known` that `word` is a typo of, or None.
+
+    Case, - and _ do not count. A word that is no typo but begins one of the names, or is a part of one, is that name if
+    it is the only one: `warmup` is `warmup_steps`.
+    """
     wanted = _plain(word[:64])
-    if not wanted:
+    by_plain = {_plain(name): name for name in known}
+    # 0.75: one letter of four. A lower share finds hardly more typos, and more hints that are wrong.
+    close = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.75)
+    if close:
+        return by_plain[close[0]]
+    if len(wanted) < 4:
         return None
-    distances = {name: _distance(wanted, _plain(name)) for name in known if abs(len(name) - len(wanted)) <= 4}
-    least = min(distances.values(), default=len(word))
-    near = [name for name, distance in distances.items() if distance == least]
-    is_typo = least <= min(len(wanted) // 4, 3) or (least == 1 and len(wanted) == 3 != len(_plain(near[0])))
-    if near and is_typo and (least == 0 or len(near) == 1):
-        return near[0]
-    parts = {name: _plain(name).startswith(wanted) or wanted in name.lower().split("_") for name in known}
-    begun = [name for name, has in parts.items() if has and len(wanted) >= 4]
+    begun = [name for name in known if _plain(name).startswith(wanted) or wanted in name.lower().split("_")]
     return begun[0] if len(begun) == 1 else None
 
 
@@ -91,19 +92,6 @@ def beside(path: str) -> str:
 
 def _plain(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
-
-
-def _distance(word: str, other: str) -> int:
-    """Return the number of letters to insert, drop, change, or swap with the next, to make `word` into `other`."""
-    rows = [list(range(len(other) + 1))]
-    for i, a in enumerate(word, start=1):
-        row = [i]
-        for j, b in enumerate(other, start=1):
-            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (a != b)))
-            if i > 1 and j > 1 and (a, word[i - 2]) == (other[j - 2], b):
-                row[-1] = min(row[-1], rows[-2][j - 2] + 1)
-        rows.append(row)
-    return rows[-1][-1]
 
 
 def hint(word: str, known: Collection[str], prefix: str = "", otherwise: str | None = None) -> str:

@@ -99,11 +99,11 @@ class Tool:
     """Import path of a Python function, async or not. Its name, hints and docstring (with `Args:`) tell the model what
     it does and takes. This or `mcp` is required."""
     mcp: str | None = None
-    """A command that starts a server of tools, which speaks the Model Context Protocol over its standard input and
-    output."""
+    """A command that starts a tool server, which speaks the Model Context Protocol over its standard input and output;
+    or the address of one over HTTP, `http://localhost:8000/mcp`. It needs `pip install 'dtrain[mcp]'`."""
     schema: str | None = None
     """Of mcp, and required there: a file with what the server offers, as
-    `python -m dtrain.rl.environments.mcp "COMMAND" > FILE` writes it. Prompts tell the model of the tools in it."""
+    `python -m dtrain.rl.environments.mcp "SERVER" > FILE` writes it. Prompts tell the model of the tools in it."""
 
 
 @dataclass

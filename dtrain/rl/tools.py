@@ -6,8 +6,11 @@ Nothing is imported or run: hints and docstring stand in the source. No torch.
 
 import ast
 import re
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from copy import copy
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,6 +73,34 @@ def served_schemas(command: str | None, file: str | None) -> list[Schema]:
     if not are_sound or not tools:
         raise UserError(f"grpo.tools: {file} must be a list of tools in OpenAI's function format; write it anew: {how}")
     return tools
+
+
+def is_url(server: str) -> bool:
+    """Return whether a tool server is reached over HTTP; otherwise it is a command."""
+    return server.startswith(("http://", "https://"))
+
+
+def find_server(server: str) -> str:
+    """Return the file of a tool server's program, or its URL. Nothing is started or reached.
+
+    Raises:
+        UserError: If there is no such program, or the package `mcp` is not installed.
+    """
+    if find_spec("mcp") is None:
+        raise UserError(f"{server}: tool servers need the package mcp, which is not installed: "
+                        "pip install 'dtrain[mcp]'")  # fmt: skip
+    if is_url(server):
+        return server
+    try:
+        words = shlex.split(server)
+    except ValueError as error:
+        raise UserError(f"{server} is no command: {error}") from None
+    if not words:
+        raise UserError("the command of a tool server is empty")
+    file = shutil.which(words[0])
+    if file is None:
+        raise UserError(f"{server}: there is no program {words[0]}")
+    return file
 
 
 def tool_schema(path: str) -> Schema:

@@ -21,9 +21,9 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, Self, TypedDict
 
+from dtrain.base import orphans
 from dtrain.base.errors import UserError
 from dtrain.base.import_paths import search_path
-from dtrain.base.orphans import end_with
 from dtrain.base.ranges import LARGEST_REWARD
 
 LOAD_SECONDS = 120.0  # for the imports of the user's own modules; a longer timeout counts
@@ -114,8 +114,10 @@ class Worker:
     def _kill(self) -> None:
         """End the process and what it started. May be called again."""
         if self._is_alive:
+            started = orphans.descendants(self._process.pid)  # some in sessions of their own, tool servers for example
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._process.pid, signal.SIGKILL)
+            orphans.kill(started)
         self._process.wait()
         with suppress(OSError):  # it ends a wait for an answer in another thread, whoever else holds the other end
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -191,7 +193,7 @@ def serve(parent: int, channel: int, service: Any) -> None:
     """Answer calls of methods of `service`, which give their answers one after another, until the parent closes its end
     of the socket `channel`. Never returns. Once a service has a `main`, that has this thread, and another answers: the
     user's code may need the main one, for signals say."""
-    end_with(parent)
+    orphans.end_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     own = os.getpid()
     connection = socket.socket(fileno=channel)

@@ -1,56 +1,55 @@
-"""A server of tools for tests, in lines of JSON-RPC over standard input and output. Not a module: run as a program."""
+"""A tool server of the package `mcp`, over standard input and output, or over HTTP on a port. Run as a program."""
 
-import json
 import os
 import sys
 import time
+from pathlib import Path
 
-TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-TOOLS = [{"name": name, "description": f"To {name}.", "inputSchema": TEXT} for name in ("say", "fail", "end", "wait")]
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
-
-def send(**message):
-    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
-
-
-def texts(*parts, **more):
-    return {"content": [{"type": "text", "text": part} for part in parts], **more}
+server = MCPServer("tests", log_level="CRITICAL")
 
 
-print("started, says no message", flush=True)
-is_ready = False
-for line in sys.stdin:
-    message = json.loads(line)
-    number, given = message.get("id"), message.get("params", {})
-    if message.get("method") == "initialize":
-        assert given["protocolVersion"] and given["clientInfo"]["name"] == "dtrain" and given["capabilities"] == {}
-        send(id=number, result={"protocolVersion": given["protocolVersion"], "capabilities": {"tools": {}}})
-    elif message.get("method") == "notifications/initialized":
-        is_ready = True
-        send(id=7000, method="ping")
-        send(id="r", method="roots/list")
-        send(method="notifications/message", params={"level": "info", "data": "hello"})
-    elif message.get("method") == "tools/list":
-        assert is_ready
-        if "cursor" not in given:
-            send(id=number, result={"tools": TOOLS[:2], "nextCursor": "b"})
-        else:
-            send(id=number, result={"tools": TOOLS[2:]})
-    elif message.get("method") == "tools/call":
-        name, text = given["name"], given["arguments"].get("text")
-        if name == "end":
-            os._exit(3)
-        if name == "wait":
-            time.sleep(60)
-        if text is None:
-            send(id=number, error={"code": -32602, "message": "no text"})
-        elif name == "fail":
-            send(id=number, result=texts("it failed", isError=True))
-        else:
-            send(id=number, result=texts(text, str(os.getpid())))
-    elif number == 7000:
-        assert message["result"] == {}
-    elif number == "r":
-        assert message["error"]["code"] == -32601
-    else:
-        sys.exit(f"what is {line}")
+@server.tool()
+def say(text: str) -> str:
+    """To say."""
+    return f"{text}\n{os.getpid()}"
+
+
+@server.tool()
+def power(base: int, exponent: int = 2) -> int:
+    """Raise a number to a power."""
+    return base**exponent
+
+
+@server.tool()
+async def words(text: str) -> list[str]:
+    """Split a text."""
+    return text.split()
+
+
+@server.tool(structured_output=False)
+def picture() -> list[str | Image]:
+    """Show something."""
+    return ["look:", Image(data=b"GIF", format="gif")]
+
+
+@server.tool()
+def end() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+async def wait() -> str:
+    """Hang, and hold the event loop, so that the server does not see the end of its input."""
+    Path("hangs").touch()
+    time.sleep(60)
+    return ""
+
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")

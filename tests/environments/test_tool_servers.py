@@ -1,15 +1,21 @@
-"""Tools of MCP servers: what they answer, and servers that break the protocol, hang or die."""
+"""Tools of MCP servers: servers of the package `mcp` itself, over standard input and output and over HTTP."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from dtrain.base.errors import UserError
+from dtrain.commands.cli import main
 from dtrain.data.text.tool_format import learn_tool_format
 from dtrain.recipe.rollouts import Tool
 from dtrain.rl.environments import mcp
@@ -21,127 +27,184 @@ from tests.environments.test_environment import Scripted, requests_for
 from tests.environments.test_tools import HERE, family
 from tests.environments.tiny_tools import tiny_tools
 from tests.methods.comparing import samples_of
+from tests.rollout.test_rewards import alive, gone_within
 from tests.running import assert_same, run
-from tests.serve.serving import Process, controlled, key_file, make_model
+from tests.serve.serving import Process, controlled, key_file, make_model, wait_until
 
-SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'dtrain[mcp]'")
+
+ROOT = Path(__file__).parents[2]
+FILE = Path(__file__).with_name("mcp_server.py")
+SERVER = f"{sys.executable} {FILE}"
+NAMES = ["say", "power", "words", "picture", "end", "wait"]
+TOOLBOX = "dtrain.rl.environments.tools:Toolbox"
 
 
-def test_a_server_of_tools(tmp_path, monkeypatch, capfd):
-    """Its tools in pages, answers, failures; where it ends, those who ask lose their episodes, and others find it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["mcp", SERVER])
-    mcp.main()
-    (tmp_path / "tools.json").write_text(capfd.readouterr().out)
-    tools = tool_schemas([Tool(f"{HERE}.add"), Tool(mcp=SERVER, schema="tools.json")])
-    schemas = [schema for _, schema in tools]
-    assert [one["function"]["name"] for one in schemas] == ["add", "say", "fail", "end", "wait"]
-    assert schemas[1]["function"]["description"] == "To say."
-    sources = [(one.mcp or (HERE, "add"), schema["function"]) for one, schema in tools]
-    tokenizer, template = family(tmp_path, "qwen25")
-    calls, said = learn_tool_format(template, schemas), []
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-    def text(name, **arguments):
-        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
-    def answers(texts):
+class Players:
+    """Episodes of one turn with a call each, and one that ends, against environments of a server's tools."""
+
+    def __init__(self, root, monkeypatch, capfd):
+        monkeypatch.chdir(root)
+        monkeypatch.setattr(sys, "argv", ["mcp", SERVER])
+        mcp.main()
+        (root / "tools.json").write_text(capfd.readouterr().out)
+        tools = tool_schemas([Tool(f"{HERE}.add"), Tool(mcp=SERVER, schema="tools.json")])
+        self.schemas = [schema for _, schema in tools]
+        self.sources = [(one.mcp or (HERE, "add"), schema["function"]) for one, schema in tools]
+        self.tokenizer, self.template = family(root, "qwen25")
+        self.calls = learn_tool_format(self.template, self.schemas)
+        self.said = []
+
+    def environments(self, timeout, server=SERVER):
+        sources = [(server if source == SERVER else source, schema) for source, schema in self.sources]
+        options = (sources, self.calls.form, False, 99)
+        say = self.said.append
+        return Environments(TOOLBOX, options=options, whose="grpo.tools", timeout=timeout, threads=3, say=say)
+
+    def play(self, environments, texts):
+        """Return the tools' answers of each episode, and how it ended: (finish, calls, failures)."""
         environments.make([({}, number) for number in range(len(texts))])
-        engine = Scripted(tokenizer, {number: [one, "So."] for number, one in enumerate(texts)})
-        episodes = run_episodes(engine.generate, requests_for([7], len(texts), 300), environments,
-                                Observations(tokenizer, template, calls), max_turns=2, max_length=999)  # fmt: skip
-        found = [re.findall(r"<tool_response>\n(.*?)\n</tool_response>", tokenizer.decode(one.ids), re.DOTALL)
-                 for one in episodes]  # fmt: skip
-        return found, [(one.finish, one.calls, one.failures) for one in episodes]
+        engine = Scripted(self.tokenizer, {number: [one, "So."] for number, one in enumerate(texts)})
+        observations = Observations(self.tokenizer, self.template, self.calls)
+        requests = requests_for([7], len(texts), 300)
+        episodes = run_episodes(engine.generate, requests, environments, observations, max_turns=2, max_length=999)
+        pattern = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
+        answers = [pattern.findall(self.tokenizer.decode(one.ids)) for one in episodes]
+        return answers, [(one.finish, one.calls, one.failures) for one in episodes]
 
-    made_by = "dtrain.rl.environments.tools:Toolbox"
-    with Environments(made_by, options=(sources, calls.form, False, 99), whose="grpo.tools",
-                      timeout=1.0, threads=3, say=said.append) as environments:  # fmt: skip
-        given = [
-            text("say", text="ü\n") + text("add", a=1),
-            text("fail", text="a") + text("say"),
-            text("say", text="b"),
-        ]
-        found, ends = answers(given)
+
+@pytest.fixture
+def players(tmp_path, monkeypatch, capfd):
+    return Players(tmp_path, monkeypatch, capfd)
+
+
+@pytest.mark.processes
+def test_a_server_of_tools(players):
+    """Where it ends, those who ask lose their episodes, and the next ones find another."""
+    assert [one["function"]["name"] for one in players.schemas] == ["add", *NAMES]
+    assert players.schemas[1]["function"]["description"] == "To say."
+    given = [call("say", text="ü\n") + call("add", a=1), call("power", base="a") + call("say"), call("say", text="b")]
+    # Seconds: a server that was lost is started within a make, and imports the package mcp.
+    with players.environments(timeout=8.0) as environments:
+        found, ends = players.play(environments, given)
         process = found[2][0].split("\n")[1]
-        assert found == [[f"ü\n\n{process}", "2"], ["error: it failed", "error: no text"], [f"b\n{process}"]]
+        assert found[0] == [f"ü\n\n{process}", "2"] and found[2] == [f"b\n{process}"]
+        assert all(text.startswith("error: ") for text in found[1])
         assert ends == [("stop", 2, 0), ("stop", 2, 2), ("stop", 1, 0)]
-        assert answers([text("end", text="a")])[1] == [("lost", 0, 0)]
-        assert "mcp_server.py ended with status 3" in said[0]
-        found, ends = answers(given)
-        assert ends == [("stop", 2, 0), ("stop", 2, 2), ("stop", 1, 0)] and found[2][0].split("\n")[1] != process
-        assert answers([text("wait", text="a"), text("add", a=1)])[1] == [("lost", 0, 0), ("stop", 1, 0)]
-        assert answers(given)[1] == ends  # it hangs still: its process went with the threads that wait for it
-    other = {**sources[1][1], "description": "Another."}
+        assert players.play(environments, [call("end")])[1] == [("lost", 0, 0)]
+        assert "mcp_server.py: Connection closed" in players.said[0]
+        found, same_ends = players.play(environments, given)
+        assert same_ends == ends and found[2][0].split("\n")[1] != process
+        assert players.play(environments, [call("wait"), call("add", a=1)])[1] == [("lost", 0, 0), ("stop", 1, 0)]
+        assert players.play(environments, given)[1] == ends  # the one that hangs went with the environments' process
+
+
+@pytest.mark.processes
+def test_a_server_ends_with_the_environments_even_where_it_hangs(players):
+    """Its parent is another program here, as it is with uvx."""
+    with players.environments(timeout=1.0, server=f"sh -c '{SERVER}; true'") as environments:
+        found, _ = players.play(environments, [call("say", text="a")])
+        server = int(found[0][0].split("\n")[1])
+        assert players.play(environments, [call("wait")])[1] == [("lost", 0, 0)] and alive(server)
+    assert gone_within(5, server)
+
+
+@pytest.mark.processes
+def test_a_server_ends_with_a_process_that_is_killed(tmp_path):
+    """The server hangs, so it does not see that its input is closed."""
+    code = f"""
+from anyio.from_thread import start_blocking_portal
+from dtrain.rl.environments.mcp import ToolServer
+with start_blocking_portal() as portal, ToolServer({SERVER!r}, portal) as server:
+    print(server.answer("say", {{"text": "a"}}).split()[1], flush=True)
+    server.answer("wait", {{}})
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    )
+    with parent:
+        server = int(parent.stdout.readline())
+        wait_until((tmp_path / "hangs").exists)
+        parent.send_signal(signal.SIGKILL)
+    assert gone_within(5, server)
+
+
+@contextmanager
+def http_server(port):
+    """A server over HTTP on a port of this machine."""
+    process = subprocess.Popen([sys.executable, str(FILE), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: is_open(port))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_open(port):
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.mark.processes
+def test_answers_are_the_same_over_http_and_standard_input_and_output():
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/mcp"
+    with start_blocking_portal() as portal, http_server(port) as process:
+        with mcp.ToolServer(SERVER, portal) as local, mcp.ToolServer(url, portal) as remote:
+            assert remote.tools() == local.tools()
+            assert [one["function"]["name"] for one in local.tools()] == NAMES
+            for server in (local, remote):
+                assert server.answer("power", {"base": 2, "exponent": 10}) == "1024"
+                assert server.answer("words", {"text": "añb c \u2028d"}) == "añb\nc\nd"
+                assert server.answer("picture", {}) == "look:\n[image]"
+                assert server.answer("power", {"base": "a"}).startswith("error: Error executing tool power")
+                assert server.answer("cook", {}) == "error: Unknown tool: cook"
+            process.kill()
+            process.wait()
+            with pytest.raises(mcp.ServerGone, match=f"127.0.0.1:{port}/mcp: Connection closed"):
+                remote.answer("say", {"text": "a"})
+            with pytest.raises(UserError, match=f"127.0.0.1:{port}/mcp does not answer as an MCP server: All connec"):
+                remote.ensure()
+            with http_server(port):
+                remote.ensure()
+                assert remote.answer("say", {"text": "a"}).startswith("a\n")
+
+
+@pytest.mark.processes
+def test_a_server_that_is_none_or_offers_something_else(players):
+    other = {**players.sources[1][1], "description": "Another."}
     with pytest.raises(UserError, match="offers no say as the file says that it does; write it anew"):
-        Toolbox([(SERVER, other)], calls.form, False, 99)
-    for command, says in (("/no/such/server", "cannot be started"), ("false", "before it answered initialize")):
-        with pytest.raises(UserError, match=says):
-            mcp.ToolServer(command)
+        Toolbox([(SERVER, other)], players.calls.form, False, 99)
+    with pytest.raises(UserError, match="there is no program /no/such/server"):
+        Toolbox([("/no/such/server", other)], players.calls.form, False, 99)
+    with start_blocking_portal() as portal:
+        with pytest.raises(UserError, match="false does not answer as an MCP server: Connection closed"):
+            mcp.ToolServer("false", portal)
     with pytest.raises(UserError, match="there is no file gone.json of what .* write it: python -m dtrain.rl.environ"):
         tool_schemas([Tool(mcp=SERVER, schema="gone.json")])
-    (tmp_path / "other.json").write_text('{"tools": []}')
+    Path("other.json").write_text('{"tools": []}')
     with pytest.raises(UserError, match="other.json must be a list of tools"):
         tool_schemas([Tool(mcp=SERVER, schema="other.json")])
 
 
-HOSTILE = f"{sys.executable} {Path(__file__).with_name('mcp_hostile.py')}"
-MALFORMED = {  # what the tool is given: what the model reads
-    "list": "error: {} answered with a result that is a list, not an object",
-    "null": "error: {} answered with a result that is null, not an object",
-    "content": "error: {} answered with content that is a string, not a list",
-    "part": "error: {} answered with a part of the content that is a string, not an object",
-    "error": "error: {} answered with an error that is a string, not an object",
-    "neither": "error: {} answered with a result that is null, not an object",
-    "strange text": "{'a': 1}",
-    "no content": "",
-    "twice": "first",
-    "others first": "right",
-    "fine": "fine",
-}
-BREAKING = {  # what ends a server, with the calls under way and those after
-    "no UTF-8": "wrote a line that is not UTF-8",
-    "endless": "wrote a line of more than 16 MiB",
-    "silent": "closed its output",
-}
-
-
-@pytest.mark.processes
-def test_a_server_that_answers_against_the_protocol_fails_its_calls_alone():
-    server = mcp.ToolServer(HOSTILE)
-    try:
-        for text, said in MALFORMED.items():
-            assert server.answer("say", {"text": text}) == said.replace("{}", HOSTILE, 1), text
-    finally:
-        server.close()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("text", BREAKING)
-def test_a_server_that_nobody_can_read_is_ended_and_no_call_of_it_hangs(text):
-    server = mcp.ToolServer(HOSTILE)
-    with ThreadPoolExecutor(2) as threads:
-        try:
-            under_way = threads.submit(server.answer, "say", {"text": "wait"})
-            broken = threads.submit(server.answer, "say", {"text": text})
-            for call in (under_way, broken):
-                with pytest.raises(mcp.ServerGone, match=BREAKING[text]):
-                    call.result(20)
-            with pytest.raises(mcp.ServerGone, match=BREAKING[text]):
-                threads.submit(server.answer, "say", {"text": "late"}).result(5)
-            server.ensure()
-            assert threads.submit(server.answer, "say", {"text": "a"}).result(5) == "a"
-        finally:
-            server.close()  # ends a call that hangs, so that the threads end
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("start, says", [
-    ("null", "a result that is null, not an object .initialize"), ("a list", "a result that is a list"),
-    ("pages", "more than 1000 pages"), ("tools", "no list of named tools"),
-])  # fmt: skip
-def test_a_server_that_starts_against_the_protocol(start, says):
-    with pytest.raises(UserError, match=says):
-        mcp.ToolServer(f"{HOSTILE} '{start}'").tools()
+def test_the_package_is_missing_before_anything_runs(tmp_path, players, monkeypatch, capfd):
+    overrides = [f"grpo.tools=[{{mcp: {SERVER!r}, schema: tools.json}}]", "grpo.max_turns=2"]
+    monkeypatch.setattr("dtrain.rl.tools.find_spec", lambda name: None)
+    assert main(["validate", "grpo", *overrides]) == 1
+    problem = "tool servers need the package mcp, which is not installed: pip install 'dtrain[mcp]'"
+    assert problem in capfd.readouterr().err
 
 
 def test_a_run_with_tools_over_a_server_is_that_of_the_native_engine(tmp_path):

@@ -183,7 +183,7 @@ def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run
             options = (sources, calls.form, calls.is_single, section.tool_output)
             arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
         if library.name is not None:
-            path = "dtrain.rl.environments.verifiers:Library"
+            path = "dtrain.rl.environments.verifiers:open_library"
             special = [token.content for token in tokenizer.added_tokens().values() if token.special]
             library_options = (library.name, library.args, special)
             arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}

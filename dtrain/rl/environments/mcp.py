@@ -1,228 +1,170 @@
-"""Client of a server of tools that speaks the Model Context Protocol over its standard input and output.
+"""Client of tool servers that speak the Model Context Protocol: a command's process, or an address over HTTP.
 
-JSON-RPC 2.0, a message a line: initialize, tools/list, tools/call (the protocol's specification of 2025-06-18). The
-`mcp` package waits for ever on malformed answers, and keeps a line without an end until the memory is full.
+The protocol is the work of the package `mcp`, which is asyncio. Environments are stepped by threads, so all servers of
+an environment share one event loop in a thread of its own, anyio's blocking portal, and a call waits there for its
+answer.
 """
 
 import json
+import math
+import os
 import shlex
-import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
+from dtrain.base import orphans
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, loads
 from dtrain.data.text.tool_calls import FAILED
+from dtrain.rl.tools import find_server, is_url
 
-VERSION = "2025-06-18"
-START = 60.0  # seconds for a server's first answers
-LINE = 1 << 24  # bytes of a server's message
-PAGES = 1000  # of a server's list of tools
-NO_METHOD = {"code": -32601, "message": "dtrain offers nothing to a server"}
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from anyio.from_thread import BlockingPortal
+    from mcp.types import CallToolResult
+
+# The package mcp is optional, so it is imported in the functions that use it.
+
+START = 60.0  # seconds for each of a server's first answers
 
 
 class ServerGone(Exception):
-    """The server's process has ended, or was ended; the message says with what status, or why."""
-
-
-class MalformedAnswer(Exception):
-    """An answer that the protocol does not allow; the message names the server."""
-
-
-@dataclass
-class _Connection:
-    """A server's process, the calls that wait for its answers and why it is gone, both under the server's lock."""
-
-    process: subprocess.Popen[bytes]
-    waiting: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)
-    gone: ServerGone | None = None
+    """The connection to a server is closed, for example because its process has ended; the message names the server."""
 
 
 class ToolServer:
-    """Server of tools: a process that `command` starts, in this one's session, so that it ends with it. Its calls may
-    be made by several threads at once. Raises UserError where it cannot be started or does not answer as a server of
-    tools."""
+    """A connected tool server, whose calls several threads may make at once.
 
-    def __init__(self, command: str):
-        self.command = command
-        self._lock, self._sending, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
-        self._number = 0
-        self._start()
+    Args:
+        address: A command that starts the server, or its http:// or https:// URL.
+        portal: Runs the event loop of the connection.
 
-    def ensure(self) -> None:
-        """Start it again where it has ended. Raises UserError."""
-        with self._starting:
-            if self._connection.gone is not None or self._connection.process.poll() is not None:
-                self._start()
+    Raises:
+        UserError: If the server cannot be started or reached, or does not answer as a tool server.
+    """
+
+    def __init__(self, address: str, portal: "BlockingPortal"):
+        self.address = address
+        self._portal = portal
+        self._lock = threading.Lock()  # for a connection that is made again
+        self._connect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """End the process."""
-        self._connection.process.kill()
-        self._connection.process.wait()
+        """Close the connection. A process gets two seconds to end by itself."""
+        with suppress(ExceptionGroup):  # why the connection was lost, which its calls have reported
+            self._connection.close()
+
+    def ensure(self) -> None:
+        """Connect again if the connection was lost.
+
+        Raises:
+            UserError: As the constructor.
+        """
+        with self._lock:
+            if self._is_gone:
+                self.close()
+                self._connect()
 
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools that it offers, in OpenAI's function format. Raises UserError."""
+        """Return the tools that the server offers, in OpenAI's function format.
+
+        Raises:
+            UserError: If the server does not list them.
+        """
+        from mcp import MCPError
+
         schemas: list[dict[str, Any]] = []
-        cursor: dict[str, Any] = {}
-        for _ in range(PAGES):
-            page = self._now("tools/list", cursor)
-            tools = page.get("tools", [])
-            if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-                raise UserError(f"grpo.tools: {self.command} answered tools/list with what is no list of named tools")
-            schemas += map(_openai, tools)
-            if not page.get("nextCursor"):
+        cursor: str | None = None
+        while True:
+            try:
+                page = self._portal.call(partial(self._client.list_tools, cursor=cursor))
+            except MCPError as error:
+                raise UserError(f"grpo.tools: {self.address} does not list its tools: {error}") from None
+            for tool in page.tools:
+                function = {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
+                schemas.append({"type": "function", "function": function})
+            cursor = page.next_cursor
+            if not cursor:
                 return schemas
-            cursor = {"cursor": page["nextCursor"]}
-        raise UserError(f"grpo.tools: {self.command} lists its tools in more than {PAGES} pages")
 
-    def answer(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the texts of a tool's answer; `error: ..` where it says that it failed, or answers against the
-        protocol. Raises ServerGone. It waits for ever: the caller is given up where that takes too long."""
-        reply = self._ask("tools/call", {"name": name, "arguments": dict(arguments)}).result()
+    def answer(self, name: str, arguments: "Mapping[str, Any]") -> str:
+        """Return the text of a tool's answer; `error: ..` if the tool or the server reports a failure.
+
+        There is no limit of time here: the pool of the environments gives up a call that takes too long.
+
+        Raises:
+            ServerGone: If the connection is lost.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST
+
+        client = self._client
         try:
-            return self._text(reply)
-        except MalformedAnswer as error:
-            return FAILED + str(error)
+            result = self._portal.call(partial(client.call_tool, name, dict(arguments), read_timeout_seconds=math.inf))
+        except MCPError as error:
+            # A server over HTTP that was started again refuses requests of its former sessions as invalid.
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
+                if client is self._client:  # another thread may have connected again
+                    self._is_gone = True
+                raise ServerGone(f"{self.address}: {error}") from None
+            return f"{FAILED}{error}"
+        return _text(result)
 
-    def _text(self, reply: Mapping[str, Any]) -> str:
-        """Return the text of a reply. Raises MalformedAnswer."""
-        if "error" in reply:
-            error = self._object(reply["error"], "an error")
-            return FAILED + str(error.get("message", error))
-        result = self._object(reply.get("result"), "a result")
-        parts = result.get("content", [])
-        if not isinstance(parts, list):
-            raise MalformedAnswer(f"{self.command} answered with content that is {kind_of(parts)}, not a list")
-        items = [self._object(part, "a part of the content") for part in parts]
-        text = "\n".join(str(item["text"]) if "text" in item else f"[{item.get('type', 'content')}]" for item in items)
-        if not parts and "structuredContent" in result:
-            text = json.dumps(result["structuredContent"], ensure_ascii=False)
-        return FAILED + text if result.get("isError") else text
+    def _connect(self) -> None:
+        from mcp import Client, MCPError, StdioServerParameters
 
-    def _object(self, value: Any, what: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise MalformedAnswer(f"{self.command} answered with {what} that is {kind_of(value)}, not an object")
-        return value
-
-    def _start(self) -> None:
+        server: str | StdioServerParameters = self.address
+        if not is_url(self.address):
+            # The package starts a server in a session of its own, which the end of this process's group does not
+            # reach. The kernel ends it with this process instead, however that ends.
+            arguments = ["-P", orphans.__file__, str(os.getpid()), *shlex.split(self.address)]
+            server = StdioServerParameters(command=sys.executable, args=arguments, env=dict(os.environ))
+        client = Client(server, read_timeout_seconds=START, cache=None)
+        self._connection = ExitStack()
         try:
-            process = subprocess.Popen(shlex.split(self.command), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except (OSError, ValueError) as error:
-            raise UserError(f"grpo.tools: {self.command} cannot be started: {error}") from None
-        self._connection = _Connection(process)
-        threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
-        parameters = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "dtrain", "version": "0"}}
-        self._now("initialize", parameters)
-        self._send(self._connection, {"method": "notifications/initialized"})
-
-    def _now(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of a call, which may take START seconds. Raises UserError."""
-        try:
-            reply = self._ask(method, parameters).result(START)
-            if "result" not in reply:
-                raise UserError(f"grpo.tools: {self.command} refused {method}: {reply.get('error')}")
-            return self._object(reply["result"], "a result")
-        except TimeoutError:
-            self._connection.process.kill()
-            raise UserError(f"grpo.tools: {self.command} did not answer {method} within {START:g} s") from None
-        except ServerGone as gone:
-            raise UserError(f"grpo.tools: {gone} before it answered {method}") from None
-        except MalformedAnswer as error:
-            raise UserError(f"grpo.tools: {error} ({method})") from None
-
-    def _ask(self, method: str, parameters: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Send a request and return its future answer. Raises ServerGone."""
-        answer: Future[dict[str, Any]] = Future()
-        with self._lock:
-            connection = self._connection
-            if connection.gone is not None:
-                raise connection.gone
-            self._number += 1
-            number = self._number
-            connection.waiting[number] = answer
-        self._send(connection, {"id": number, "method": method, "params": parameters})
-        return answer
-
-    def _send(self, connection: _Connection, message: Mapping[str, Any]) -> None:
-        """Send a message. Raises ServerGone."""
-        line = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
-        try:
-            with self._sending:
-                assert connection.process.stdin is not None, "it was opened with a pipe"
-                connection.process.stdin.write(line)
-                connection.process.stdin.flush()
-        except (OSError, ValueError):
-            raise self._ended(connection.process) from None
-
-    def _listen(self, connection: _Connection) -> None:
-        """Hand each reply to who waits for it, until the process ends, or is ended for what it writes: nobody would
-        hear it any more. A line that is no message is passed over."""
-        process = connection.process
-        assert process.stdout is not None, "it was opened with a pipe"
-        gone: ServerGone | None = None
-        while gone is None and (line := process.stdout.readline(LINE + 1)):
-            if len(line) > LINE:
-                gone = ServerGone(f"{self.command} wrote a line of more than {LINE >> 20} MiB and was ended")
-            else:
-                try:
-                    self._read(connection, line)
-                except UnicodeDecodeError as error:
-                    gone = ServerGone(f"{self.command} wrote a line that is not UTF-8 ({error}) and was ended")
-        gone = gone or self._ended(process)
-        process.kill()
-        with self._lock:
-            connection.gone = gone
-        for answer in connection.waiting.values():
-            answer.set_exception(gone)
-
-    def _read(self, connection: _Connection, line: bytes) -> None:
-        """Handle a line from the server. Raises UnicodeDecodeError."""
-        try:
-            message = loads(line)
-        except UnicodeDecodeError:
-            raise
-        except ValueError:
-            return
-        if not isinstance(message, dict):
-            return
-        number = message.get("id")
-        if "method" in message and "id" in message:
-            reply = {"result": {}} if message["method"] == "ping" else {"error": NO_METHOD}
-            with suppress(ServerGone):  # reported by `_listen`
-                self._send(connection, {"id": number, **reply})
-        elif isinstance(number, int) and not isinstance(number, bool):
-            with self._lock:
-                answer = connection.waiting.pop(number, None)
-            if answer is not None:
-                answer.set_result(message)
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> ServerGone:
-        try:
-            return ServerGone(f"{self.command} ended with status {process.wait(5)}")
-        except subprocess.TimeoutExpired:
-            return ServerGone(f"{self.command} closed its output")
+            self._client = self._connection.enter_context(self._portal.wrap_async_context_manager(client))
+        except (ExceptionGroup, MCPError, OSError) as error:
+            cause: Exception = error
+            while isinstance(cause, ExceptionGroup):
+                cause = cause.exceptions[0]
+            raise UserError(f"grpo.tools: {self.address} does not answer as an MCP server: {cause}") from None
+        self._is_gone = False
 
 
-def _is_tool(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
-
-
-def _openai(tool: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = tool.get("inputSchema", {"type": "object", "properties": {}})
-    function = {"name": tool.get("name"), "description": tool.get("description", ""), "parameters": parameters}
-    return {"type": "function", "function": function}
+def _text(result: "CallToolResult") -> str:
+    """Return a tool's result as text. A part that is no text is shown by its type, for example "[image]"."""
+    texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    text = "\n".join(texts)
+    if not texts and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    return f"{FAILED}{text}" if result.is_error else text
 
 
 def main() -> None:
-    """Print what a server offers, as `grpo.tools[..].schema` reads it: python -m dtrain.rl.environments.mcp COMMAND."""
-    server = ToolServer(sys.argv[1])
-    print(json.dumps(server.tools(), indent=1, ensure_ascii=False))
-    server.close()
+    """Print what a server offers, as `grpo.tools[..].schema` reads it: python -m dtrain.rl.environments.mcp SERVER."""
+    address = sys.argv[1]
+    try:
+        find_server(address)
+        from anyio.from_thread import start_blocking_portal
+
+        with start_blocking_portal() as portal, ToolServer(address, portal) as server:
+            tools = server.tools()
+    except UserError as error:
+        raise SystemExit(f"dtrain: {error}") from None
+    print(json.dumps(tools, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

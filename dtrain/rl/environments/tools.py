@@ -8,21 +8,25 @@ import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.data.text.tool_calls import FAILED, UNREAD, Parameters, ToolCall, misfit, read_calls
-from dtrain.rl.environments.mcp import ToolServer
+from dtrain.rl.tools import find_server
 from dtrain.rl.worker import attempt, shown
+
+if TYPE_CHECKING:
+    from dtrain.rl.environments.mcp import ToolServer
 
 
 class Toolbox:
     """Maker of environments with the same tools, one for each completion.
 
-    sources: of each tool (module, function) or the command of its server, and its schema with `name` and `parameters`.
+    sources: of each tool (module, function) or the address of its server, and its schema with `name` and `parameters`.
     form, is_single: `data.text.tool_format.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it
     says so. Raises UserError for what is no function of these parameters, and a server that has no such tool.
     """
@@ -32,22 +36,39 @@ class Toolbox:
     ):
         self.form, self._is_single, self._most = form, is_single, most
         self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}
-        commands = dict.fromkeys(source for source, _ in sources if isinstance(source, str))
-        self._servers = {command: ToolServer(command) for command in commands}
-        offered = {
-            command: {tool["function"]["name"]: tool["function"] for tool in server.tools()}
-            for command, server in self._servers.items()
-        }
-        self._functions, self._served = {}, {}
-        for source, schema in sources:
-            name = schema["name"]
-            if not isinstance(source, str):
-                self._functions[name] = _loaded(*source, schema["parameters"])
-            elif offered[source].get(name) == schema:
-                self._served[name] = self._servers[source]
-            else:
-                raise UserError(f"grpo.tools: {source} offers no {name} as the file says that it does; write it anew: "
-                                f'python -m dtrain.rl.environments.mcp "{source}"')  # fmt: skip
+        self._servers: dict[str, ToolServer] = {}
+        self._functions: dict[str, Any] = {}
+        self._served: dict[str, ToolServer] = {}
+        with ExitStack() as connections:
+            addresses = dict.fromkeys(source for source, _ in sources if isinstance(source, str))
+            if addresses:
+                self._servers = _connected(addresses, connections)
+            offered = {
+                address: {tool["function"]["name"]: tool["function"] for tool in server.tools()}
+                for address, server in self._servers.items()
+            }
+            for source, schema in sources:
+                name = schema["name"]
+                if not isinstance(source, str):
+                    self._functions[name] = _loaded(*source, schema["parameters"])
+                elif offered[source].get(name) == schema:
+                    self._served[name] = self._servers[source]
+                else:
+                    raise UserError(
+                        f"grpo.tools: {source} offers no {name} as the file says that it does; write it anew: "
+                        f'python -m dtrain.rl.environments.mcp "{source}"'
+                    )
+            self._connections = connections.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to the servers, and end the thread of their event loop."""
+        self._connections.close()
 
     def __call__(self, row: Mapping[str, Any], seed: int) -> "ToolUse":
         for server in self._servers.values():
@@ -113,6 +134,19 @@ class ToolUse:
             answers.append({"role": "tool", "name": name, "tool_call_id": number, "content": self._box.answer(call)})
             self._count += 1
         return answers
+
+
+def _connected(addresses: Iterable[str], connections: ExitStack) -> dict[str, "ToolServer"]:
+    """Return tool servers by address, which `connections` closes. One event loop serves them."""
+    for address in addresses:
+        find_server(address)
+    # Optional packages: tools that are Python functions do without.
+    from anyio.from_thread import start_blocking_portal
+
+    from dtrain.rl.environments.mcp import ToolServer
+
+    portal = connections.enter_context(start_blocking_portal())
+    return {address: connections.enter_context(ToolServer(address, portal)) for address in addresses}
 
 
 def _loaded(module: str, name: str, parameters: Mapping[str, Any]) -> Any:

@@ -18,13 +18,12 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.data.text.call_form import with_text_arguments
 from dtrain.data.text.tool_calls import read_calls
+from dtrain.rl.environments.verifiers_tasks import MADE, ROW, Tasks, task_rows
 from dtrain.rl.rewards.find import find_verifiers
 from dtrain.rl.worker import shown
 
 Message = dict[str, Any]
 OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")  # what is before the first of them is a turn's text
-MADE = "verifiers"  # the column that says of which environment a row is
-ROW = "row"  # the column of what the environment's own data set says
 
 
 def load(name: str, args: Mapping[str, Any]) -> Any:
@@ -33,9 +32,6 @@ def load(name: str, args: Mapping[str, Any]) -> Any:
     find_verifiers(name)
     import verifiers as vf
 
-    if not hasattr(vf, "load_environment"):
-        raise UserError("grpo.verifiers: this release of verifiers loads no environment by name: pip install "
-                        "'dtrain[verifiers]'")  # fmt: skip
     try:
         environment = vf.load_environment(name, **args)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -49,6 +45,19 @@ def load(name: str, args: Mapping[str, Any]) -> Any:
     if problem is not None:
         raise UserError(f"grpo.verifiers: {name} {problem}; write it as grpo.environment and grpo.rewards")
     return environment
+
+
+def has_tasks() -> bool:
+    """Return whether the installed release is 0.4 or later, whose environments are tasksets."""
+    import verifiers as vf
+
+    return not hasattr(vf, "load_environment")
+
+
+def open_library(name: str, args: Mapping[str, Any], specials: Sequence[str]) -> "Library | Tasks":
+    """Return the maker of the environments of `grpo.verifiers`. Raises UserError as `load` and `load_tasks`."""
+    find_verifiers(name)
+    return Tasks(name, args, specials) if has_tasks() else Library(name, args, specials)
 
 
 class Library:
@@ -319,7 +328,13 @@ def main() -> None:
         sys.path.append("")
     try:
         with redirect_stdout(sys.stderr):  # what the environment prints is no row
-            rows = rows_of(load(options.name, options.args), options.name, options.args, options.eval)
+            find_verifiers(options.name)
+            if has_tasks():
+                if options.eval:
+                    raise UserError("--eval: a taskset has one data set; choose another by its args")
+                rows = task_rows(options.name, options.args)
+            else:
+                rows = rows_of(load(options.name, options.args), options.name, options.args, options.eval)
     except UserError as error:
         raise SystemExit(f"dtrain: {error}") from None
     for row in rows:

@@ -13,6 +13,7 @@ also name a class, which is made with the options and then called.
     columns                         whether a reward can work with the data's columns
     scoring                         `Rewards` scores with a list of them, in a process of its own; the service there
     right_answers, math_answers     those that come with dtrain: right answers, and reading them
+    symbolic_answers                those that math-verify compares
     form                            patterns, layout, JSON, length, repetition
     python_tests, assert_tests      code that passes tests: the reward; tests that are written in Python
     code_sandbox, sandboxed         the sandbox of model-written code; the program inside it

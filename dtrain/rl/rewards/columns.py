@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.nested_columns import column_names, column_of, has_column
-from dtrain.rl.rewards.find import BUILT_IN, NO_REWARD, READS_ANSWERS, definition, find_file
+from dtrain.rl.rewards.find import BUILT_IN, NEEDS_MORE, NO_REWARD, READS_ANSWERS, definition, find_file
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt
 
 if TYPE_CHECKING:
@@ -79,10 +79,11 @@ def lacking_columns(
 ) -> str | None:
     """Return why a reward has no values with data of these columns; None if it may have some.
 
-    A function of dtrain's own that takes a `column` reads that one, and python_tests must start on this machine.
-    Another function must have what its signature takes without a default, and take something of what a reward is called
-    with. A class must have __call__ and options for all that it is made with. This is read in the source. If the source
-    is not enough, for example for a decorated function, the module is imported in a process of its own, as a run does.
+    A function of dtrain's own that takes a `column` reads that one. One that needs programs or packages must start on
+    this machine. Another function must have what its signature takes without a default, and take something of what a
+    reward is called with. A class must have __call__ and options for all that it is made with. This is read in the
+    source. If the source is not enough, for example for a decorated function, the module is imported in a process of
+    its own, as a run does.
 
     Args:
         name: The reward's name or import path.
@@ -106,7 +107,7 @@ def lacking_columns(
             if refusal is not None:
                 return refusal
         try:
-            if own == "python_tests":  # its sandbox may not start on this machine
+            if own in NEEDS_MORE:
                 getattr(import_module(module), function)(**options)
         except UserError as problem:
             return str(problem)

@@ -15,15 +15,18 @@ from dtrain.base.errors import UserError
 from dtrain.base.import_paths import search_path
 from dtrain.base.ranges import nearest
 
-READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length")
+READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length", "math_verify")
 """Rewards that compare a completion with the data's answer."""
+NEEDS_MORE = ("python_tests", "math_verify")
+"""Rewards that need programs or packages, which they look for when they are made."""
 _MODULES = {
-    **dict.fromkeys(READS_ANSWERS, "right_answers"),
+    **dict.fromkeys(("math_exact", "text_exact", "numeric", "cosine_length"), "right_answers"),
     **dict.fromkeys(("regex", "format_tags", "json_valid", "length_penalty", "repetition_penalty"), "form"),
 }
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
         **{name: f"dtrain.rl.rewards.{module}:{name}" for name, module in _MODULES.items()},
+        "math_verify": "dtrain.rl.rewards.symbolic_answers:MathVerify",
         "python_tests": "dtrain.rl.rewards.python_tests:PythonTests",
         "judge": "dtrain.rl.remote.judge:Judge",
     }
@@ -84,8 +87,9 @@ def find_verifiers(name: str) -> str:
             raise UserError(f"there is no package {package}: pip install {how}")
     assert spec is not None, "the loop has found it"
     names = _names(name, spec)
-    if names is not None and "load_environment" not in names:
-        raise UserError(f"{spec.origin} defines no load_environment, which an environment of verifiers has")
+    if names is not None and not names & {"load_environment", "__all__"}:
+        raise UserError(f"{spec.origin} defines neither load_environment nor __all__, as an environment of verifiers "
+                        "does")  # fmt: skip
     return spec.origin or module
 
 

@@ -1,8 +1,6 @@
 """Stage code: what the recipe names by an import path or a command. Nothing of it is run."""
 
 import re
-import shlex
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,18 +56,12 @@ def _code(spec: RunSpec) -> list[tuple[str, bool]]:
 
 def _origin(key: str, path: str, what: str) -> str:
     """Return where a path or command leads. Raises UserError."""
-    if what == "server of tools":
-        try:
-            (program, *_) = shlex.split(path)
-        except ValueError as error:
-            raise UserError(f"{key}={path} is no command: {error or 'it is empty'}") from error
-        if file := shutil.which(program):
-            return f"by {file}"
-        raise UserError(f"{key}={path}: there is no program {program}")
     from dtrain.rl.rewards.find import find_file, find_verifiers
-    from dtrain.rl.tools import tool_schema
+    from dtrain.rl.tools import find_server, tool_schema
 
     try:
+        if what == "server of tools":
+            return f"by {find_server(path)}"
         origin = find_verifiers(path) if what == "environment of verifiers" else find_file(path, what)[2]
         if what == "tool":
             tool_schema(path)
