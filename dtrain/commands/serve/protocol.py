@@ -22,7 +22,6 @@ from dtrain.commands.serve.fields import (
     Field,
     Table,
     check,
-    check_json,
     is_ids,
     shown,
 )
@@ -86,7 +85,6 @@ def _data_uri(value: Any, name: str) -> str:
 def _arguments(value: Any, name: str) -> Any:
     """Return the arguments of a tool call: an object, or JSON text, which `read_messages` parses."""
     if isinstance(value, str):
-        check_json(value.encode(errors="replace"), name)
         return value
     return Field(dict).read(value, name)
 
@@ -210,8 +208,7 @@ def _with_pixels(ask: "Ask", images: "Images | None") -> "Ask":
     """Return `ask` with the images of its one prompt."""
     if images is None:
         return ask
-    requests = [replace(request, images=images) for request in ask.requests]
-    return replace(ask, requests=requests, pixel_bytes=images.pixels.nbytes)
+    return replace(ask, requests=[replace(request, images=images) for request in ask.requests])
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,6 @@ class Ask:
     logprobs: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
-    pixel_bytes: int = 0  # of its images
     likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
 
 
