@@ -1,7 +1,7 @@
 """Start of an HTTP server: the listening socket, and uvicorn with its settings and logs.
 
 `dtrain serve` and `dtrain report --live` both start here. uvicorn, starlette and httptools belong to the extra `serve`,
-so uvicorn is imported only when a server is made, after `check_installed`. No torch.
+and uvicorn is imported only when a server is made, after `check_installed`. No torch.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-LIBRARIES = ("starlette", "uvicorn", "httptools")
+LIBRARIES = ("starlette", "uvicorn", "httptools", "anyio")
 BACKLOG = 1024  # connections that wait to be accepted
 KEEP_ALIVE_SECONDS = 60  # longer than clients keep an idle connection, so that none sends into a closed one
 SHUTDOWN_SECONDS = 5  # for responses that are being sent when the server ends

@@ -211,7 +211,7 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
 def test_a_server_whose_weights_may_change_takes_images_too(made, monkeypatch):
     directory, services, good = made[0], [], data_uri(made[2][0].read_bytes())
 
-    def note(server, sock, service, **options):
+    def note(sock, service, **options):
         sock.close()
         services.append(service)
 

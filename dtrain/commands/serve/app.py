@@ -1,4 +1,4 @@
-"""The Starlette application of `dtrain serve`: access, bodies to requests, answers in one piece or as server-sent events.
+"""The Starlette application of `dtrain serve`: access, request bodies, answers as JSON or as server-sent events.
 
 The functions of routes.py block, so they run on starlette's threads. Completions block no thread: the engine's thread
 hands their tokens to the event loop.

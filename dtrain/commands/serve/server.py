@@ -11,38 +11,36 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Stopped, UserError
+from dtrain.commands.serve.app import make_app
 from dtrain.commands.serve.classify import ClassifyService
 from dtrain.commands.serve.fields import ApiError
 from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.updates import Updates
+from dtrain.commands.web import make_server
 from dtrain.rl.remote.shared_directory import mark_of, newest
-
-if TYPE_CHECKING:
-    import uvicorn
 
 WATCH_SECONDS = 1.0  # between looks at a shared directory, and at whether both threads are alive
 
 
 def serve(
-    server: "uvicorn.Server",
     sock: socket.socket,
     service: Service | ClassifyService,
     *,
     grace: float,
     watch: Path | None = None,
+    access_log: bool = True,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Must be called on the main thread.
 
     Args:
-        server: uvicorn's server of the application of `service`.
-        sock: The socket that it listens at.
+        sock: The socket that listens.
         service: The routes. Its worker is started here.
         grace: Seconds to finish what is under way after a signal. The rest is refused. A second signal ends at once.
         watch: Shared directory whose newest complete step-N is read as it appears.
+        access_log: Whether each request is logged.
         say: Prints a line.
 
     Raises:
@@ -53,6 +51,7 @@ def serve(
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     numbers = signal.SIGTERM, signal.SIGINT
     kept = {number: signal.signal(number, lambda signum, frame: signals.put(signum)) for number in numbers}
+    server = make_server(make_app(service), access_log=access_log)
     worker.start()
     # uvicorn leaves signals alone if it does not run on the main thread.
     http = threading.Thread(target=server.run, args=([sock],), name="http", daemon=True)

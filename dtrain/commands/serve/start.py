@@ -7,14 +7,13 @@ from ipaddress import ip_address
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import CONFIG
-from dtrain.commands.serve.app import make_app
 from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
 from dtrain.commands.serve.protocol import Parser
 from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.server import serve
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
-from dtrain.commands.web import listen, make_server
+from dtrain.commands.web import listen
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
@@ -76,8 +75,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
     if key is None:
         say(f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'")
-    server = make_server(make_app(service), access_log=arguments.access_log)
-    serve(server, sock, service, grace=arguments.grace, watch=arguments.watch, say=say)
+    serve(sock, service, grace=arguments.grace, watch=arguments.watch, access_log=arguments.access_log, say=say)
 
 
 def _refuse_unread(arguments: Namespace) -> None:
