@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import signal
+import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,3 +184,34 @@ def test_a_key_is_one_word_of_plain_signs(tmp_path, content):
 
 def test_the_key_is_in_no_command_line(keyed):
     assert "secret" not in " ".join(keyed.process.args) and KEY["Authorization"].split()[1] == "secret"
+
+
+@pytest.mark.parametrize("library", ["starlette", "uvicorn", "httptools"])
+def test_a_missing_library_is_named_before_the_model_is_read(tmp_path, capsys, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "config.json").write_text("{")  # which is not looked at
+    assert main(["serve", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"dtrain: dtrain serve needs {library}, not installed here: pip install 'dtrain[serve]'\n"
+    )
+
+
+def test_requests_are_logged_unless_that_is_switched_off(model, tmp_path):
+    logged, silent = Process(model), Process(model, "--no-access-log")
+    for process in (logged, silent):
+        assert ask(process.url, "/health")[0] == 200
+        assert process.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert any("127.0.0.1:" in line and '"GET /health HTTP/1.1" 200' in line for line in logged.lines), logged.lines
+    assert not any("/health" in line for line in silent.lines)
+
+
+def test_an_ipv6_address_is_served(model):
+    if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this machine has no IPv6")
+    process = Process(model, "--host", "::1")
+    try:
+        assert process.url.startswith("http://[::1]:")
+        assert ask(process.url, "/health")[0] == 200
+        assert ask(process.url, "/v1/completions", OK)[0] == 200
+    finally:
+        process.kill()
