@@ -13,6 +13,7 @@ from tests.data import templates
 from tests.data.makers import byte_level, save
 
 ASK = {"role": "user", "content": "Who?"}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def parser_of(directory, family):
@@ -47,7 +48,8 @@ def test_prompts_are_those_of_transformers(tmp_path, family, said):
         ([ASK], {}, "must be the assistant's"),
         ([ASK, {"role": "assistant", "content": "It"}], {"add_generation_prompt": True}, "add_generation_prompt=True"),
         ([ASK], {"add_generation_prompt": False, "continue_final_message": False}, "add_generation_prompt=False"),
-        ([ASK, {"role": "assistant", "content": None}], {}, "no text that could be continued"),
+        ([ASK, {"role": "assistant", "content": None}], {}, "no content"),
+        ([ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}], {}, "no text that could be continued"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(tmp_path, messages, fields, words):

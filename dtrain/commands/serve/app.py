@@ -137,7 +137,11 @@ class _Endpoints:
             ask = await to_thread.run_sync(parse, body)
         answer = Answer(ask, tokenizer)
         arrived: asyncio.Queue[StreamChunk | ApiError] = asyncio.Queue()
-        send = partial(asyncio.get_running_loop().call_soon_threadsafe, arrived.put_nowait)
+        loop = asyncio.get_running_loop()
+
+        def send(piece: StreamChunk | ApiError) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+
         job = await to_thread.run_sync(worker.submit, ask, send)  # waits while the engine lets other requests in
         pieces = _pieces(worker, job, arrived)
         if not ask.fields["stream"]:

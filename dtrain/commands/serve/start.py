@@ -93,7 +93,7 @@ def _address(host: str, port: int, key: str | None) -> str:
     if port > 65535:
         raise UserError(f"--port {port}: ports end at 65535")
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, ValueError) as error:
         raise UserError(f"--host {host}, --port {port}: there is no such address ({error})") from error
     if key is None and not ip_address(address).is_loopback:
