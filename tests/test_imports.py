@@ -33,7 +33,7 @@ TORCH_FREE = """
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.run.directory dtrain.inference
     dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
     dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.run.metrics
-    dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live
+    dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live dtrain.commands.web
     dtrain.data.images.files dtrain.data.images.families
 """.split()
 # Packages that import names when they are first used.

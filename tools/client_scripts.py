@@ -25,8 +25,9 @@ NOT_INSTALLED = 77  # a script's status where its package lacks
 
 
 def needed() -> list[str]:
-    """Return the packages, and what dtrain needs; dtrain itself is found by PYTHONPATH."""
-    return [*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"], *PACKAGES]
+    """Return the packages, and what dtrain and `dtrain serve` need; dtrain itself is found by PYTHONPATH."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["serve"], *PACKAGES]
 
 
 def fill(python: Path) -> None:

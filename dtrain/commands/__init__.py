@@ -5,6 +5,7 @@ run               `dtrain run`, and `dtrain.run` from Python
 standard_input    lines of standard input, for commands that read a prompt from each
 suggestions       answers to commands and recipes that do not exist
 preview           `dtrain preview`: rows as the model sees them
+web               the HTTP server of `dtrain serve` and of `dtrain report --live`
 env               `dtrain env`: versions for a bug report
 chat, eval, plan, push, report, serve    the other commands, loaded when they are called
 """

@@ -7,8 +7,11 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
+import urllib.request
 from dataclasses import asdict
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -25,7 +28,9 @@ from dtrain.commands.report.page import MARK, page, state
 from dtrain.commands.report.results import differences
 from dtrain.commands.report.run_files import open_runs
 from dtrain.commands.report.sections import picture
+from dtrain.commands.web import listen, make_server
 from dtrain.methods import SECTIONS
+from tests.forked_python import ForkedPython
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"
 ROWS = [
@@ -267,20 +272,23 @@ def test_the_mesh_shows_the_ranks_row_by_row_as_a_device_mesh_numbers_them():
 def test_the_live_page_follows_and_answers_this_machine_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "RESTS", 0)
     run = write_run(tmp_path / "a", ROWS[:3])
-    with live.Server(0, live.Following(open_runs([run]), 8, "")) as server:
-        assert server.server_address[0] == "127.0.0.1"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
+    sock = listen(live.ADDRESS, 0)
+    address, port = sock.getsockname()
+    assert address == "127.0.0.1"
+    server = make_server(live.make_app(live.Following(open_runs([run]), 8, "")), logs=None)
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    try:
 
         def ask(path, host=None):
-            client = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+            client = http.client.HTTPConnection(address, port, timeout=10)
             client.request("GET", path, headers={} if host is None else {"Host": host})
             answer = client.getresponse()
             return answer.status, answer.read().decode()
 
-        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", "localhost:1", ""):
-            assert ask("/", host)[0] == ask("/state", host)[0] == 403
-        assert ask("/", f"LOCALHOST:{server.server_port}")[0] == 200 and ask("/metrics.jsonl")[0] == 404
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
+            assert ask("/", host)[0] == ask("/state", host)[0] == 400
+        assert ask("/", f"LOCALHOST:{port}")[0] == 200 and ask("/metrics.jsonl")[0] == 404
         status, text = ask("/")
         seen = re.search(r'data-live="(\w+)"', text)[1]
         assert status == 200 and MARK in text and "connect-src 'self'" in text
@@ -293,8 +301,28 @@ def test_the_live_page_follows_and_answers_this_machine_alone(tmp_path, monkeypa
         assert line_of(json.loads(ask("/state")[1])["data"], "loss")["x"] == [1, 2]
         (run / "config.yaml").write_text("a: [")
         assert ask("/state")[0] == 503
-        server.shutdown()
+    finally:
+        server.should_exit = True
         thread.join(10)
+
+
+def test_ctrl_c_ends_the_live_page_with_status_0(tmp_path):
+    run = write_run(tmp_path / "a", ROWS[:3])
+    command = [sys.executable, "-m", "dtrain", "report", str(run), "--live", "--port", "0"]
+    with ForkedPython(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        line = process.stdout.readline()
+        url = line.split()[0]
+        assert urllib.request.urlopen(f"{url}/state", timeout=60).status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stdout.read() == ""
+
+
+def test_the_live_page_says_which_libraries_it_lacks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httptools", None)
+    assert main(["report", str(write_run(tmp_path / "a", ROWS)), "--live"]) == 1
+    assert "dtrain report --live needs httptools" in (error := capsys.readouterr().err)
+    assert "pip install 'dtrain[serve]'" in error
 
 
 def test_what_cannot_be_reported_is_told_and_nothing_is_overwritten(tmp_path, capsys, monkeypatch):

@@ -20,11 +20,12 @@ import torch
 from dtrain import models
 from dtrain.base.orphans import end_with
 from dtrain.checkpoint.huggingface.write import write_directory
+from dtrain.commands.serve.app import make_app
 from dtrain.commands.serve.protocol import Parser
 from dtrain.commands.serve.routes import Service
-from dtrain.commands.serve.server import HttpServer
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
+from dtrain.commands.web import listen, make_server
 from dtrain.data.text.template import choose_template
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import image_problem, load
@@ -148,14 +149,28 @@ def events(url: str, path: str, body: dict) -> tuple[list[dict], str]:
     headers = {**KEY, "Content-Type": "application/json"}
     connection.request("POST", path, json.dumps({**body, "stream": True}).encode(), headers)
     response = connection.getresponse()
-    assert response.status == 200 and response.headers["Content-Type"] == "text/event-stream"
+    assert response.status == 200 and response.headers["Content-Type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
     connection.close()
     return [json.loads(line) for line in lines[:-1]], lines[-1]
 
 
 @contextmanager
-def serving(directory, key=None, control=None, limits=None, engine=Engine):
+def in_thread(service):
+    """uvicorn with the application of `service`, in a thread of this process; its address."""
+    sock = listen("127.0.0.1", 0)
+    server = make_server(make_app(service), logs=None)
+    thread = threading.Thread(target=server.run, args=([sock],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def serving(directory, key=None, control=None, engine=Engine):
     """A server in threads of this process; its address, and the worker."""
     directory = Path(directory)
     loaded = load(directory, torch.float64, torch.device("cpu"), vision=image_problem(directory) is None)
@@ -164,17 +179,12 @@ def serving(directory, key=None, control=None, limits=None, engine=Engine):
     worker = EngineThread(engine(net, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True), max_rows=4))
     parser, updates = Parser(loaded.chats(template, 128, directory), "tiny", 128), Updates(net, worker, control)
     service = Service(parser, worker, updates, key, {"localhost", "127.0.0.1"})
-    server = HttpServer(("127.0.0.1", 0), service, limits)
     worker.start()
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", worker
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-        worker.end(0.0)
+    with in_thread(service) as url:
+        try:
+            yield url, worker
+        finally:
+            worker.end(0.0)
 
 
 def raw(url, data, seconds=10.0):
@@ -185,7 +195,7 @@ def raw(url, data, seconds=10.0):
         answer = b""
         with suppress(ConnectionResetError):
             while not (found := re.match(rb"HTTP/1.1 (\d+) (?s:.*?)\r\n\r\n((?s:.*))", answer)) or (
-                (size := re.search(rb"Content-Length: (\d+)", answer)) and len(found[2]) < int(size[1])
+                (size := re.search(rb"content-length: (\d+)", answer)) and len(found[2]) < int(size[1])
             ):
                 part = sock.recv(1 << 16)
                 if not part:

@@ -1,7 +1,6 @@
 """`dtrain serve` of a classifier: outputs are transformers', and what cannot be is refused."""
 
 import json
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -10,11 +9,10 @@ import transformers
 
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
-from dtrain.commands.serve.server import HttpServer
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.text.template import choose_template
 from dtrain.inference.generate import load
-from tests.serve.serving import ask
+from tests.serve.serving import ask, in_thread
 from tests.tiny import write_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role ~ ' ' ~ m.content ~ ' w1 ' }}{% endfor %}"
@@ -38,15 +36,8 @@ def serving(directory, max_length=32):
     encoder = PairEncoder(tokenizer, choose_template(directory, tokenizer), max_length=max_length)
     names = names_of(directory / "config.json", model.config.labels)
     service = ClassifyService(Classifier(model), encoder, "tiny", names, None, {"localhost", "127.0.0.1"})
-    server = HttpServer(("127.0.0.1", 0), service)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with in_thread(service) as url:
+        yield url
 
 
 @pytest.fixture(scope="module", params=[1, 3])

@@ -1,13 +1,14 @@
-"""`dtrain serve` against strangers: each hostile request is answered, and a good one after it gives the same tokens."""
+"""Requests that `dtrain serve` refuses: each is answered, and a good one after it gives the same tokens."""
 
+import gzip
+import http.client
 import json
-import re
-import socket
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import pytest
 
-from dtrain.commands.serve.fields import ApiError, Field, check, read_object
+from dtrain.commands.serve.fields import ApiError, Field, check
 from dtrain.commands.serve.protocol import CHAT, COMPLETION
 from tests.serve.serving import GREEDY, assert_well, make_model, naive_ids, post, raw, serving
 from tests.tiny import VOCAB
@@ -64,7 +65,6 @@ BODIES = {
     "temperature of -Infinity": b'{"prompt": [5], "temperature": -Infinity}',
     "temperature of 1e999": b'{"prompt": [5], "temperature": 1e999}',
     "a number of 5000 digits": b'{"prompt": [5], "temperature": ' + b"9" * 5000 + b"}",
-    "a fraction of 5000 digits": b'{"prompt": [5], "temperature": 0.' + b"9" * 5000 + b"}",
     "top_p of 0": {**OK, "top_p": 0},
     "top_p of 2": {**OK, "top_p": 2},
     "min_p below 0": {**OK, "min_p": -0.1},
@@ -72,15 +72,7 @@ BODIES = {
     "a penalty that is false": {**OK, "frequency_penalty": False},
     "a logit bias": {**OK, "logit_bias": {"5": 100}},
     "logprobs of 2**70": {**OK, "logprobs": 2**70},
-    "a key twice": b'{"prompt": [5], "max_tokens": 1, "max_tokens": 2}',
-    "a key twice inside": b'{"prompt": [5], "stream_options": {"include_usage": true, "include_usage": false}}',
     "a very deep body": DEEP,
-    "a depth of 40": b'{"metadata": ' + b"[" * 40 + b"]" * 40 + b"}",
-    "depth behind a string that hides brackets": b'{"user": "]]]]]]]]]]", "metadata": ' + b'[{"a":' * 40 + b"}",
-    "brackets that only close": b"]" * 200_000,
-    "a million values": b'{"prompt": [' + b"1," * 2**20 + b"1]}",
-    "a million objects": b'{"prompt": [' + b"{}," * 400_000 + b"{}]}",
-    "quotes that never close": b'{"a": ' + b'"\\"' * 100_000,
     "no UTF-8": b'{"prompt": "\xff\xfe"}',
     "UTF-16": json.dumps(OK).encode("utf-16"),
     "a BOM": b"\xef\xbb\xbf" + json.dumps(OK).encode(),
@@ -139,122 +131,56 @@ def test_a_hostile_chat_is_refused_and_nothing_else_suffers(open_server, model, 
     assert_well(open_server, model)
 
 
-GET = "GET /health HTTP/1.1\r\nHost: localhost\r\n"
-POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+JSON = {"Content-Type": "application/json"}
 BODY = json.dumps(OK)
-HEADS = {
-    "length -1": (POST + f"Content-Length: -1\r\n\r\n{BODY}", 400),
-    "length +5": (POST + f"Content-Length: +5\r\n\r\n{BODY}", 400),
-    "length 1e3": (POST + f"Content-Length: 1e3\r\n\r\n{BODY}", 400),
-    "length 0x10": (POST + f"Content-Length: 0x10\r\n\r\n{BODY}", 400),
-    "length of arabic digits": (POST + f"Content-Length: \u0663\r\n\r\n{BODY}", 400),
-    "length empty": (POST + f"Content-Length: \r\n\r\n{BODY}", 400),
-    "length 5, 5": (POST + f"Content-Length: 5, 5\r\n\r\n{BODY}", 400),
-    "length twice": (POST + f"Content-Length: {len(BODY)}\r\nContent-Length: {len(BODY)}\r\n\r\n{BODY}", 400),
-    "length twice, other": (POST + f"Content-Length: {len(BODY)}\r\nContent-Length: 0\r\n\r\n{BODY}", 400),
-    "length of 100 digits": (POST + f"Content-Length: {'9' * 100}\r\n\r\n{BODY}", 400),
-    "length of 10**17": (POST + f"Content-Length: {10**17}\r\n\r\n{BODY}", 413),
-    "length and chunks": (POST + f"Content-Length: {len(BODY)}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-    "chunks": (POST + "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
-    "chunks, misspelt": (POST + "Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 411),
-    "no length": (POST + f"\r\n{BODY}", 411),
-    "a folded header": (POST + f"X-A: b\r\n c: d\r\nContent-Length: {len(BODY)}\r\n\r\n{BODY}", 400),
-    "a folded length": (POST + f"Content-Length:\r\n {len(BODY)}\r\n\r\n{BODY}", 400),
-    "a space before the colon": (POST + f"Content-Length : {len(BODY)}\r\n\r\n{BODY}", 400),
-    "a header without a name": (GET + ": x\r\n\r\n", 400),
-    "a header without a colon": (GET + "Nonsense\r\n\r\n", 400),
-    "a NUL in a header": (GET + "X: a\0b\r\n\r\n", 400),
-    "a bare CR": (GET + "X: a\rContent-Length: 5\r\n\r\n", 400),
-    "bare LF": ("GET /health HTTP/1.1\nHost: localhost\n\n", 400),
-    "no Host": ("GET /health HTTP/1.1\r\n\r\n", 400),
-    "Host twice": (GET + "Host: localhost\r\n\r\n", 400),
-    "another Host": (GET.replace("localhost", "evil.example") + "\r\n", 403),
-    "another Host with a port": (GET.replace("localhost", "evil.example:8000") + "\r\n", 403),
-    "a Host that only begins well": (GET.replace("localhost", "localhost.evil.example") + "\r\n", 403),
-    "a Host with a name": (GET.replace("localhost", "localhost:1@evil.example") + "\r\n", 403),
-    "HTTP/0.9": ("GET /health\r\n\r\n", 400),
-    "HTTP/2": ("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-    "HTTP/1.1 misspelt": ("GET /health HTTP/1.1x\r\nHost: localhost\r\n\r\n", 400),
-    "two spaces": ("GET  /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "a control character in the path": ("GET /he\x07alth HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "no ASCII in the path": ("GET /hé HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "a path of IPv6 that is none": ("GET //[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    "dots in the path": ("GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    "another path": ("GET /admin HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    "a path of 100 kB": ("GET /" + "a" * 100_000 + " HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
-    "a header of 100 kB": (GET + "X: " + "a" * 100_000 + "\r\n\r\n", 431),
-    "spaces by the ten thousand": (GET + "X:" + " " * 10_000 + "\0\r\n\r\n", 400),
-    "headers by the ten thousand": (GET + "".join(f"X{i}: 1\r\n" for i in range(10_000)) + "\r\n", 431),
-    "PUT": ("PUT /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-    "DELETE": ("DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-    "OPTIONS": ("OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n", 405),
-    "OPTIONS *": ("OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-    "CONNECT": ("CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-    "a verb of one's own": ("BREW /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
-    "a verb in small letters": ("get /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 501),
-    "GET for POST": ("GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-    "GET with a body": (GET + "Content-Length: 5\r\n\r\nhello", 400),
-    "no Content-Type": (POST.split("Content-Type")[0] + f"Content-Length: {len(BODY)}\r\n\r\n{BODY}", 415),
-    "text/plain": (post(OK, kind="text/plain"), 415),
-    "a form": (post(OK, kind="application/x-www-form-urlencoded"), 415),
-    "another charset": (post(OK, kind="application/json; charset=utf-7"), 415),
-    "gzip": (post(OK, "Content-Encoding: gzip"), 415),
-    "an odd Expect": (post(OK, "Expect: tea"), 417),
-    "60 MB": (post(b"", length=60_000_000), 413),
-    "a weight route": (post({"model_path": "/"}, path="/update_weights_from_disk"), 404),
-    "pause": (post({}, path="/pause"), 404),
+# name: method, path, headers, body, status
+REQUESTS = {
+    "another Host": ("GET", "/health", {"Host": "evil.example"}, None, 400),
+    "another Host with a port": ("GET", "/health", {"Host": "evil.example:8000"}, None, 400),
+    "a Host that only begins well": ("GET", "/health", {"Host": "localhost.evil.example"}, None, 400),
+    "a Host with a name": ("GET", "/health", {"Host": "localhost:1@evil.example"}, None, 400),
+    "dots in the path": ("GET", "/../../etc/passwd", {}, None, 404),
+    "another path": ("GET", "/admin", {}, None, 404),
+    "PUT": ("PUT", "/health", {}, None, 405),
+    "DELETE": ("DELETE", "/v1/models", {}, None, 405),
+    "GET for POST": ("GET", "/v1/completions", {}, None, 405),
+    "no Content-Type": ("POST", "/v1/completions", {}, BODY, 415),
+    "text/plain": ("POST", "/v1/completions", {"Content-Type": "text/plain"}, BODY, 415),
+    "a form": ("POST", "/v1/completions", {"Content-Type": "application/x-www-form-urlencoded"}, BODY, 415),
+    "another encoding": ("POST", "/v1/completions", {**JSON, "Content-Encoding": "gzip"}, gzip.compress(b"{}"), 400),
+    "40 MB": ("POST", "/v1/completions", JSON, b"x" * 40_000_000, 413),
+    "40 MB in chunks": ("POST", "/v1/completions", JSON, iter([b"x" * 1_000_000] * 40), 413),
+    "a weight route": ("POST", "/update_weights_from_disk", JSON, '{"model_path": "/"}', 404),
+    "pause": ("POST", "/pause", JSON, "{}", 404),
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_hostile_head_is_answered_and_the_connection_ends(open_server, model, name):
-    """Bytes that follow on the same connection are not read as a request: the answer is the only one."""
-    data, expected = HEADS[name]
-    data = data if isinstance(data, bytes) else data.encode("latin-1" if "é" in data else "utf-8")
-    status, answer = raw(open_server, data)
-    assert status == expected and answer["error"]["code"] == expected, answer
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_is_not_served_is_refused(open_server, model, name):
+    method, path, headers, body, status = REQUESTS[name]
+    connection = http.client.HTTPConnection(urlsplit(open_server).netloc, timeout=30)
+    with suppress(BrokenPipeError, ConnectionResetError):  # the server may refuse before all is sent
+        connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    assert answer.status == status
+    if "Host" not in headers:  # which starlette's middleware refuses as text
+        assert json.loads(text)["error"]["code"] == status
     assert_well(open_server, model)
 
 
-def test_a_request_behind_a_refused_one_is_not_taken(open_server):
-    """Request smuggling: two opinions of where the first one ends."""
-    inner = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for head in (f"Content-Length: {len(inner)}\r\nTransfer-Encoding: chunked\r\n", "Transfer-Encoding: chunked\r\n"):
-        with socket.create_connection((urlsplit(open_server).hostname, urlsplit(open_server).port), 10) as sock:
-            sock.sendall((POST + head + "\r\n0\r\n\r\n" + inner).encode())
-            answer = b""
-            while part := sock.recv(1 << 16):
-                answer += part
-        assert answer.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in answer and b"owned_by" not in answer
-
-
-@pytest.mark.parametrize("part", [b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n", post(b"{", length=9)])
-def test_a_request_that_breaks_off_is_told_so(open_server, part):
-    with socket.create_connection((urlsplit(open_server).hostname, urlsplit(open_server).port), 10) as sock:
-        sock.sendall(part)
-        sock.shutdown(socket.SHUT_WR)
-        answer = sock.recv(1 << 16)
-    assert answer.startswith(b"HTTP/1.1 400 ") and b"Connection: close" in answer
-
-
-def test_head_has_no_body_and_pipelined_requests_are_answered_in_order(open_server):
-    with socket.create_connection((urlsplit(open_server).hostname, urlsplit(open_server).port), 10) as sock:
-        sock.sendall(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        sock.sendall(post(OK) + b"\r\n" + post({**OK, "top_k": 2**70}) + (GET + "Connection: close\r\n\r\n").encode())
-        answer = b""
-        while part := sock.recv(1 << 16):
-            answer += part
-    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"405", b"200", b"400", b"200"]
-    assert b"Allow: GET, POST" in answer and b"\r\n\r\nHTTP/1.1 200" in answer
-
-
-def test_a_client_that_waits_for_100_continue_gets_it(open_server):
-    with socket.create_connection((urlsplit(open_server).hostname, urlsplit(open_server).port), 10) as sock:
-        body = json.dumps(OK).encode()
-        sock.sendall(post(b"", "Expect: 100-continue", "Connection: close", length=len(body)))
-        assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        sock.sendall(body)
-        assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+def test_pages_of_other_origins_get_no_permission(open_server):
+    """A browser asks before it sends JSON to another origin, and shows no answer without these headers."""
+    origin = {"Origin": "http://evil.example"}
+    asks = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    for method, headers, body, status in (("OPTIONS", asks, None, 405), ("POST", {**JSON, **origin}, BODY, 200)):
+        connection = http.client.HTTPConnection(urlsplit(open_server).netloc, timeout=30)
+        connection.request(method, "/v1/completions", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+        connection.close()
 
 
 def test_fields_that_clients_send_along_are_taken(open_server, model):
@@ -311,15 +237,3 @@ def test_tables_read_every_value_by_kind():
                 except ApiError as error:
                     assert error.status == 400 and name in str(error), (name, value)
             assert taken < len(values) or field == Field(), name
-
-
-@pytest.mark.parametrize("raw_body, words", [(b'{"a": {"b": 1, "b": 2}}', "twice"), (b"{", "not JSON")])
-def test_json_is_read_strictly(raw_body, words):
-    with pytest.raises(ApiError, match=words):
-        read_object(raw_body)
-
-
-def test_strings_are_no_structure():
-    """Brackets, commas and digits in texts count for nothing."""
-    text = '[{"' * 1000 + "," * (1 << 20) + "9" * 1000 + "\\" * 501 + '"'
-    assert read_object(json.dumps({"a": text}).encode()) == {"a": text}

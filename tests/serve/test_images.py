@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from dtrain.commands.serve import start
-from dtrain.commands.serve.connection import Limits
 from dtrain.data import Tokenizer as DtrainTokenizer
 from dtrain.data import choose_template
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
@@ -195,22 +193,6 @@ def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
         assert status == 400 and "must have the field text, and no other" in answer["error"]["message"]
 
 
-def test_images_under_way_are_bounded_together(made):
-    with serving(made[0], limits=Limits(pixels=2000)) as (url, _):
-        status, answer = ask(url, "/v1/chat/completions", shows("w5", data_uri(made[2][0].read_bytes())))
-        assert status == 503 and "holds as many images as it may" in answer["error"]["message"]
-        assert ask(url, "/v1/chat/completions", shows("w5"))[0] == 200
-
-
-def test_images_wait_for_those_under_way(made):
-    """With room for the images of one request, more requests at once are answered all."""
-    body = shows("w5", data_uri(made[2][0].read_bytes()))
-    patches = 8 * 4 * 3 * 2 * 4 * 4 * 4  # bytes of 8 tokens of 4 patches: colours, frames, rows, columns, float32
-    with serving(made[0], limits=Limits(pixels=patches)) as (url, _), ThreadPoolExecutor(5) as threads:
-        answers = threads.map(lambda _: ask(url, "/v1/chat/completions", body)[0], range(5))
-        assert list(answers) == [200] * 5
-
-
 def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     directory = pictures.write_model(tmp_path, "gemma3", weights=False)
     tokenizer = DtrainTokenizer.from_directory(directory)
@@ -227,13 +209,17 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
 
 
 def test_a_server_whose_weights_may_change_takes_images_too(made, monkeypatch):
-    directory, servers, good = made[0], [], data_uri(made[2][0].read_bytes())
-    monkeypatch.setattr(start, "serve", lambda server, **options: servers.append(server))
+    directory, services, good = made[0], [], data_uri(made[2][0].read_bytes())
+
+    def note(sock, service, **options):
+        sock.close()
+        services.append(service)
+
+    monkeypatch.setattr(start, "serve", note)
     words = ["serve", str(directory), "--port", "0", "--max-length", "64", *controlled(directory.parent)]
     assert cli.main(words) == 0
-    (server,) = servers
-    server.server_close()
-    assert server.service.parser.chat(shows("w5", good)).requests[0].images is not None
+    (service,) = services
+    assert service.parser.chat(shows("w5", good)).requests[0].images is not None
 
 
 def test_an_update_may_leave_the_tower_out_as_a_whole(made, tmp_path):

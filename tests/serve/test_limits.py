@@ -1,21 +1,18 @@
 """The bounds of `dtrain serve`: key and control, memory, time, connections, and starts that are refused."""
 
-import http.client
 import json
 import os
 import re
+import signal
 import socket
+import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from urllib.parse import urlsplit
 
 import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.commands.serve.connection import Limits
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.http_client import read_key
 from tests.serve.serving import (
@@ -30,7 +27,6 @@ from tests.serve.serving import (
     post,
     raw,
     serving,
-    wait_until,
 )
 
 OK = {"prompt": [5], "max_tokens": 1}
@@ -155,98 +151,6 @@ def test_large_bodies_take_no_memory(keyed, model, key, status):
     assert_well(keyed.url, model, "Authorization: Bearer secret")
 
 
-def test_bodies_under_way_are_bounded_together(model):
-    with serving(model, limits=Limits(bodies=2000, room_seconds=0.1)) as (url, _):
-        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), 10) as slow:
-            slow.sendall(post(b"{", length=1500))
-            answers = []
-            wait_until(lambda: answers.append(raw(url, post({**OK, "user": "x" * 1000}))) or answers[-1][0] == 503)
-            assert "reading" in answers[-1][1]["error"]["message"]
-            assert_well(url, model)
-        wait_until(lambda: raw(url, post({**OK, "user": "x" * 1000}))[0] == 200)
-
-
-SLOW = Limits(head_seconds=0.6, body_seconds=0.6, idle_seconds=0.6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nX-", b"", post(b'{"a": "', length=5000)])
-def test_a_slow_client_meets_its_deadline(model, start):
-    """A byte now and then does not move the deadline."""
-    with serving(model, limits=SLOW) as (url, _):
-        begun = time.monotonic()
-        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), 10) as sock:
-            answer = b""
-            sock.sendall(start)
-            sock.settimeout(0.1)
-            with suppress(ConnectionResetError, BrokenPipeError):
-                while time.monotonic() < begun + 8:
-                    if start:
-                        sock.sendall(b"a")
-                    with suppress(TimeoutError):
-                        part = sock.recv(1 << 16)
-                        answer += part
-                        if not part:
-                            break
-        assert time.monotonic() - begun < 5
-        assert answer.startswith(b"HTTP/1.1 408 ") if start else answer == b""
-        assert_well(url, model)
-
-
-def test_connections_are_bounded_and_told(model):
-    with serving(model, limits=Limits(connections=3, head_seconds=1.5)) as (url, _):
-        held = [socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), 10) for _ in range(3)]
-        wait_until(lambda: raw(url, GET)[0] == 503)
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        assert answer.status == 503 and answer.headers["Retry-After"] and b"connections" in answer.read()
-        for sock in held[:2]:
-            sock.close()
-        wait_until(lambda: raw(url, GET)[0] == 200)
-        held[2].close()
-
-
-def connect(url):
-    return socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), 10)
-
-
-def test_connections_without_the_key_make_way_for_others(model):
-    """The oldest first; one that has shown the key stays, also while it says nothing."""
-    with serving(model, key="secret", limits=Limits(connections=3)) as (url, _):
-        known = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
-        known.request("GET", "/v1/models", headers=KEY)
-        assert known.getresponse().read()
-        silent, half_open, wrong = connect(url), connect(url), http.client.HTTPConnection(urlsplit(url).netloc)
-        half_open.sendall(b"POST /v1/completions HTTP/1.1\r\n")
-        wrong.request("GET", "/v1/models", headers={"Authorization": "Bearer wrong"})
-        assert wrong.getresponse().status == 401
-        assert silent.recv(1) == b""  # evicted for the third of them
-        for _ in range(3):
-            assert_well(url, model, "Authorization: Bearer secret")
-        assert half_open.recv(1) == b""
-        known.request("GET", "/v1/models", headers=KEY)
-        assert known.getresponse().read()
-        flood = [connect(url) for _ in range(20)]
-        assert_well(url, model, "Authorization: Bearer secret")
-        known.request("GET", "/v1/models", headers=KEY)
-        assert known.getresponse().read()
-        for sock in (*flood, silent, half_open, known, wrong):
-            sock.close()
-
-
-def test_connections_with_the_key_are_bounded_all_the_same(model):
-    with serving(model, key="secret", limits=Limits(connections=2)) as (url, _):
-        held = [http.client.HTTPConnection(urlsplit(url).netloc, timeout=10) for _ in range(2)]
-        for one in held:
-            one.request("GET", "/v1/models", headers=KEY)
-            assert one.getresponse().read()
-        assert raw(url, GET)[0] == 503
-        for one in held:
-            one.close()
-        wait_until(lambda: raw(url, GET)[0] == 200)
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "192.0.2.1", "::ffff:0.0.0.0"])
 def test_a_public_address_needs_a_key(model, capsys, host):
     assert main(["serve", str(model), "--host", host, "--port", "0", "--device", "cpu"]) == 1
@@ -280,3 +184,34 @@ def test_a_key_is_one_word_of_plain_signs(tmp_path, content):
 
 def test_the_key_is_in_no_command_line(keyed):
     assert "secret" not in " ".join(keyed.process.args) and KEY["Authorization"].split()[1] == "secret"
+
+
+@pytest.mark.parametrize("library", ["starlette", "uvicorn", "httptools"])
+def test_a_missing_library_is_named_before_the_model_is_read(tmp_path, capsys, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "config.json").write_text("{")  # which is not looked at
+    assert main(["serve", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"dtrain: dtrain serve needs {library}, not installed here: pip install 'dtrain[serve]'\n"
+    )
+
+
+def test_requests_are_logged_unless_that_is_switched_off(model, tmp_path):
+    logged, silent = Process(model), Process(model, "--no-access-log")
+    for process in (logged, silent):
+        assert ask(process.url, "/health")[0] == 200
+        assert process.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert any("127.0.0.1:" in line and '"GET /health HTTP/1.1" 200' in line for line in logged.lines), logged.lines
+    assert not any("/health" in line for line in silent.lines)
+
+
+def test_an_ipv6_address_is_served(model):
+    if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
+        pytest.skip("this machine has no IPv6")
+    process = Process(model, "--host", "::1")
+    try:
+        assert process.url.startswith("http://[::1]:")
+        assert ask(process.url, "/health")[0] == 200
+        assert ask(process.url, "/v1/completions", OK)[0] == 200
+    finally:
+        process.kill()

@@ -1,7 +1,5 @@
 """Rows that fail alone: temperatures near 0, logits that are not finite, and faults in one client's work."""
 
-import queue
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -178,11 +176,11 @@ def test_a_fault_in_the_engine_ends_its_requests_and_not_the_thread(model, capfd
     assert "CUDA out of memory" in capfd.readouterr().err
 
 
-def test_a_fault_beside_the_engine_is_500(model, monkeypatch):
-    told = queue.SimpleQueue()  # the thread ends after its answer
-    monkeypatch.setattr(threading, "excepthook", lambda fault: told.put(fault.exc_value))
+def test_a_fault_beside_the_engine_is_500_and_its_traceback_is_logged(model, monkeypatch, caplog):
     with serving(model) as (url, worker):
-        monkeypatch.setattr(worker, "submit", lambda *_: 1 // 0)
-        status, answer = raw(url, post(OK))
-    assert status == 500 and "fault" in answer["error"]["message"]
-    assert isinstance(told.get(timeout=30), ZeroDivisionError)
+        with monkeypatch.context() as broken:
+            broken.setattr(worker, "submit", lambda *_: 1 // 0)
+            status, answer = raw(url, post(OK))
+        assert status == 500 and "fault" in answer["error"]["message"]
+        assert_well(url, model)
+    assert "ZeroDivisionError" in caplog.text

@@ -6,6 +6,7 @@ from pathlib import Path
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import replace_text
 from dtrain.commands.arguments import at_least
+from dtrain.commands.web import check_installed
 
 RUNS = "runs' directories, such as runs/x; the first gives the page its name"
 
@@ -25,6 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
     from dtrain.commands.report.page import MARK, page, plotly, state
     from dtrain.commands.report.run_files import open_runs
 
+    if arguments.live:
+        check_installed("dtrain report --live")
     library = plotly()
     runs = open_runs(arguments.runs)
     if arguments.live:

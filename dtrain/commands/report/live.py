@@ -1,26 +1,30 @@
 """The page on loopback, following the runs: `/` is the page, `/state?seen=MARK` what has changed since that mark.
 
 A request must name this machine in its header Host, since a page elsewhere may lead its visitors' browsers here by a
-name of its own (DNS rebinding).
+name of its own (DNS rebinding). Starlette and uvicorn are in the extra `serve`.
 """
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
-from dtrain.base.errors import UserError, in_words
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.commands.report.page import page, state
 from dtrain.commands.report.run_files import RunFiles
+from dtrain.commands.web import listen, make_server
 
 ADDRESS = "127.0.0.1"
-SECONDS = 30.0  # that a client may take to send a request
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 HEADERS |= {"Cross-Origin-Resource-Policy": "same-origin", "Content-Security-Policy": "frame-ancestors 'none'"}
 RESTS = 20  # times as long as the last look at the runs took
@@ -60,67 +64,37 @@ class Following:
         return self._state
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = SECONDS
-    server: "Server"
+def make_app(following: Following) -> Starlette:
+    """Return the application. Starlette runs these functions on its threads, because they read files."""
 
-    def do_GET(self) -> None:
-        if self.headers.get("Host", "").lower() not in self.server.hosts:
-            known = " or ".join(sorted(self.server.hosts))
-            return self._send(403, f"the header Host must be {known}")
-        url = urlsplit(self.path)
-        try:
-            if url.path == "/":
-                return self._send(200, self.server.following.page(), "text/html")
-            if url.path == "/state":
-                text = self.server.following.state(parse_qs(url.query).get("seen", [""])[0])
-                return self._send(204, "") if text is None else self._send(200, text, "application/json")
-        except UserError as error:  # a file that is damaged now
-            return self._send(503, str(error))
-        self._send(404, "there is / and /state here")
+    def show_page(request: Request) -> Response:
+        return HTMLResponse(following.page(), headers=HEADERS)
 
-    def _send(self, status: int, text: str, kind: str = "text/plain") -> None:
-        body = text.encode("utf-8", "replace")
-        self.send_response(status)
-        if status != 204:
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+    def show_state(request: Request) -> Response:
+        text = following.state(request.query_params.get("seen", ""))
+        if text is None:
+            return Response(status_code=204, headers=HEADERS)
+        return Response(text, media_type="application/json", headers=HEADERS)
 
-    def log_message(self, format: str, *values: Any) -> None:
-        """Write nothing: a page asks every few seconds."""
+    def show_damage(request: Request, error: Exception) -> Response:
+        message = str(error).encode(errors="replace")  # a path may have bytes that are no text
+        return PlainTextResponse(message, 503, headers=HEADERS)
+
+    def show_paths(request: Request, error: Exception) -> Response:
+        return PlainTextResponse("there is / and /state here", 404, headers=HEADERS)
+
+    return Starlette(
+        routes=[Route("/", show_page), Route("/state", show_state)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[ADDRESS, "localhost"], www_redirect=False)],
+        exception_handlers={UserError: show_damage, 404: show_paths},
+    )
 
 
-class Server(ThreadingHTTPServer):
-    """HTTP server of the page. port: 0 takes a free one. `hosts`: the allowed values of the header Host."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int, following: Following):
-        super().__init__((ADDRESS, port), _Handler)
-        self.following = following
-        self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
-        self.hosts |= {ADDRESS, "localhost"} if self.server_port == 80 else set()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report faults of the server's own; ignore a client that hangs up."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-
-def follow(runs: Sequence[RunFiles], answers: int, port: int, library: str) -> int:
+def follow(runs: Sequence[RunFiles], answers: int, port: int, library: str) -> None:
     """Serve until Ctrl-C. Raises UserError where the port is taken."""
-    try:
-        server = Server(port, Following(runs, answers, library))
-    except (OSError, OverflowError) as error:
-        where = f"{ADDRESS}:{port} ({in_words(error)})"
-        raise UserError(f"cannot listen at {where}; choose another --port, or 0 for a free one") from error
+    sock = listen(ADDRESS, port)
     names = ", ".join(run.name for run in runs)
-    with server, suppress(KeyboardInterrupt):
-        print(f"http://{ADDRESS}:{server.server_port} follows {names}; Ctrl-C ends it", flush=True)
-        server.serve_forever(0.2)
-    return 0
+    print(f"http://{ADDRESS}:{sock.getsockname()[1]} follows {names}; Ctrl-C ends it", flush=True)
+    server = make_server(make_app(Following(runs, answers, library)))
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
+        server.run(sockets=[sock])

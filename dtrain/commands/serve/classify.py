@@ -13,7 +13,7 @@ import torch
 from dtrain.base.json_files import read_json
 from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table
 from dtrain.commands.serve.protocol import MESSAGE, api_errors, texts_or_ids
-from dtrain.commands.serve.routes import Gate
+from dtrain.commands.serve.routes import Routes
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.inference.scores import rate
@@ -59,7 +59,7 @@ class Classifier:
         return is_idle
 
 
-class ClassifyService(Gate):
+class ClassifyService(Routes):
     """The routes of a classifier: `/classify` (also under `/v1`), `/v1/models`, `/health`.
 
     encoder: as training reads texts and conversations. names: of the outputs, in their order.

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from dtrain.commands.arguments import DIRECTORY, add_device, at_least
+from dtrain.commands.web import check_installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
     graced = "seconds to finish what is under way when asked to end (default: 30)"
     parser.add_argument("--grace", type=at_least(0), default=30, metavar="S", help=graced)
+    logged = "do not print a line for each request"
+    parser.add_argument("--no-access-log", dest="access_log", action="store_false", help=logged)
     add_device(parser)
 
 
@@ -38,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from dtrain.base.hub import find_directory
 
+    check_installed("dtrain serve")
     find_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.commands.serve.start import serve_directory
 

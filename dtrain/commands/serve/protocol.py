@@ -22,7 +22,6 @@ from dtrain.commands.serve.fields import (
     Field,
     Table,
     check,
-    check_json,
     is_ids,
     shown,
 )
@@ -86,7 +85,6 @@ def _data_uri(value: Any, name: str) -> str:
 def _arguments(value: Any, name: str) -> Any:
     """Return the arguments of a tool call: an object, or JSON text, which `read_messages` parses."""
     if isinstance(value, str):
-        check_json(value.encode(errors="replace"), name)
         return value
     return Field(dict).read(value, name)
 
@@ -175,9 +173,9 @@ CHAT: Table = {
     "top_logprobs": ZERO,
     "modalities": Field(among=(["text"],)),
     "chat_template_kwargs": Field(use=_variables),
-    "add_generation_prompt": YES,
+    "add_generation_prompt": Field(bool),
     "add_special_tokens": NO,
-    "continue_final_message": NO,
+    "continue_final_message": FLAG,
     **dict.fromkeys(("tool_choice", "function_call"), Field(among=("auto", "none"))),
     **dict.fromkeys(("functions", "documents"), EMPTY),
     **dict.fromkeys(("audio", "reasoning_effort", "verbosity", "web_search_options", "chat_template"), NONE),
@@ -210,8 +208,7 @@ def _with_pixels(ask: "Ask", images: "Images | None") -> "Ask":
     """Return `ask` with the images of its one prompt."""
     if images is None:
         return ask
-    requests = [replace(request, images=images) for request in ask.requests]
-    return replace(ask, requests=requests, pixel_bytes=images.pixels.nbytes)
+    return replace(ask, requests=[replace(request, images=images) for request in ask.requests])
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,6 @@ class Ask:
     logprobs: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
-    pixel_bytes: int = 0  # of its images
     likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
 
 
@@ -296,7 +292,8 @@ class Parser:
         with api_errors("messages", parts):
             messages, _ = read_messages(fields["messages"], "messages")
             self._check_size(sum(map(_characters, messages)), "messages")
-            prompt = self.chats.encode(Prompt(messages, tools=read_tools(fields), variables=variables))
+            continues = _continues(fields)
+            prompt = self.chats.encode(Prompt(messages, {}, read_tools(fields), variables, continues))
             self._check_room(prompt, parts)
             most = fields["max_completion_tokens"]
             most = fields["max_tokens"] if most is None else most
@@ -379,6 +376,18 @@ class Parser:
         ]
         name = fields["model"] or self.model
         return Ask(fields, name, None if name == self.model else name, requests, chat, logprobs, eos)
+
+
+def _continues(fields: Mapping[str, Any]) -> bool:
+    """Return whether the completion goes on with the last message. Raises ApiError."""
+    continues = fields["continue_final_message"]
+    begins = fields["add_generation_prompt"]
+    if begins is not None and begins == continues:
+        what = f"add_generation_prompt={begins} with continue_final_message={continues}: set one of them, or leave both"
+        raise ApiError(400, f"{what} out to get a reply", "add_generation_prompt")
+    if continues and fields["messages"][-1]["role"] != "assistant":
+        raise ApiError(400, "continue_final_message=True: the last message must be the assistant's", "messages")
+    return continues
 
 
 def _characters(message: Mapping[str, Any]) -> int:

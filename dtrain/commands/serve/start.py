@@ -5,14 +5,15 @@ from argparse import Namespace
 from collections.abc import Callable
 from ipaddress import ip_address
 
-from dtrain.base.errors import UserError, in_words
+from dtrain.base.errors import UserError
 from dtrain.base.model_directory import CONFIG
 from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
 from dtrain.commands.serve.protocol import Parser
 from dtrain.commands.serve.routes import Service
-from dtrain.commands.serve.server import HttpServer, serve
+from dtrain.commands.serve.server import serve
 from dtrain.commands.serve.updates import Updates
 from dtrain.commands.serve.worker import EngineThread
+from dtrain.commands.web import listen
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
@@ -27,7 +28,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     key = read_key(arguments.api_key_file)
     if arguments.control is not None and key is None:
         raise UserError("--control lets clients change the model: give --api-key-file FILE too, a file with their key")
-    address = _address(arguments.host, arguments.port, key)
+    host = _address(arguments.host, arguments.port, key)
     device = choose_device(arguments.device)
     dtype = choose_dtype(arguments.dtype, device)
     sees = image_problem(arguments.directory) is None
@@ -40,7 +41,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     template = loaded.template(arguments.chat_template)
     length = arguments.max_length or most
     name = arguments.name or str(arguments.directory)
-    hosts = {"localhost", "127.0.0.1", "[::1]", arguments.host.lower(), address[0]}
+    hosts = {"localhost", "127.0.0.1", "[::1]", arguments.host.lower(), host}
     service: Service | ClassifyService
     if model.config.labels is not None:
         _refuse_unread(arguments)
@@ -68,17 +69,13 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
         path, body = "/v1/completions", '{"prompt": "Hello"}'
         if template is not None:
             path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}'
-    try:
-        server = HttpServer(address, service)
-    except OSError as error:
-        where = f"{arguments.host}:{arguments.port} ({in_words(error)})"
-        raise UserError(f"cannot listen at {where}; choose another --port, or 0 for a free one") from error
+    sock = listen(host, arguments.port)
     shown = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    url = f"http://{shown}:{server.server_port}"
+    url = f"http://{shown}:{sock.getsockname()[1]}"
     say(f"serving {what} at {url} ({str(dtype).removeprefix('torch.')} on {device}{beside})")
     if key is None:
         say(f"  curl {url}{path} -H 'Content-Type: application/json' -d '{body}'")
-    serve(server, grace=arguments.grace, watch=arguments.watch, say=say)
+    serve(sock, service, grace=arguments.grace, watch=arguments.watch, access_log=arguments.access_log, say=say)
 
 
 def _refuse_unread(arguments: Namespace) -> None:
@@ -91,15 +88,15 @@ def _refuse_unread(arguments: Namespace) -> None:
         )
 
 
-def _address(host: str, port: int, key: str | None) -> tuple:
-    """Return the address to listen at. Raises UserError if other machines could connect without a key."""
+def _address(host: str, port: int, key: str | None) -> str:
+    """Return the numeric address of `host`. Raises UserError if other machines could connect without a key."""
     if port > 65535:
         raise UserError(f"--port {port}: ports end at 65535")
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, ValueError) as error:
         raise UserError(f"--host {host}, --port {port}: there is no such address ({error})") from error
-    if key is None and not ip_address(address[0]).is_loopback:
+    if key is None and not ip_address(address).is_loopback:
         raise UserError(
             f"--host {host} lets other machines in: give --api-key-file FILE, a file with the key that they must send, "
             "or leave --host out to serve this machine alone"

@@ -10,7 +10,6 @@ Completions of the model and of its adapter are never in one forward: requests e
 other wait until these have ended.
 """
 
-import queue
 import threading
 import time
 import traceback
@@ -47,13 +46,13 @@ ABORTED = "the weights changed under way; ask again"
 
 @dataclass(eq=False)
 class Job:
-    """A client's call. `pieces` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
+    """A client's call. `send` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
     the prompts, where they are asked for, by the weights of `scores_version`."""
 
     ask: Ask
+    send: Callable[[StreamChunk | ApiError], object]
     scores: dict[Sequence[int], TokenScores] = field(default_factory=dict)
     scores_version: int = -1
-    pieces: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     is_over: bool = False  # refused, or its client is gone
 
 
@@ -72,7 +71,7 @@ class _Row:
     def send(self, ids: list[int], logprobs: list[float], finish: str | None, routed: str | None = None) -> None:
         """Send further tokens to the client."""
         self.num_sent += len(ids)
-        self.job.pieces.put(StreamChunk(self.index, ids, logprobs, finish, self.version, self.scores, routed))
+        self.job.send(StreamChunk(self.index, ids, logprobs, finish, self.version, self.scores, routed))
 
 
 class EngineThread(threading.Thread):
@@ -107,11 +106,19 @@ class EngineThread(threading.Thread):
         """The numbers of sequences in the engine and of those that wait for it."""
         return len(self._rows), len(self._inbox)
 
-    def submit(self, ask: Ask) -> Job:
-        """Put the requests of `ask` in the queue. Their job's `pieces` gets one StreamChunk a request, or in a stream
-        several, the last with a finish; with the prompt's scores for an echo with logprobs. Raises ApiError where the
-        server is full or ends."""
-        job = Job(ask)
+    def submit(self, ask: Ask, send: Callable[[StreamChunk | ApiError], object]) -> Job:
+        """Put the requests of `ask` in the queue.
+
+        Args:
+            ask: The requests of one call.
+            send: Called on this thread with one StreamChunk for each request, in a stream with several, the last with
+                a finish. An echo with logprobs also gets the prompt's scores. Called once with an ApiError if the call
+                fails. It must not block.
+
+        Raises:
+            ApiError: If the server is full or ends.
+        """
+        job = Job(ask, send)
         with self._changed:
             if self._closing is not None:
                 raise ApiError(503, self._closing)
@@ -185,7 +192,7 @@ class EngineThread(threading.Thread):
                 self._ending = True
                 error = ApiError(503, self._closing or "the server is ending")
                 for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
-                    job.pieces.put(error)
+                    job.send(error)
                 for _, _, done in self._acts:
                     if not done.done():
                         done.set_exception(error)
@@ -332,4 +339,4 @@ class EngineThread(threading.Thread):
         for job in jobs:
             job.is_over = True
             if error is not None:
-                job.pieces.put(error)
+                job.send(error)

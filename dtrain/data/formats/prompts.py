@@ -44,17 +44,21 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 # What a reward's function is called with beside the columns.
 RESERVED = ("prompts", "completions", "completion_ids")
+# Marks the end of a message that a completion continues. It ends with a space, so that a template that strips shows.
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt of one row. `content`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among
-    them where known. `variables`: for the chat template, beside its own."""
+    them where known. `variables`: for the chat template, beside its own. `continues`: whether the completion goes on
+    with the conversation's last message instead of replying to it."""
 
     content: list[Message] | str | list[int]
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
     @property
     def bare(self) -> Any:
@@ -227,10 +231,43 @@ class PromptEncoder(RowEncoder):
             self.check_ids(content, "prompt_ids")
             ids = list(content)
         elif content and isinstance(content[0], Mapping):
-            ids = self.tokenizer.encode(self.rendered(content, prompt.tools, True, prompt.variables, images))
+            if prompt.continues:
+                text = _through_tag(self.rendered(_tagged(content), prompt.tools, False, prompt.variables, images))
+            else:
+                text = self.rendered(content, prompt.tools, True, prompt.variables, images)
+            ids = self.tokenizer.encode(text)
             self.check_image_tokens(ids, images)
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(content)}")
         if not ids:
             raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
         return ids
+
+
+def _tagged(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation with a tag at the end of its last message. Raises UserError if that has no text."""
+    *others, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*others, {**last, "content": content + CONTINUE_TAG}]
+    parts = list(content or ())
+    for index in reversed(range(len(parts))):
+        if "text" in parts[index]:
+            parts[index] = {**parts[index], "text": parts[index]["text"] + CONTINUE_TAG}
+            return [*others, {**last, "content": parts}]
+    raise UserError("the last message has no text that could be continued")
+
+
+def _through_tag(text: str) -> str:
+    """Return a rendered conversation up to the tag in its last message.
+
+    As transformers' `apply_chat_template(continue_final_message=True)`: a template that strips messages drops the space
+    of the tag. Without the tag it would strip the end of the message too.
+
+    Raises:
+        UserError: If the template did not write the tag.
+    """
+    start = text.rfind(CONTINUE_TAG.strip())
+    if start < 0:
+        raise UserError("the chat template does not write the text of the last message, so it cannot be continued")
+    return text[:start] if text.startswith(CONTINUE_TAG, start) else text[:start].rstrip()

@@ -1,0 +1,263 @@
+"""The Starlette application of `dtrain serve`: access, request bodies, answers as JSON or as server-sent events.
+
+The functions of routes.py block, so they run on starlette's threads. Completions block no thread: the engine's thread
+hands their tokens to the event loop.
+
+No CORS header is sent, and a body must be declared as JSON. So a browser neither sends requests for a page of another
+origin nor shows answers to it.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dtrain.base.errors import UserError
+from dtrain.commands.serve.answers import Answer, StreamChunk, server_sent_event
+from dtrain.commands.serve.classify import ClassifyService
+from dtrain.commands.serve.fields import ApiError, Table, check, read_object
+from dtrain.commands.serve.protocol import Ask
+from dtrain.commands.serve.routes import Service
+from dtrain.commands.serve.worker import EngineThread, Job
+
+T = TypeVar("T")
+
+MOST_BYTES = 1 << 25  # of a body: several photographs, a million token ids, or the names of all tensors
+CLIENT_GONE = 499  # the status in the log of a request whose client has hung up
+HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="dtrain"'}, 503: {"Retry-After": "1"}}
+
+Pieces = AsyncGenerator[StreamChunk, None]
+
+
+class Json(JSONResponse):
+    """JSON in ASCII, because names and messages may contain half a surrogate pair, which UTF-8 cannot encode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of an answer. `pieces` is closed when all are sent, and as soon as the client hangs up."""
+
+    def __init__(self, answer: Answer, first: StreamChunk, pieces: Pieces):
+        events = _events(answer, first, pieces)
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._pieces):
+            await super().__call__(scope, receive, send)
+
+
+class KeyMiddleware:
+    """Middleware that refuses a request without the key before its body is read. `/health` needs no key."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health" or self._has_key(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        error = ApiError(401, "the key is wrong or missing: send `Authorization: Bearer KEY`")
+        await _refusal(error)(scope, receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        is_equal = hmac.compare_digest(token.strip().encode(), self.key.encode())  # in a time that tells nothing of it
+        return is_equal and scheme.lower() == "bearer"
+
+
+def make_app(service: Service | ClassifyService) -> Starlette:
+    """Return the application that serves the routes of `service`."""
+    endpoints = _Endpoints(service)
+    routes = []
+    for path, read in service.get.items():
+        routes.append(Route(path, partial(endpoints.get, read), methods=["GET"]))
+    for path, parse in service.ask.items():
+        routes.append(Route(path, partial(endpoints.complete, parse), methods=["POST"]))
+    for path, (table, act) in service.act.items():
+        routes.append(Route(path, partial(endpoints.act, table, act), methods=["POST"]))
+    if service.has_control:
+        for path, (table, act) in service.control.items():
+            routes.append(Route(path, partial(endpoints.control, table, act), methods=["POST"]))
+    if service.key is None:
+        # A page may lead its visitors' browsers here by a name of its own (DNS rebinding).
+        access = Middleware(TrustedHostMiddleware, allowed_hosts=sorted(service.hosts), www_redirect=False)
+    else:
+        access = Middleware(KeyMiddleware, key=service.key)
+    handlers: Mapping[Any, Any] = {
+        ApiError: _refuse,
+        UserError: _refuse_mistake,
+        ClientDisconnect: _end_quietly,
+        HTTPException: endpoints.refuse_route,
+        Exception: _report_fault,
+    }
+    return Starlette(routes=routes, middleware=[access], exception_handlers=handlers)
+
+
+class _Endpoints:
+    """What answers the requests to the paths of `service`."""
+
+    def __init__(self, service: Service | ClassifyService):
+        self.service = service
+        self._parsing = asyncio.Lock()  # one body at a time: decoded images may take many times its size
+
+    async def get(self, read: Callable[[], dict[str, Any]], request: Request) -> Response:
+        return Json(read())
+
+    async def act(self, table: Table, act: Callable[[Mapping[str, Any]], Any], request: Request) -> Response:
+        return await _run(act, check(await _read_body(request), table))
+
+    async def control(self, table: Table, act: Callable[[Mapping[str, Any]], Any], request: Request) -> Response:
+        if "origin" in request.headers:
+            raise ApiError(403, f"{request.url.path} is not for pages in a browser")
+        body = await _read_body(request)
+        return await _run(act, check({**request.query_params, **body}, table))
+
+    async def complete(self, parse: Callable[[Mapping[str, Any]], Ask], request: Request) -> Response:
+        assert isinstance(self.service, Service)
+        worker, tokenizer = self.service.worker, self.service.parser.tokenizer
+        body = await _read_body(request)
+        async with self._parsing:
+            ask = await to_thread.run_sync(parse, body)
+        answer = Answer(ask, tokenizer)
+        arrived: asyncio.Queue[StreamChunk | ApiError] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def send(piece: StreamChunk | ApiError) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+
+        job = await to_thread.run_sync(worker.submit, ask, send)  # waits while the engine lets other requests in
+        pieces = _pieces(worker, job, arrived)
+        if not ask.fields["stream"]:
+            parts = await _until_disconnect(request, _collect(pieces))
+            return Json(await to_thread.run_sync(answer.whole, parts))
+        first = await _until_disconnect(request, anext(pieces))  # an error before it still has a status of its own
+        return EventStream(answer, first, pieces)
+
+    async def refuse_route(self, request: Request, error: HTTPException) -> Response:
+        """Answer a request to an unknown path, or with another method."""
+        service, path = self.service, request.url.path
+        if error.status_code == 405:
+            message = f"{path} wants {'GET' if path in service.get else 'POST'}"
+        elif path in service.control:
+            message = f"{path} is not served: start it with --control DIR and --api-key-file FILE"
+        else:
+            paths = [*service.get, *service.ask, *service.act, *(service.control if service.has_control else ())]
+            message = f"there is no {path[:80]} here, only {', '.join(paths)}"
+        refusal = ApiError(error.status_code, message)
+        return Json(refusal.body, refusal.status, headers=error.headers)
+
+
+async def _read_body(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a body, {} if there is no body. Raises ApiError."""
+    too_large = ApiError(413, f"the body is too large: {MOST_BYTES} bytes at most are taken")
+    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise too_large
+    if not body:
+        return {}
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        curl = "(curl: -H 'Content-Type: application/json')"
+        raise ApiError(415, f"send a body as Content-Type: application/json, not {kind[:80]!r} {curl}")
+    return read_object(body)
+
+
+async def _run(act: Callable[[Mapping[str, Any]], dict[str, Any]], fields: Mapping[str, Any]) -> Response:
+    # abandon_on_cancel: the server can end although `act` waits for a trainer's group that never meets.
+    return Json(await to_thread.run_sync(act, fields, abandon_on_cancel=True))
+
+
+async def _pieces(worker: EngineThread, job: Job, arrived: "asyncio.Queue[StreamChunk | ApiError]") -> Pieces:
+    """Yield the tokens of all requests of `job` as they arrive. Closing the generator cancels the requests.
+
+    Raises:
+        ApiError: If the engine gives up the requests.
+    """
+    unfinished = len(job.ask.requests)
+    try:
+        while unfinished:
+            piece = await arrived.get()
+            if isinstance(piece, ApiError):
+                unfinished = 0
+                raise piece
+            unfinished -= piece.finish is not None
+            yield piece
+    finally:
+        if unfinished:
+            worker.drop(job)
+
+
+async def _collect(pieces: Pieces) -> list[StreamChunk]:
+    return [piece async for piece in pieces]
+
+
+async def _events(answer: Answer, first: StreamChunk, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+    """Yield the server-sent events of an answer. An error ends them with an event of its own."""
+    try:
+        yield answer.event(first)
+        async for piece in pieces:
+            yield answer.event(piece)
+        yield answer.last_events()
+    except ApiError as error:
+        yield server_sent_event(error.body)
+
+
+async def _until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. Cancel it and raise ClientDisconnect if the client hangs up first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(error: ApiError) -> Response:
+    return Json(error.body, error.status, headers=HEADERS.get(error.status))
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return _refusal(error)
+
+
+async def _refuse_mistake(request: Request, error: UserError) -> Response:
+    return _refusal(ApiError(400, str(error)))
+
+
+async def _end_quietly(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _report_fault(request: Request, error: Exception) -> Response:
+    """Answer a request that met a fault of the server's own. uvicorn logs its traceback."""
+    return _refusal(ApiError(500, "the server has a fault, which its terminal tells"))
