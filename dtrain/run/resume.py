@@ -107,7 +107,7 @@ def find_start(spec: RunSpec, host: Host) -> Start:
             otherwise = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
         weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, otherwise, ranks)
     else:
-        weights = locate(path, ranks)
+        weights = locate(path, ranks, INIT)
         began = {**began, INIT: asdict(Origin.of(*weights))}
     return replace(start, began=began, weights=weights)
 
@@ -137,7 +137,7 @@ def _find_step(spec: RunSpec, host: Host) -> Start:
                 run.refuse_used(resume, origin.path if origin else None)
 
         ranks.first(lambda: refuse_used(not Path(resume).is_dir()))
-        source, step = locate(resume, ranks)
+        source, step = locate(resume, ranks, RESUME)
         source = store if source.directory.resolve() == store.directory.resolve() else source
         ranks.first(lambda: refuse_used(source is not store))
         ranks.first(lambda: _refuse_beyond(store, step))

@@ -259,7 +259,13 @@ def _convert_schedule(draft: Draft) -> None:
     """Write a rise from a tenth of the rate, then the style down to a hundredth of it."""
     given = draft.section("lr_scheduler")
     rate, steps = draft.effective("optimizer.lr"), draft.values.get("train.steps")
-    warmup = given.get("lr_warmup_steps")
+    warmup = draft.number("lr_scheduler.lr_warmup_steps")
+    least, first = draft.number("lr_scheduler.min_lr"), draft.number("lr_scheduler.init_lr")
+    if not rate:
+        draft.lose("lr_scheduler.lr_decay_style", "its rates are shares of optimizer.lr, which is 0", "scheduler")
+        return
+    lowest = 0.01 if least is None else least / rate
+    start = 0.1 if first is None else first / rate
     style = str(given.get("lr_decay_style", "cosine")).lower()
     if warmup is None and steps is not None:
         warmup = min(1000, steps // 10)
@@ -270,13 +276,11 @@ def _convert_schedule(draft: Draft) -> None:
         # A stage needs its steps, which only the data tells. This is the nearest schedule without them.
         draft.put("scheduler.name", style, "lr_scheduler.lr_decay_style")
         draft.set("scheduler.warmup", 0.1, "Automodel's is a tenth of the steps too, and at most 1000 steps")
-        draft.set("scheduler.min_lr_ratio", given["min_lr"] / rate if "min_lr" in given else 0.01)
+        draft.set("scheduler.min_lr_ratio", lowest)
         draft.note("Automodel's warm-up begins at a tenth of the rate, here at 0; with train.steps it is the same")
         return
     if given.get("lr_decay_steps") not in (None, steps):
         draft.lose("lr_scheduler.lr_decay_steps", "a schedule falls until the last step here")
-    lowest = given["min_lr"] / rate if "min_lr" in given else 0.01
-    start = given["init_lr"] / rate if "init_lr" in given else 0.1
     fall: dict[str, Any] = {"name": style}
     if style != "constant":
         fall["min_lr_ratio"] = lowest

@@ -191,7 +191,7 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:
     for key in sorted(set(entry) - known):
         value = entry[key]
         is_default = (key, value) in (("train_on_eos", "turn"), ("train_on_eot", "turn")) or (
-            key == "roles_to_train" and set(listed(value)) <= {"assistant", "gpt"}
+            key == "roles_to_train" and all(role in ("assistant", "gpt") for role in listed(value))
         )
         is_models_template = key == "chat_template" and value == "tokenizer_default"
         if value is not None and value is not False and not is_default and not is_models_template:
@@ -226,7 +226,9 @@ def _read_type(draft: Draft, dataset: Dataset, kind: str, entry: Mapping[str, An
 
 def _read_messages(draft: Draft, dataset: Dataset, base: str, entry: Mapping[str, Any], source: str) -> None:
     """Set format and columns of conversations, whose messages may have other keys than role and content."""
-    mapping = entry.get("message_property_mappings") or {}
+    mapping = entry.get("message_property_mappings")
+    if not isinstance(mapping, Mapping):
+        mapping = {}
     role = mapping.get("role", entry.get("message_field_role"))
     content = mapping.get("content", entry.get("message_field_content"))
     is_sharegpt = (role, content) == ("from", "value") or (base == "sharegpt" and role is None)
@@ -272,6 +274,9 @@ def _convert_pretraining(draft: Draft) -> None:
     entries = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in listed(value)]
     datasets = []
     for entry in entries:
+        if not entry.get("path"):
+            draft.lose("pretraining_dataset", "an entry names no path")
+            continue
         files = entry.get("data_files")
         column = entry.get("text_column") or "text"
         dataset = Dataset(entry["path"] if files is None or entry["path"] not in FILE_READERS else files)

@@ -4,6 +4,7 @@ Each tool's module reads keys of the file from a `Draft` and writes keys of the 
 `finish` fills in the tool's defaults and lists every key that nobody read, so that no key is dropped without a word.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,34 @@ class Draft:
             if value is not None:
                 return value
         return default
+
+    def number(self, *names: str, default: Any = None) -> Any:
+        """Return the number of the first of these keys that has a value, and mark all of them as read.
+
+        A value that is no number becomes a lost key, and `default` is returned.
+        """
+        value = self.take(*names)
+        if value is None:
+            return default
+        number = number_of(value)
+        if number is None:
+            source = next(name for name in names if self.file.get(name) is not None)
+            self.lose(source, f"{value} is no number")
+            return default
+        return number
+
+    def entries(self, name: str) -> list[Mapping[str, Any]] | None:
+        """Return the mappings in the list of this key, and mark it as read; None if its value is no list.
+
+        Entries that are no mappings become a lost key.
+        """
+        value = self.take(name)
+        if not isinstance(value, list):
+            return None
+        mappings = [entry for entry in value if isinstance(entry, Mapping)]
+        if len(mappings) < len(value):
+            self.lose(name, "some of its entries are no mappings")
+        return mappings
 
     def given(self, *names: str) -> bool:
         """Return whether the file holds one of these keys with a value other than null. Marks nothing as read."""
@@ -334,6 +363,25 @@ def meaning_of(key: str, value: Any) -> Meaning | None:
             more[name] = yaml.safe_load(other_value)
         remark = ""
     return Meaning(yaml.safe_load(word), more, remark)
+
+
+def number_of(value: Any) -> Any:
+    """Return a number that a file holds, possibly as text, or None for anything else.
+
+    >>> number_of(3), number_of("2e-4"), number_of(True), number_of("auto")
+    (3, 0.0002, None, None)
+    """
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None
+    is_count = value.is_integer() and value >= 1
+    return int(value) if is_count else value
 
 
 def listed(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import math
 from typing import Any, Literal
 
 from dtrain.recipe import key_aliases
-from dtrain.recipe.other_tools.draft import Draft, listed
+from dtrain.recipe.other_tools.draft import Draft, listed, number_of
 
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,
@@ -66,11 +66,9 @@ def convert_batch(draft: Draft, *, accumulation: int = 1) -> None:
     """Write the batch of one GPU: micro-batch times gradient accumulation, whose default is `accumulation`."""
     draft.rename({"per_device_train_batch_size": "train.micro_batch", "micro_batch_size": "train.micro_batch"})
     draft.defaults["train.global_batch"] = draft.defaults["train.micro_batch"] * accumulation
-    accumulation_given = draft.take(
-        "gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accumulation_steps"
-    )
-    if accumulation_given == "auto":
-        accumulation_given = None
+    names = ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accumulation_steps")
+    # "auto" is DeepSpeed's word for the value of its launcher.
+    accumulation_given = None if draft.take(*names) == "auto" else draft.number(*names)
     micro_batch = draft.values.get("train.micro_batch")
     if micro_batch is None and accumulation_given is None:
         return
@@ -112,8 +110,8 @@ def convert_optimizer(draft: Draft) -> None:
 
 def convert_length(draft: Draft) -> None:
     """Write steps or epochs. A recipe has one of them, and max_steps wins there too."""
-    steps, epochs = draft.take("max_steps"), draft.take("num_train_epochs", "num_epochs")
-    if isinstance(steps, int) and steps > 0:
+    steps, epochs = draft.number("max_steps"), draft.take("num_train_epochs", "num_epochs")
+    if steps is not None and steps > 0:
         draft.put("train.steps", steps, "max_steps")
         draft.defaults.pop("train.epochs", None)
     elif epochs is not None:
@@ -133,7 +131,7 @@ def convert_schedule(draft: Draft, *, rounding: Literal["up", "axolotl"]) -> Non
     if name is not None:
         draft.put("scheduler.name", name, source)
     _convert_lowest_rate(draft)
-    steps_or_share, share = draft.take("warmup_steps"), draft.take("warmup_ratio")
+    steps_or_share, share = draft.number("warmup_steps"), draft.number("warmup_ratio")
     if name == "constant":
         # transformers' constant has no warm-up; constant_with_warmup has one
         draft.set("scheduler.warmup", 0)
@@ -185,13 +183,14 @@ def _convert_lowest_rate(draft: Draft) -> None:
     """Write the rate at which the schedule ends, given as a rate or as a share of the highest one."""
     options = draft.section("lr_scheduler_kwargs")
     ratio = options.pop("min_lr_rate", draft.take("cosine_min_lr_ratio"))
-    lowest = options.pop("min_lr", None)
+    options.pop("min_lr", None)
+    lowest = draft.number("lr_scheduler_kwargs.min_lr")
     rate = draft.take("learning_rate")
     if rate is not None:
         draft.put("optimizer.lr", rate, "learning_rate")
     rate = draft.effective("optimizer.lr")
     if ratio is None and lowest is not None and isinstance(rate, float) and rate > 0:
-        ratio = float(lowest) / rate
+        ratio = lowest / rate
     if ratio is not None:
         draft.put("scheduler.min_lr_ratio", ratio, "lr_scheduler_kwargs")
     for name in options:
@@ -200,7 +199,7 @@ def _convert_lowest_rate(draft: Draft) -> None:
 
 def convert_validation(draft: Draft) -> None:
     """Write how often validation runs: `eval_steps` counts if the strategy is steps, or not given."""
-    strategy, every = draft.take("eval_strategy", "evaluation_strategy"), draft.take("eval_steps")
+    strategy, every = draft.take("eval_strategy", "evaluation_strategy"), draft.number("eval_steps")
     if strategy == "epoch" and not draft.has("data.val"):
         return
     if strategy == "epoch":
@@ -230,7 +229,7 @@ def convert_held_out_rows(draft: Draft, *names: str) -> None:
 
     The value is a share below 1, a number of rows above, or 0 for no validation.
     """
-    value = draft.take(*names)
+    value = draft.number(*names)
     source = next((name for name in names if name in draft.file), names[0])
     if not value:
         return
@@ -243,13 +242,15 @@ def convert_held_out_rows(draft: Draft, *names: str) -> None:
 def convert_rewards(draft: Draft, prefix: str = "") -> None:
     """Write GRPO's reward functions and their weights. `prefix`: what stands before their keys."""
     functions = listed(draft.take(f"{prefix}reward_funcs"))
-    weights = [float(weight) for weight in listed(draft.take(f"{prefix}reward_weights"))]
+    weights = [number_of(weight) for weight in listed(draft.take(f"{prefix}reward_weights"))]
+    if None in weights:
+        draft.lose(f"{prefix}reward_weights", "some of its entries are no numbers")
     rewards = []
     for index, function in enumerate(functions):
         known = key_aliases.meant("grpo.rewards.fn", function) or str(function)
         reward: dict[str, Any] = {"fn": known.partition(",")[0]}
-        if index < len(weights) and weights[index] != 1:
-            reward["weight"] = weights[index]
+        if index < len(weights) and weights[index] not in (None, 1):
+            reward["weight"] = float(weights[index])
         rewards.append(reward)
     if rewards:
         draft.put("grpo.rewards", rewards, f"{prefix}reward_funcs")
@@ -271,11 +272,11 @@ def convert_rollout_size(draft: Draft, prefix: str = "") -> None:
     """
     group = draft.effective("grpo.group_size")
     batch = draft.effective("train.global_batch")
-    steps = draft.take(f"{prefix}steps_per_generation", "steps_per_generation")
-    completions = draft.take(f"{prefix}generation_batch_size", "generation_batch_size")
+    steps = draft.number(f"{prefix}steps_per_generation", "steps_per_generation")
+    completions = draft.number(f"{prefix}generation_batch_size", "generation_batch_size")
     if completions is None:
         completions = draft.effective("train.micro_batch") * steps if steps else batch
-    if completions % group:
+    if group < 1 or completions % group:
         draft.lose(
             f"{prefix}num_generations",
             f"grpo.prompts_per_step: a rollout's {completions} completions are no multiple of {group}",

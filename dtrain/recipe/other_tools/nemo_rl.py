@@ -7,7 +7,7 @@ nemo_rl/models/automodel of commit 7ea279a. That example's values are the defaul
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool
+from dtrain.recipe.other_tools.draft import Draft, Tool, listed
 from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets, put_split
 
 METHODS = {"grpo": "grpo", "ppo": "ppo", "dpo": "dpo", "sft": "sft", "distillation": "distill", "rm": "reward"}
@@ -248,8 +248,8 @@ def convert(draft: Draft) -> None:
 def _convert_length(draft: Draft, section: str) -> None:
     """Write steps, or epochs where the file gives no steps (-1), and the seed."""
     draft.rename({f"{section}.seed": "run.seed"})
-    steps, epochs = draft.take(f"{section}.max_num_steps"), draft.take(f"{section}.max_num_epochs")
-    if isinstance(steps, int) and 0 < steps < 10**6:
+    steps, epochs = draft.number(f"{section}.max_num_steps"), draft.take(f"{section}.max_num_epochs")
+    if steps is not None and 0 < steps < 10**6:
         draft.put("train.steps", steps, f"{section}.max_num_steps")
         if epochs is not None or "train.epochs" in draft.defaults:
             draft.note("a run ends there at the steps or at the epochs, whichever is first; here train.steps counts")
@@ -261,8 +261,8 @@ def _convert_length(draft: Draft, section: str) -> None:
         draft.defaults.pop("train.steps", None)
     else:
         draft.defaults.pop("train.epochs", None)
-    every = draft.take(f"{section}.val_period")
-    if isinstance(every, int) and every > 0:
+    every = draft.number(f"{section}.val_period")
+    if every is not None and every > 0:
         draft.put("train.validate_every", every, f"{section}.val_period")
     if draft.take("sft.only_unmask_final"):
         draft.put("data.loss_on", "last", "sft.only_unmask_final")
@@ -270,8 +270,8 @@ def _convert_length(draft: Draft, section: str) -> None:
 
 def _convert_data(draft: Draft) -> None:
     for section, name in (("data.train", "train"), ("data.val", "validation")):
-        entries = draft.take(f"data.{name}")
-        if not isinstance(entries, list):
+        entries = draft.entries(f"data.{name}")
+        if entries is None:
             values = draft.section(f"data.{name}")
             entries = [values] if values else []
         former = draft.take(f"data.{name}_data_path", "data.val_data_path" if name == "validation" else "")
@@ -347,7 +347,7 @@ def _convert_policy_loss(draft: Draft) -> None:
 def _importance_sampling(draft: Draft) -> dict[str, Any]:
     """Return the options that correct the probabilities of the engine that sampled."""
     modes = {"tis": "token_truncate", "icepop": "token_mask", "seq-mask-tis": "seq_mask_tis"}
-    kind = draft.take("loss_fn.truncated_importance_sampling_type", default="tis")
+    kind = str(draft.take("loss_fn.truncated_importance_sampling_type", default="tis"))
     most = draft.take("loss_fn.truncated_importance_sampling_ratio")
     least = draft.take("loss_fn.truncated_importance_sampling_ratio_min")
     return {"sampling_correction": modes.get(kind, kind), "sampling_clip_max": most, "sampling_clip_min": least}
@@ -437,18 +437,23 @@ def _convert_clipping(draft: Draft) -> None:
 
 def _convert_schedule(draft: Draft) -> None:
     """Write a list of torch schedulers with milestones as stages. ConstantLR with a factor of 1 is `constant`."""
-    entries = draft.take("policy.scheduler")
-    if not isinstance(entries, list):
+    entries = draft.entries("policy.scheduler")
+    if entries is None:
         single = draft.section("policy.scheduler")
         entries = [single] if single.get("name") else []
     stages: list[dict[str, Any]] = []
     milestones: list[int] = []
     for entry in entries:
         if "milestones" in entry:
-            milestones = list(entry["milestones"])
+            milestones = [step for step in listed(entry["milestones"]) if isinstance(step, int)]
             continue
-        kwargs = entry.get("kwargs") or {key.partition(".")[2]: entry[key] for key in entry if "kwargs." in key}
-        is_constant = str(entry["name"]).endswith("ConstantLR") and kwargs.get("factor") == 1
+        if not isinstance(entry.get("name"), str):
+            draft.lose("policy.scheduler", "an entry names no scheduler", "scheduler")
+            return
+        kwargs = entry.get("kwargs")
+        if not isinstance(kwargs, Mapping):
+            kwargs = {key.partition(".")[2]: entry[key] for key in entry if "kwargs." in key}
+        is_constant = entry["name"].endswith("ConstantLR") and kwargs.get("factor") == 1
         stages.append({"name": "constant"} if is_constant else {"name": entry["name"], "kwargs": dict(kwargs)})
     start = 0
     for stage, end in zip(stages, milestones, strict=False):

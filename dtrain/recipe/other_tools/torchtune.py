@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool
+from dtrain.recipe.other_tools.draft import Draft, Tool, listed
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
 from dtrain.recipe.other_tools.sources import FILE_READERS, Dataset, put_datasets, put_split
 
@@ -191,7 +191,7 @@ def _convert_model(draft: Draft) -> None:
         draft.set("lora.quantize", "nf4", f"{builder.rpartition('.')[2]} of {draft.version}")
     if re.search(r"\.q?dora_", builder):
         draft.set("lora.dora", True, f"{builder.rpartition('.')[2]} of {draft.version}")
-    layers = [LAYERS.get(layer, layer) for layer in arguments.get("lora_attn_modules", [])]
+    layers = [LAYERS.get(layer, layer) for layer in map(str, listed(arguments.get("lora_attn_modules")))]
     if arguments.get("apply_lora_to_mlp"):
         layers += MLP
     if layers:
@@ -267,7 +267,8 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> tuple[Da
     # torchtune's names of columns, and ours of the same
     names = {"input": "prompt", "output": "completion"} if dataset.format == "prompt_completion" else {}
     mapping = {key.removeprefix("column_map."): value for key, value in arguments.items() if "column_map." in key}
-    mapping |= arguments.get("column_map") or {}
+    if isinstance(arguments.get("column_map"), Mapping):
+        mapping |= arguments["column_map"]
     if dataset.format == "prompt_completion":
         dataset.columns |= {ours: mapping.get(theirs, theirs) for theirs, ours in names.items()}
     else:
@@ -286,9 +287,10 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> tuple[Da
 def _convert_batch(draft: Draft) -> None:
     """Write the batch of one GPU, and the steps if the file limits those of an epoch."""
     micro_batch = draft.values.get("train.micro_batch", 1)
-    accumulation = draft.take("gradient_accumulation_steps", default=1)
-    draft.put("train.global_batch", micro_batch * accumulation, "gradient_accumulation_steps")
-    epochs, steps_per_epoch = draft.take("epochs", default=1), draft.take("max_steps_per_epoch")
+    accumulation = draft.number("gradient_accumulation_steps", default=1)
+    if isinstance(micro_batch, int):
+        draft.put("train.global_batch", micro_batch * accumulation, "gradient_accumulation_steps")
+    epochs, steps_per_epoch = draft.number("epochs", default=1), draft.number("max_steps_per_epoch")
     if steps_per_epoch:
         draft.put("train.steps", steps_per_epoch * epochs, "max_steps_per_epoch")
     else:

@@ -102,8 +102,8 @@ def convert(draft: Draft) -> None:
 def convert_data(draft: Draft) -> None:
     """Write `dataset_name` or TRL's list `datasets`, and the column of plain texts."""
     draft.ignore(*hugging_face.NEEDLESS)
-    entries = draft.take("datasets")
-    if isinstance(entries, list):
+    entries = draft.entries("datasets")
+    if entries is not None:
         put_datasets(draft, "data.train", [_dataset(draft, entry) for entry in entries], "datasets")
     name = draft.take("dataset_name")
     train_split = put_split(draft, "data.train.split", draft.take("dataset_train_split"), "dataset_train_split")
@@ -241,8 +241,8 @@ def add_common_notes(draft: Draft) -> None:
 
 def convert_handbook(draft: Draft) -> None:
     mixture = draft.section("dataset_mixture")
-    entries = mixture.get("datasets")
-    if isinstance(entries, list):
+    entries = draft.entries("dataset_mixture.datasets")
+    if entries is not None:
         datasets = [_handbook_dataset(draft, entry) for entry in entries]
         put_datasets(draft, "data.train", datasets, "dataset_mixture.datasets")
         if any(dataset.weight not in (None, 1.0) for dataset in datasets):

@@ -98,7 +98,6 @@ NEEDLESS = (
     f"{ROLLOUT}.calculate_log_probs",
     f"{ROLLOUT}.dtype",
     f"{ROLLOUT}.seed",
-    f"{ROLLOUT}.do_sample",
     f"{ROLLOUT}.n_gpus_per_node",
     f"{ROLLOUT}.nnodes",
     f"{ROLLOUT}.skip_tokenizer_init",
@@ -257,7 +256,7 @@ def _convert_fine_tuning(draft: Draft) -> None:
     _convert_files(draft, None)
     _convert_columns(draft)
     uses_tokens = draft.take("data.use_dynamic_bsz", default=not is_former)
-    tokens = draft.take("data.max_token_len_per_gpu", default=8192)
+    tokens = draft.number("data.max_token_len_per_gpu", default=8192)
     if uses_tokens:
         length = draft.effective("data.max_length")
         draft.set("train.dynamic_batch", True, f"data.use_dynamic_bsz of {draft.version}")
@@ -277,15 +276,15 @@ def _convert_columns(draft: Draft) -> None:
         "tools": draft.take("data.tools_key", "data.multiturn.tools_key"),
     }
     prompt, response = draft.take("data.prompt_key"), draft.take("data.response_key")
-    inner_prompt = listed(draft.take("data.prompt_dict_keys"))
-    inner_response = listed(draft.take("data.response_dict_keys"))
+    inner_prompt = map(str, listed(draft.take("data.prompt_dict_keys")))
+    inner_response = map(str, listed(draft.take("data.response_dict_keys")))
     if is_multi_turn:
         columns = {ours: theirs for ours, theirs in names.items() if theirs not in (None, ours)}
     else:
         draft.put("data.train.format", "prompt_completion", "data.prompt_key")
         columns = {
-            "prompt": ".".join([prompt or "question", *inner_prompt]),
-            "completion": ".".join([response or "answer", *inner_response]),
+            "prompt": ".".join([str(prompt or "question"), *inner_prompt]),
+            "completion": ".".join([str(response or "answer"), *inner_response]),
         }
         draft.put("data.prompts_as", "user", "data.prompt_key")  # verl writes both by the chat template
     if columns:
@@ -302,8 +301,8 @@ def _convert_rollout_training(draft: Draft) -> None:
     _convert_estimator(draft)
     draft.method = str(draft.values["method"])
     _convert_model(draft, MODEL)
-    _convert_optimizer(draft, f"{ACTOR}.optim", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     _convert_rollout_sizes(draft)
+    _convert_optimizer(draft, f"{ACTOR}.optim", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     _convert_policy_loss(draft)
     _convert_divergence(draft)
     _convert_sampling(draft)
@@ -346,26 +345,26 @@ def _convert_estimator(draft: Draft) -> None:
 
 def _convert_rollout_sizes(draft: Draft) -> None:
     """Write the sizes of rollouts. verl counts prompts, and dtrain's global batch counts completions."""
-    prompts = draft.take("data.train_batch_size", default=1024)
-    group = draft.take(f"{ROLLOUT}.n", default=1)
-    minibatch = draft.take(f"{ACTOR}.ppo_mini_batch_size", default=256)
-    updates = draft.take(f"{ACTOR}.ppo_epochs", default=1)
+    prompts = draft.number("data.train_batch_size", default=1024)
+    group = draft.number(f"{ROLLOUT}.n", default=1)
+    minibatch = draft.number(f"{ACTOR}.ppo_mini_batch_size", default=256)
+    updates = draft.number(f"{ACTOR}.ppo_epochs", default=1)
     draft.put("grpo.prompts_per_step", prompts, "data.train_batch_size")
     draft.put("grpo.group_size", group, f"{ROLLOUT}.n")
     comment = f"{minibatch} prompts of ppo_mini_batch_size, {group} completions each"
     draft.set("train.global_batch", minibatch * group, comment)
     draft.put("grpo.updates_per_rollout", updates, f"{ACTOR}.ppo_epochs")
-    prompt_length = draft.take("data.max_prompt_length", default=512)
-    response_length = draft.take("data.max_response_length", default=512)
-    length = prompt_length + response_length
+    prompt_length = draft.number("data.max_prompt_length", default=512)
+    response_length = draft.number("data.max_response_length", default=512)
+    length = max(1, prompt_length + response_length)
     draft.set("data.max_length", length, "data.max_prompt_length + data.max_response_length")
     draft.put("grpo.sampling.max_new_tokens", response_length, "data.max_response_length")
     draft.rename({f"{ACTOR}.ppo_micro_batch_size_per_gpu": "train.micro_batch"})
     if draft.take(f"{ACTOR}.use_dynamic_bsz"):
-        tokens = draft.take(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
+        tokens = draft.number(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
         draft.set("grpo.dynamic_batch", True, "use_dynamic_bsz")
         draft.set("train.micro_batch", max(1, tokens // length), f"{tokens} tokens of ppo_max_token_len_per_gpu")
-    steps = draft.take("trainer.total_training_steps")
+    steps = draft.number("trainer.total_training_steps")
     steps_per_rollout = _steps_per_rollout(draft)
     if steps:
         comment = f"{steps} rollouts with {steps_per_rollout} optimizer steps each"
@@ -378,11 +377,11 @@ def _convert_rollout_sizes(draft: Draft) -> None:
 
 def _steps_per_rollout(draft: Draft) -> int:
     """Return the optimizer steps of a rollout; 1 for supervised fine-tuning."""
-    if not draft.has("grpo.prompts_per_step"):
+    sizes = ("grpo.prompts_per_step", "grpo.group_size", "train.global_batch", "grpo.updates_per_rollout")
+    prompts, group, batch, updates = (draft.values.get(key) for key in sizes)
+    if not (prompts and group and batch and updates):
         return 1
-    completions = draft.values["grpo.prompts_per_step"] * draft.values["grpo.group_size"]
-    minibatches = max(1, completions // draft.values["train.global_batch"])
-    return minibatches * draft.values["grpo.updates_per_rollout"]
+    return max(1, prompts * group // batch) * updates
 
 
 def _convert_policy_loss(draft: Draft) -> None:
@@ -461,6 +460,8 @@ def _convert_sampling(draft: Draft) -> None:
             "algorithm.filter_groups.max_num_gen_batches": "grpo.max_refills",
         }
     )
+    if draft.take(f"{ROLLOUT}.do_sample") is False:
+        draft.lose(f"{ROLLOUT}.do_sample", "completions are sampled here, and rollouts never take the argmax")
     if draft.take(f"{ROLLOUT}.repetition_penalty", default=1.0) != 1.0:
         draft.lose(f"{ROLLOUT}.repetition_penalty", "the policy's distribution would have to share it")
     if draft.take("algorithm.filter_groups.enable"):
@@ -555,10 +556,11 @@ def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
     clip = draft.take(*clips)
     if clip is not None:
         draft.put("train.max_grad_norm", clip, clips[0])
-    steps = draft.take(f"{place}.lr_warmup_steps")
+    steps = draft.number(f"{place}.lr_warmup_steps")
     share = draft.take(f"{place}.lr_warmup_steps_ratio", f"{place}.warmup_steps_ratio")
     if steps is not None and steps > 0:
-        draft.put("scheduler.warmup_steps", steps, f"{place}.lr_warmup_steps")
+        # verl's schedule moves once per rollout.
+        draft.put("scheduler.warmup_steps", steps * _steps_per_rollout(draft), f"{place}.lr_warmup_steps")
         draft.defaults.pop("scheduler.warmup")
     elif share is not None:
         draft.put("scheduler.warmup", share or 0, f"{place}.lr_warmup_steps_ratio")
@@ -616,8 +618,8 @@ def _convert_trainer(draft: Draft) -> None:
         }
     )
     for source, key in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "train.validate_every")):
-        every = draft.take(source)
-        if isinstance(every, int) and every > 0:
+        every = draft.number(source)
+        if every is not None and every > 0:
             draft.put(key, every * steps_per_rollout, source)
     if "wandb" in listed(draft.take("trainer.logger")) and draft.given("trainer.project_name"):
         draft.put("metrics.wandb", draft.take("trainer.project_name"), "trainer.project_name")
