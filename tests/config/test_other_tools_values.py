@@ -382,7 +382,7 @@ WRONG_TYPES = [
     ("TRL", "gradient_accumulation_steps: [2]", "gradient_accumulation_steps"),
     ("TRL", "max_steps: soon", "max_steps"),
     ("TRL", "warmup_ratio: []", "warmup_ratio"),
-    ("TRL", "warmup_steps: {a: 1}", "warmup_steps"),
+    ("TRL", "warmup_steps: [1]", "warmup_steps"),
     ("TRL", "eval_strategy: steps\neval_steps: often", "eval_steps"),
     ("TRL", "lr_scheduler_kwargs: {min_lr: low}", "lr_scheduler_kwargs.min_lr"),
     ("TRL", "num_generations: 2\nreward_funcs: [accuracy]\nreward_weights: [much]", "reward_weights"),
@@ -415,7 +415,7 @@ def test_numbers_as_text_are_numbers():
 
 
 def test_values_of_several_lines_stay_comments():
-    made = converted(f'{BARE["TRL"]}\nlr_scheduler_kwargs: {{"a": 1}}\nneftune_noise_alpha: "5\\nmethod: dpo"')
+    made = converted(f'{BARE["Automodel"]}\nstep_scheduler: {{ckpt_every_steps: "two\\nmethod: dpo"}}')
     assert "method: dpo" in made.text() and yaml.safe_load(made.text())["method"] == "sft"
 
 
