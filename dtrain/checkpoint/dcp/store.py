@@ -32,11 +32,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dtrain.base import ranges
 from dtrain.base.errors import UserError, first, in_words
 from dtrain.base.files import Record, checksum, publish, set_aside, write_new
 from dtrain.base.json_files import OWN, digest, loads, read_json
-from dtrain.base.model_directory import CONFIG
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.pieces import Piece, PieceReader, PieceWriter, Table, read_table, read_whole
 from dtrain.checkpoint.dcp.retention import Retention
@@ -78,36 +76,20 @@ def locate(path: str | Path, ranks: Ranks | None = None, key: str | None = None)
     Raises:
         UserError: If there is no whole step.
     """
+    given = f"{key}={path}" if key else str(path)
     path = Path(path)
     named = step_of(path.absolute())
     if named is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
-    else:
-        store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
-    step, problem = store.ranks.first(lambda: _step_at(path, store, named))
-    if step is None:
-        raise UserError(f"{key}={path}: {problem}" if key else f"{path}: {problem}")
-    return store, step
-
-
-def _step_at(path: Path, store: "CheckpointStore", named: int | None) -> tuple[int | None, str]:
-    """Return the whole step that a path means and an empty string, or None and why there is none."""
-    if named is not None:
-        found = None if (faults := store.faults(named)) else named
-        reason = f": {faults[0]}" if faults else ""
-        others = [f"step-{step}" for step in store.published() if step != named]
-    else:
-        found = max(store.steps(), default=None)
-        reason = f" (looked for step-N directories in {store.directory})"
-        others = []
-    if found is not None:
-        return found, ""
-    if not path.exists():
-        hint = f"; {store.directory} has {', '.join(others)}" if others else ranges.beside(str(path))
-        reason = f": no such directory{hint}"
-    elif (path / CONFIG).is_file():
-        reason = ", but a model. To start from its weights, set model.path to it"
-    return None, f"there is no whole checkpoint{reason}"
+        faults = store.ranks.first(lambda: store.faults(named))
+        if faults:
+            raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
+        return store, named
+    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
+    newest = store.latest()
+    if newest is None:
+        raise UserError(f"{given}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+    return store, newest
 
 
 class CheckpointStore:
