@@ -65,6 +65,12 @@ SHAREGPT_ROLES = {
 THOUGHTS = "; only an assistant's content begins with thoughts"
 CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("type", "id", "index")  # keys of a call next to its function
+ARGUMENTS_ELSEWHERE = (
+    "parameters",
+    "args",
+    "input",
+    "kwargs",
+)  # names for a call's arguments in Llama 3, LangChain, ..
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 
 
@@ -389,7 +395,11 @@ def _tool_call(call: Any, key: str) -> dict[str, Any]:
     if "type" not in rest:
         rest = {"type": "function", **rest}
     inside = f"{key}.arguments" if function is call else f"{key}.function.arguments"
-    arguments = _call_arguments(function.get("arguments"), inside)
+    arguments = function.get("arguments")
+    misnamed = [name for name in ARGUMENTS_ELSEWHERE if function.get(name)]
+    if arguments in (None, "") and misnamed:
+        raise UserError(f"{inside} is missing, and the call has {misnamed[0]}: rename that key to arguments")
+    arguments = _call_arguments(arguments, inside)
     return {**rest, "function": {**rest["function"], "arguments": arguments}}
 
 
