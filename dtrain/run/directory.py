@@ -107,8 +107,12 @@ class RunDirectory:
                 os.close(lock)
                 raise UserError(self._taken(holder))
             time.sleep(_POLL_SECONDS)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        except OSError as error:  # the disk is full
+            os.close(lock)
+            raise UserError(f"run.dir: {self.path / 'lock'}: {error.strerror}") from error
         self._lock = lock
         return self
 

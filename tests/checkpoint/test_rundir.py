@@ -219,3 +219,15 @@ def test_a_file_system_without_locks_is_named_with_the_key(tmp_path, monkeypatch
     (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() * 2)
     with pytest.raises(UserError, match=r"\.lock: this file system has no file locks .*Set data\.cache_dir"):
         run(tiny_recipe(tmp_path, "run.lock=false", name="other"))
+
+
+@pytest.mark.parametrize(("call", "file"), [("pwrite", "lock"), ("fsync", ".began.json.new")])
+def test_a_full_disk_at_the_start_is_named(tmp_path, monkeypatch, call, file):
+    run(tiny_recipe(tmp_path, "train.steps=3", name="cached"))
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(UserError, match=rf"{tmp_path}/runs/run/{file}: No space left on device"):
+        run(tiny_recipe(tmp_path))
