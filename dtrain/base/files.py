@@ -110,6 +110,8 @@ def _write(path: Path, content: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -137,6 +137,11 @@ def test_what_tensors_are_kept_in_is_not_offered():
     assert "allow_changes" not in str(caught.value) and "optimizer.lr" not in str(caught.value)
     with pytest.raises(UserError, match=r"allow_changes=\[optimizer.lr,data.fingerprint\]"):
         guard([*CHANGES, *kept], [])
+    for change in (("optimizer.name", "adamw", "muon"), ("train.dtype", "float32", "float64")):
+        with pytest.raises(UserError, match=f"set {change[0]}={change[1]} back") as caught:
+            guard([change], ["optimizer", "train"])
+        assert "allow_changes" not in str(caught.value)
+    assert guard([("train.dtype", "float32", "bfloat16")], []) == ["train.dtype: float32 -> bfloat16"]
 
 
 def test_named_changes_pass_and_are_printed():
