@@ -391,6 +391,8 @@ WRONG_TYPES = [
     ("TRL", "datasets: [1]", "datasets"),
     ("axolotl", "val_set_size: some", "val_set_size"),
     ("axolotl", "pretraining_dataset: [{name: a}]", "pretraining_dataset"),
+    ("axolotl", "test_datasets: [a.jsonl]", "test_datasets"),
+    ("torchtune", "dataset_val: [a.jsonl]", "dataset_val"),
     ("torchtune", "gradient_accumulation_steps: x", "gradient_accumulation_steps"),
     ("torchtune", "max_steps_per_epoch: [1]", "max_steps_per_epoch"),
     ("verl", f"{GRPO}\nactor_rollout_ref: {{rollout: {{n: many}}}}", "actor_rollout_ref.rollout.n"),

@@ -152,15 +152,12 @@ def _convert_method_name(draft: Draft) -> None:
 
 
 def _convert_data(draft: Draft) -> None:
-    entries = [entry for entry in listed(draft.take("datasets")) if isinstance(entry, Mapping)]
-    datasets = [_dataset(draft, entry, "datasets") for entry in entries if entry.get("path")]
+    datasets = _datasets(draft, "datasets")
     put_datasets(draft, "data.train", datasets, "datasets")
     if draft.method == "sft" and datasets and all(dataset.format == "text" for dataset in datasets):
         draft.set("data.loss_on", "all", "type completion trains every token")
     _convert_pretraining(draft)
-    tests = [entry for entry in listed(draft.take("test_datasets")) if isinstance(entry, Mapping)]
-    held_out = [_dataset(draft, entry, "test_datasets") for entry in tests if entry.get("path")]
-    put_datasets(draft, "data.val", held_out, "test_datasets")
+    put_datasets(draft, "data.val", _datasets(draft, "test_datasets"), "test_datasets")
     hugging_face.convert_held_out_rows(draft, "val_set_size")
     template = draft.take("chat_template")
     if template == "jinja":
@@ -169,6 +166,17 @@ def _convert_data(draft: Draft) -> None:
         put_chat_template(draft, "chat_template")
     if draft.take("evals_per_epoch") and draft.has("data.val"):
         draft.note("evals_per_epoch: train.validate_every counts steps; a run validates at the end in any case")
+
+
+def _datasets(draft: Draft, source: str) -> list[Dataset]:
+    """Return the data sets at `datasets` or `test_datasets`. Entries that name no path become a lost key."""
+    made = []
+    for entry in listed(draft.take(source)):
+        if isinstance(entry, Mapping) and entry.get("path"):
+            made.append(_dataset(draft, entry, source))
+        else:
+            draft.lose(source, f"the entry {entry} has no key path")
+    return made
 
 
 def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:

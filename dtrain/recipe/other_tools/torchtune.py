@@ -233,9 +233,9 @@ def _convert_data(draft: Draft) -> None:
 
 def _datasets(draft: Draft, place: str) -> list[tuple[Dataset, bool]]:
     """Return the data sets at `dataset` or `dataset_val`, each with whether its prompts are trained."""
-    entries = draft.take(place)
-    if isinstance(entries, list):
-        made = [_dataset(draft, entry, place) for entry in entries if isinstance(entry, Mapping)]
+    entries = draft.entries(place)
+    if entries is not None:
+        made = [_dataset(draft, entry, place) for entry in entries]
     else:
         arguments = draft.section(place)
         made = [_dataset(draft, arguments, place)] if arguments else []
