@@ -83,7 +83,8 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 def beside(path: str) -> str:
     """Return the end of a message that there is no directory `path`: one of a near name, or all that stand beside."""
     parent = Path(path).parent
-    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+    entries = parent.iterdir() if parent.is_dir() else []
+    names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if near := nearest(Path(path).name, names):
         return f"; did you mean {parent / near}?"
     more = ", ..." if len(names) > 5 else ""

@@ -481,8 +481,8 @@ class Checkpoint:
     it, in place of those of `model.path`. Later it resumes from its own checkpoints, and that step stays its start."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections of model, data and optimizer that may differ from what a resumed run started with. Never
-    `method`, and never what decides which tensors are saved and of which type: `optimizer.state`, `train.masters`, and
-    for example `lora.rank`. A change of these is a new run."""
+    `method`, and never what decides which tensors are saved and of which type: `optimizer.name`, `optimizer.state`,
+    `train.masters`, and for example `lora.rank`. A change of these is a new run."""
 
 
 @dataclass

@@ -45,8 +45,8 @@ TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
 GUARDED = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
 # Of those, what changes speed or place and no number.
 UNGUARDED = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text")
-# What a save's tensors are kept in: a resume cannot read others, whatever is allowed.
-KEPT_IN = ("optimizer.state", "train.masters")
+# What decides which tensors a save holds, and their dtype: a resume cannot read others, whatever is allowed.
+KEPT_IN = ("optimizer.name", "optimizer.state", "train.masters")
 
 Difference = tuple[str, Any, Any]
 
@@ -107,8 +107,12 @@ class RunDirectory:
                 os.close(lock)
                 raise UserError(self._taken(holder))
             time.sleep(_POLL_SECONDS)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        except OSError as error:  # the disk is full
+            os.close(lock)
+            raise UserError(f"run.dir: {self.path / 'lock'}: {error.strerror}") from error
         self._lock = lock
         return self
 
@@ -217,7 +221,10 @@ def guard(
         UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
     """
     differences = list(differences)
-    fixed = {*KEPT_IN, *(misfit.keys if misfit else ())}
+    kept_in = set(KEPT_IN)
+    if any(key == "train.dtype" and "float64" in (old, new) for key, old, new in differences):
+        kept_in.add("train.dtype")  # in float64 the weights and moments are float64 too
+    fixed = kept_in | {*(misfit.keys if misfit else ())}
     refused = []
     for key, old, new in differences:
         is_guarded = _within(key, (*GUARDED, *models)) and key not in known and not _within(key, UNGUARDED)
@@ -229,11 +236,11 @@ def guard(
             lines.append(f"  {key}: {_short(old)} -> {_short(new)}")
             lines += [f"    {line}" for line in details.get(key, ())]
         keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in fixed))
-        back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in KEPT_IN)
+        back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in kept_in)
         if back:
             lines.append(
-                f"The saved tensors are in other bits, and no resume changes these: set {back} back, or start from the "
-                "weights alone, by checkpoint.init_from and another run.name"
+                f"The saved tensors are those of the old values, and no resume converts them: set {back} back, or "
+                "start from the weights alone, by checkpoint.init_from and another run.name"
             )
         if misfit is not None:
             lines.append(misfit.advice)

@@ -139,7 +139,7 @@ def find_start(spec: RunSpec, host: Host) -> Start:
             alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
         weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, alternative, ranks)
     else:
-        weights = locate(path, ranks)
+        weights = locate(path, ranks, INIT)
         began = {**began, INIT: asdict(Origin.of(*weights))}
     return replace(start, began=began, weights=weights)
 
@@ -215,7 +215,7 @@ def _start_from_path(spec: RunSpec, host: Host, path: str, origin: Origin | None
 
     if not ranks.first(lambda: Path(path).is_dir()):
         ranks.first(refuse_used)
-    store, step = locate(path, ranks)
+    store, step = locate(path, ranks, RESUME)
     if store.directory.resolve() == spec.store.directory.resolve():
         store = spec.store
     else:

@@ -171,18 +171,21 @@ class Trainer:
             self.metrics.say(f"resumed from {start.path}")
             for line in self.spec.changes:
                 self.metrics.say(f"  changed since then: {line}")
-        if self.runtime.is_main:
-            replace_text(self.run.began, json.dumps(start.began))
-            replace_text(self.run.config, self._recipe_text)
-            self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
-            self.run.write_json(ABOUT, about(self))
-            self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
+        self.ranks.first(lambda: self._describe_run(start))
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
             self.patience.values = self.ranks.first(lambda: self.patience.read(self.run.metrics))
         if self.evaluations is not None:
             self._measured |= self.evaluations.resume_at(start.step)
         return start
+
+    def _describe_run(self, start: Start) -> None:
+        """Write the run's directory: what the run began from, its recipe and data, and the files of its model."""
+        replace_text(self.run.began, json.dumps(start.began))
+        replace_text(self.run.config, self._recipe_text)
+        self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
+        self.run.write_json(ABOUT, about(self))
+        self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
 
     def loop(self, start: Start) -> None:
         """Train from `start` to the last step, saving and validating on the way; the export at the end."""

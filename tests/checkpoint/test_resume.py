@@ -313,3 +313,16 @@ def test_the_override_that_the_guard_names_makes_the_change_deliberate(tmp_path)
     assert preflight(allowed, 1) == []
     run(allowed)
     assert [row["step"] for row in metrics(allowed)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("change", ["optimizer.name=muon", "optimizer.name=torch.optim.SGD", "train.dtype=float64"])
+def test_another_optimizer_or_float64_is_a_new_run_and_the_advice_works(tmp_path, change):
+    shape = ("train.dtype=float32", "checkpoint.every=3", "train.steps=3")
+    first = run(tiny_recipe(tmp_path, *shape))
+    with pytest.raises(UserError) as caught:
+        run(tiny_recipe(tmp_path, *shape, change, "train.steps=5", "checkpoint.allow_changes=[optimizer,train]"))
+    key, _, _ = change.partition("=")
+    assert f"  {key}: " in str(caught.value) and len(str(caught.value).splitlines()) == 3
+    start = f"checkpoint.init_from={first.run.directory}"
+    again = run(tiny_recipe(tmp_path, *shape, change, start, name="again"))
+    assert [row["step"] for row in metrics(again)] == [1, 2, 3]

@@ -137,6 +137,11 @@ def test_what_tensors_are_kept_in_is_not_offered():
     assert "allow_changes" not in str(caught.value) and "optimizer.lr" not in str(caught.value)
     with pytest.raises(UserError, match=r"allow_changes=\[optimizer.lr,data.fingerprint\]"):
         guard([*CHANGES, *kept], [])
+    for change in (("optimizer.name", "adamw", "muon"), ("train.dtype", "float32", "float64")):
+        with pytest.raises(UserError, match=f"set {change[0]}={change[1]} back") as caught:
+            guard([change], ["optimizer", "train"])
+        assert "allow_changes" not in str(caught.value)
+    assert guard([("train.dtype", "float32", "bfloat16")], []) == ["train.dtype: float32 -> bfloat16"]
 
 
 def test_named_changes_pass_and_are_printed():
@@ -219,3 +224,19 @@ def test_a_file_system_without_locks_is_named_with_the_key(tmp_path, monkeypatch
     (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() * 2)
     with pytest.raises(UserError, match=r"\.lock: this file system has no file locks .*Set data\.cache_dir"):
         run(tiny_recipe(tmp_path, "run.lock=false", name="other"))
+
+
+@pytest.mark.parametrize(("call", "file"), [("pwrite", "lock"), ("fsync", ".began.json.new")])
+def test_a_full_disk_at_the_start_is_named(tmp_path, monkeypatch, call, file):
+    run(tiny_recipe(tmp_path, "train.steps=3", name="cached"))
+
+    own = getattr(os, call)
+
+    def full(file, *arguments):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            return own(file, *arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(UserError, match=rf"{tmp_path}/runs/run/{file}: No space left on device"):
+        run(tiny_recipe(tmp_path))

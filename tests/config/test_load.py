@@ -374,3 +374,15 @@ def test_a_schedule_in_stages_has_no_key_to_unset():
     written = {"scheduler": [{"name": "linear", "steps": 10}, {"name": "constant"}]}
     with pytest.raises(RecipeError, match="scheduler is a list; name an entry by its number"):
         load_recipe(written, ["scheduler.warmup=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("file", "nested"),
+    [
+        ({"train.steps": 4}, "train.steps is no key of a recipe; in a file keys are nested: train: {steps: ..}"),
+        ({"data": {"train.path": "a"}}, "data.train.path is no key of a recipe; .*: train: {path: ..}"),
+    ],
+)
+def test_dotted_keys_of_a_file_are_shown_nested(file, nested):
+    with pytest.raises(RecipeError, match=nested):
+        load_recipe(file)

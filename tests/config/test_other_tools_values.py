@@ -87,7 +87,13 @@ LOST = [
     ("axolotl", "special_tokens: {eos_token: <|im_end|>}", "special_tokens.eos_token", "special tokens", ""),
     ("axolotl", "chat_template: chatml", "chat_template", "axolotl's", "data.chat_template"),
     ("axolotl", "chat_template: qwen3_5", "chat_template", "axolotl's", "data.chat_template"),
-    ("axolotl", "chat_template: jinja\nchat_template_jinja: '{% x %}'", "chat_template_jinja", "as a file", ""),
+    (
+        "axolotl",
+        "chat_template: jinja\nchat_template_jinja: '{% x %}'",
+        "chat_template_jinja",
+        "to a file of its own",
+        "",
+    ),
     ("axolotl", "rl_beta: 0.1", "rl_beta", "has no beta", ""),
     ("axolotl", "adapter: llama-adapter", "adapter", "LoRA", ""),
     ("LLaMA-Factory", "rope_scaling: yarn", "rope_scaling", "config.json", ""),
@@ -414,3 +420,61 @@ def test_the_tables_name_keys_of_a_recipe():
     ]
     for layer in defaults:
         load_recipe(nested({key: value for key, value in layer.items() if key != "train.epochs"}))
+
+
+GRPO = "algorithm: {adv_estimator: grpo}"
+# Lines of a file whose values have a wrong type, and the key that is reported.
+WRONG_TYPES = [
+    ("TRL", "gradient_accumulation_steps: [2]", "gradient_accumulation_steps"),
+    ("TRL", "max_steps: soon", "max_steps"),
+    ("TRL", "warmup_ratio: []", "warmup_ratio"),
+    ("TRL", "warmup_steps: [1]", "warmup_steps"),
+    ("TRL", "eval_strategy: steps\neval_steps: often", "eval_steps"),
+    ("TRL", "lr_scheduler_kwargs: {min_lr: low}", "lr_scheduler_kwargs.min_lr"),
+    ("TRL", "num_generations: 2\nreward_funcs: [accuracy]\nreward_weights: [much]", "reward_weights"),
+    ("TRL", "num_generations: 2\nreward_funcs: [accuracy]\ngeneration_batch_size: many", "generation_batch_size"),
+    ("TRL", "num_generations: 0\nreward_funcs: [accuracy]", "num_generations"),
+    ("TRL", "datasets: [1]", "datasets[0]"),
+    ("axolotl", "val_set_size: some", "val_set_size"),
+    ("axolotl", "pretraining_dataset: [{name: a}]", "pretraining_dataset"),
+    ("axolotl", "test_datasets: [a.jsonl]", "test_datasets[0]"),
+    ("torchtune", "dataset_val: [a.jsonl]", "dataset_val[0]"),
+    ("torchtune", "gradient_accumulation_steps: x", "gradient_accumulation_steps"),
+    ("torchtune", "max_steps_per_epoch: [1]", "max_steps_per_epoch"),
+    ("verl", f"{GRPO}\nactor_rollout_ref: {{rollout: {{n: many}}}}", "actor_rollout_ref.rollout.n"),
+    ("verl", f"{GRPO}\ndata.max_response_length: x", "data.max_response_length"),
+    ("verl", "optim: {lr_warmup_steps: few}", "optim.lr_warmup_steps"),
+    ("NeMo-RL", "policy: {model_name: m, scheduler: [{kwargs: {}}]}", "policy.scheduler"),
+    ("NeMo-RL", "policy: {model_name: m, scheduler: [1]}", "policy.scheduler[0]"),
+    ("Automodel", "lr_scheduler: {min_lr: low}\nstep_scheduler: {max_steps: 20}", "lr_scheduler.min_lr"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "lines", "key"), WRONG_TYPES)
+def test_values_of_a_wrong_type_are_reported(tool, lines, key):
+    made = converted(f"{BARE[tool]}\n{lines}" if "policy" not in lines else lines)
+    assert key in lost_keys(made)
+    yaml.safe_load(made.text())
+
+
+def test_numbers_as_text_are_numbers():
+    recipe = recipe_of(f"{BARE['TRL']}\nmax_steps: '30'\nwarmup_ratio: '0.1'\ngradient_accumulation_steps: '2'")
+    assert (recipe.train.steps, recipe.scheduler.warmup_steps, recipe.train.global_batch) == (30, 3, 16)
+
+
+def test_values_of_several_lines_stay_comments():
+    made = converted(f'{BARE["Automodel"]}\nstep_scheduler: {{ckpt_every_steps: "two\\nmethod: dpo"}}')
+    assert "method: dpo" in made.text() and yaml.safe_load(made.text())["method"] == "sft"
+
+
+def test_verls_warm_up_counts_rollouts():
+    """verl's worker steps the scheduler once in `update_actor`, after all mini-batches of a rollout."""
+    actor = "{ppo_mini_batch_size: 8, optim: {lr_warmup_steps: 5}}"
+    model = f"actor_rollout_ref: {{actor: {actor}, rollout: {{n: 4}}, model: {{path: m}}}}"
+    data = "data: {train_files: d.jsonl, train_batch_size: 32}"
+    assert recipe_of(f"{GRPO}\n{model}\n{data}").scheduler.warmup_steps == 20
+
+
+def test_verls_greedy_rollouts_are_reported():
+    lines = f"{GRPO}\nactor_rollout_ref: {{rollout: {{do_sample: false}}}}"
+    assert "actor_rollout_ref.rollout.do_sample" in lost_keys(converted(lines))

@@ -132,6 +132,20 @@ def test_arguments_that_are_no_object_are_refused_with_file_and_line(tmp_path, a
         coder.encode_chunk(chunk, "messages")
 
 
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_arguments_under_another_name_are_no_call_without_arguments(name, is_bare):
+    """Llama 3 writes parameters, LangChain args, Anthropic input."""
+    function = {"name": "f", name: CITY}
+    call = function if is_bare else {"type": "function", "function": function}
+    message = {"role": "assistant", "tool_calls": [call]}
+    with pytest.raises(UserError, match=rf"arguments is missing, and the call has {name}: rename that key"):
+        normalise({"messages": [ASK, message, TOLD, SAY]}, "messages")
+    function["arguments"] = CITY
+    sample = normalise({"messages": [ASK, message, TOLD, SAY]}, "messages")
+    assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] == CITY
+
+
 @pytest.mark.parametrize("family, message, says", [
     ("GEMMA3", calling(CITY), r"messages\[1\] has tool_calls, and the chat template, .* does not write them in full"),
     ("ONE_FORM", calling(CITY, content=""), "does not write them in full"),

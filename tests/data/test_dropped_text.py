@@ -99,6 +99,18 @@ TEMPLATE = (
 )
 
 
+def test_pairs_that_differ_in_dropped_text_only_say_so(tmp_path):
+    row = {
+        "prompt": [ASK],
+        "chosen": [say(THOUGHT + ANSWER)],
+        "rejected": [say("<think>\nNo idea.\n</think>\n\n" + ANSWER)],
+    }
+    other = {"prompt": [ASK], "chosen": [say(ANSWER)], "rejected": [say("Five.")]}
+    samples, _ = opened(tmp_path, templates.R1, [row, other], kind="pairs")
+    ((_, line, reason),) = samples.meta["left_out"]
+    assert line == 1 and re.search("the same tokens, since the chat template leaves out [0-9]+ characters", reason)
+
+
 def test_more_than_half_needs_a_confirmation(tmp_path, capsys):
     model = tmp_path / "qwen3-tied"
     (write_model(model) / "chat_template.jinja").write_text(TEMPLATE)

@@ -65,21 +65,30 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def locate(path: str | Path, ranks: Ranks | None = None) -> tuple["CheckpointStore", int]:
-    """The store and step that a user means by `path`: a `step-N` directory, a `checkpoints` directory or a run's, of
-    which the newest whole step. UserError where there is none. Collective over `ranks`."""
+def locate(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> tuple["CheckpointStore", int]:
+    """Find the store and the step that a user means by a path. Collective over `ranks`.
+
+    Args:
+        path: A `step-N` directory, a `checkpoints` directory, or a run's directory. The last two mean the newest step.
+        ranks: Default: all.
+        key: The recipe's key that has the path, for messages.
+
+    Raises:
+        UserError: If there is no whole step.
+    """
+    given = f"{key}={path}" if key else str(path)
     path = Path(path)
     named = step_of(path.absolute())
     if named is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
         faults = store.ranks.first(lambda: store.faults(named))
         if faults:
-            raise UserError(f"{path} is no whole checkpoint: {faults[0]}")
+            raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
         return store, named
     store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
     newest = store.latest()
     if newest is None:
-        raise UserError(f"{path}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+        raise UserError(f"{given}: no whole checkpoint there (looked for step-N directories in {store.directory})")
     return store, newest
 
 

@@ -65,6 +65,12 @@ SHAREGPT_ROLES = {
 THOUGHTS = "; only an assistant's content begins with thoughts"
 CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("type", "id", "index")  # keys of a call next to its function
+ARGUMENTS_ELSEWHERE = (
+    "parameters",
+    "args",
+    "input",
+    "kwargs",
+)  # names for a call's arguments in Llama 3, LangChain, ..
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 
 
@@ -396,16 +402,20 @@ def _tool_call(call: Any, key: str) -> dict[str, Any]:
     given = {name: item for name, item in call.items() if item is not None}
     is_inner_object = function is call
     if is_inner_object:
-        arguments = _call_arguments(function.get("arguments"), f"{key}.arguments")
+        arguments_key = f"{key}.arguments"
         outer = {name: item for name, item in given.items() if name in CALL_KEYS}
         inner = {name: item for name, item in given.items() if name not in CALL_KEYS}
     else:
-        arguments = _call_arguments(function.get("arguments"), f"{key}.function.arguments")
+        arguments_key = f"{key}.function.arguments"
         outer = given
         inner = function
     if "type" not in outer:
         outer = {"type": "function", **outer}
-    return {**outer, "function": {**inner, "arguments": arguments}}
+    arguments = function.get("arguments")
+    misnamed = [name for name in ARGUMENTS_ELSEWHERE if function.get(name)]
+    if arguments in (None, "") and misnamed:
+        raise UserError(f"{arguments_key} is missing, and the call has {misnamed[0]}: rename that key to arguments")
+    return {**outer, "function": {**inner, "arguments": _call_arguments(arguments, arguments_key)}}
 
 
 def _call_arguments(value: Any, key: str) -> dict[str, Any]:

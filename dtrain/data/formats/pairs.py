@@ -250,7 +250,9 @@ class PairEncoder(RowEncoder):
         if self.drops(max(full)):
             return LONG
         if chosen == rejected:
-            return EQUAL
+            texts = self._texts(pair) if isinstance(pair, ChatPair) else []
+            dropped = sum(text.dropped for text in texts)
+            return f"{EQUAL}, since the chat template leaves out {dropped} characters of them" if dropped else EQUAL
         prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length, self.keeps_ends)
         kept = self.images_within(whole, images, range(len(whole) - len(prompt), len(whole)))
         if kept is None:

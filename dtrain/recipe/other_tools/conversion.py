@@ -55,10 +55,10 @@ class Conversion:
     def text(self) -> str:
         """Return the recipe as YAML with its comments, then the notes and the lost keys as comments."""
         lines = _yaml_lines(self.values, self.comments)
-        lines += [f"# {note}" for note in self.notes]
+        lines += [_comment(note) for note in self.notes]
         if self.lost:
             lines.append("# not carried over:")
-            lines += [f"#   {lost.key}: {lost.reason}" for lost in self.lost]
+            lines += [_comment(f"  {lost.key}: {lost.reason}") for lost in self.lost]
         return "\n".join(lines)
 
     def answer(self) -> str:
@@ -92,3 +92,8 @@ def _yaml_lines(values: Mapping[str, Any], comments: Mapping[str, str]) -> list[
         line = f"{'  ' * len(sections)}{leaf}: {text}"
         lines.append(f"{line}  # {comments[key]}" if key in comments else line)
     return lines
+
+
+def _comment(text: str) -> str:
+    """Return a text as comment lines. It may show a value of the file that has several lines."""
+    return "\n".join(f"# {line}" for line in text.split("\n"))

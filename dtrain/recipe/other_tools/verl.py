@@ -97,7 +97,6 @@ NEEDLESS = (
     f"{ROLLOUT}.calculate_log_probs",
     f"{ROLLOUT}.dtype",
     f"{ROLLOUT}.seed",
-    f"{ROLLOUT}.do_sample",
     f"{ROLLOUT}.n_gpus_per_node",
     f"{ROLLOUT}.nnodes",
     f"{ROLLOUT}.skip_tokenizer_init",
@@ -303,8 +302,8 @@ def _convert_rollout_training(draft: Draft) -> None:
     _convert_estimator(draft)
     draft.method = str(draft.values["method"])
     _convert_model(draft, MODEL)
-    _convert_optimizer(draft, f"{ACTOR}.optim", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     _convert_rollout_sizes(draft)
+    _convert_optimizer(draft, f"{ACTOR}.optim", f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     _convert_policy_loss(draft)
     _convert_divergence(draft)
     _convert_sampling(draft)
@@ -466,6 +465,8 @@ def _convert_sampling(draft: Draft) -> None:
             "algorithm.filter_groups.max_num_gen_batches": "grpo.max_refills",
         }
     )
+    if draft.take_flag(f"{ROLLOUT}.do_sample", default=True) is False:
+        draft.lose(f"{ROLLOUT}.do_sample", "completions are sampled here, and rollouts never take the argmax")
     if draft.take(f"{ROLLOUT}.repetition_penalty", default=1.0) != 1.0:
         draft.lose(f"{ROLLOUT}.repetition_penalty", "the policy's distribution would have to share it")
     if draft.take("algorithm.filter_groups.enable"):
@@ -564,7 +565,8 @@ def _convert_optimizer(draft: Draft, place: str, *clips: str) -> None:
     steps = draft.take_int(f"{place}.lr_warmup_steps", default=None)
     share = draft.take_number(f"{place}.lr_warmup_steps_ratio", f"{place}.warmup_steps_ratio", default=None)
     if steps is not None and steps > 0:
-        draft.put("scheduler.warmup_steps", steps, f"{place}.lr_warmup_steps")
+        # verl's schedule moves once per rollout.
+        draft.put("scheduler.warmup_steps", steps * _steps_per_rollout(draft), f"{place}.lr_warmup_steps")
         draft.defaults.pop("scheduler.warmup")
     elif share is not None:
         draft.put("scheduler.warmup", share or 0, f"{place}.lr_warmup_steps_ratio")

@@ -10,7 +10,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
-from dtrain.base.ranges import hint
+from dtrain.base.ranges import beside, hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data import Cursor
@@ -59,13 +59,15 @@ def check_files(spec: RunSpec) -> list[str]:
         return []  # a run that goes on says itself what it needs of them
     if resume not in (None, "auto") and not Path(resume).is_dir():
         problems.append(
-            f"checkpoint.resume={resume}: there is no such directory; auto takes the run's newest checkpoint"
+            f"checkpoint.resume={resume}: there is no such directory{beside(resume)}; auto takes the run's newest "
+            "checkpoint"
         )
     if init_from is None:
         return problems
     if not Path(init_from).is_dir():
         problems.append(
-            f"checkpoint.init_from={init_from}: there is no such directory; give a run's, or a step-N of one"
+            f"checkpoint.init_from={init_from}: there is no such directory{beside(init_from)}; give a run's, or a "
+            "step-N of one"
         )
     elif is_adapter_directory(init_from):
         problems.append(
