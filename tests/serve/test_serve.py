@@ -303,12 +303,21 @@ def test_weights_from_directories_once_they_are_whole(model, root):
 
         got = []
         long = {"prompt": PROMPT, "max_tokens": 120, "n": 500, "ignore_eos": True}
-        asking = threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long)))
-        asking.start()
-        wait_until(lambda: ask(process.url, "/health")[1]["running"] == 2)
+        streamed = []
+        asking = [
+            threading.Thread(target=lambda: streamed.append(events(process.url, "/v1/completions", long))),
+            threading.Thread(target=lambda: got.append(ask(process.url, "/v1/completions", long))),
+        ]
+        for thread in asking:
+            thread.start()
+            wait_until(lambda: ask(process.url, "/health")[1]["running"] == 2)
+        wait_until(lambda: ask(process.url, "/health")[1]["waiting"] > 500)
         assert process.end(signal.SIGINT) == 128 + signal.SIGINT
-        asking.join()
+        for thread in asking:
+            thread.join()
         assert got[0][0] == 503 and "ending" in got[0][1]["error"]["message"]
+        pieces, last = streamed[0]
+        assert pieces[0]["choices"] and "ending" in json.loads(last)["error"]["message"]
         assert "refused" in process.lines[-1] and any("version 8 of the weights" in line for line in process.lines)
     finally:
         process.kill()
@@ -333,11 +342,17 @@ def test_it_ends_in_order(server):
     url = server.url
     got = []
     long = {"prompt": PROMPT, "max_tokens": 120, "n": 12, "ignore_eos": True}
+    streamed = []
     asking = threading.Thread(target=lambda: got.append(ask(url, "/v1/completions", long)))
+    streaming = threading.Thread(target=lambda: streamed.append(events(url, "/v1/completions", {**long, "n": 1})))
+    streaming.start()
     asking.start()
     wait_until(lambda: ask(url, "/health")[1]["running"] == 4)
     assert server.end(signal.SIGTERM) == 128 + signal.SIGTERM
     asking.join()
+    streaming.join()
+    pieces, last = streamed[0]
+    assert last == "[DONE]" and pieces[-1]["choices"][0]["finish_reason"] == "length"
     status, answer = got[0]
     assert status == 200 and [len(choice["text"].split()) for choice in answer["choices"]] == [120] * 12
     assert "every completion under way was answered" in server.lines[-1]

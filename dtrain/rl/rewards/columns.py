@@ -161,11 +161,11 @@ def not_an_answer(name: str, column: str, value: Any, keys: RewardKeys = GRPO_KE
     knows which of its values is meant.
     """
     if isinstance(value, Mapping):
-        keys = [str(key) for key in value]
-        usual = [key for key in (*_USUAL_ANSWERS, *keys[:1]) if key in keys]
+        names = [str(key) for key in value]
+        usual = [name for name in (*_USUAL_ANSWERS, *names[:1]) if name in names]
         nested = f"{column}.{usual[0]}" if usual else ".."
         return (
-            f"reward {name}: column {column!r} holds an object ({', '.join(keys[:_MOST_LISTED]) or 'empty'}), and an "
+            f"reward {name}: column {column!r} holds an object ({', '.join(names[:_MOST_LISTED]) or 'empty'}), and an "
             "answer is a text, a number, or a list of accepted ones; name the value in it that is the answer: "
             f"{keys.rewards}=[{{fn: {name}, kwargs: {{column: {nested}}}}}]"
         )
