@@ -13,7 +13,7 @@ from dtrain.data.sources import urls
 from dtrain.data.sources.files import resolve
 from dtrain.launch import launch
 from dtrain.recipe import to_yaml
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.tiny import tiny_recipe, write_rows
 
 URL = "memory://bucket/rows.jsonl"

@@ -25,7 +25,7 @@ from dtrain.commands.report.page import MARK, page, state
 from dtrain.commands.report.results import differences
 from dtrain.commands.report.run_files import open_runs
 from dtrain.commands.report.sections import picture
-from dtrain.methods import SECTIONS
+from dtrain.training import SECTIONS
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"
 ROWS = [
