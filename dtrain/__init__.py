@@ -3,8 +3,9 @@
 `import dtrain` loads no torch: each package is loaded on first access. README.md beside this file says more of each.
 
 commands                              the `dtrain` command and its sub-commands
-launch, run, methods                  a run's start, its loop, and the methods of training
+launch, training                      a run's start, and its loop
 rl, inference                         rollouts and their judges; the generation engine
+methods                               what a batch is and which loss
 policy, checkpoint                    a model on a mesh with its optimizer; its files
 data                                  data files to batches
 models, losses, optim, attention      the parts of a model and of its update
@@ -31,10 +32,10 @@ __version__ = "0.1.0"
 PACKAGES = (
     "commands",
     "launch",
-    "run",
-    "methods",
+    "training",
     "rl",
     "inference",
+    "methods",
     "policy",
     "checkpoint",
     "data",
@@ -61,8 +62,8 @@ class RunResult:
     metrics: Mapping[str, int | float]
 
 
-def run_recipe(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResult:
-    """Train as `dtrain run RECIPE key=value ...` does; `dtrain.run` is its usual name.
+def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResult:
+    """Train as `dtrain run RECIPE key=value ...` does.
 
     `recipe` is a path, the name of a shipped recipe, or a mapping. Returns when the run is done, the same with any
     number of processes; as a rank of others, metrics as far as rank 0 has written them. Raises
@@ -71,17 +72,14 @@ def run_recipe(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> R
     """
     from dtrain.commands.run import plan_beside
     from dtrain.launch import launch
-    from dtrain.run import preflight
-    from dtrain.run.metrics import records
+    from dtrain.training import preflight
+    from dtrain.training.metrics import records
 
     directory = launch(lambda: preflight.load(recipe, overrides), plan=plan_beside).run.directory
     measured: dict[str, int | float] = {}
     for row in records.rows(directory / "metrics.jsonl"):
         measured |= row
     return RunResult(directory, measured)
-
-
-run = run_recipe  # until the package dtrain.run is imported, which is a function too
 
 
 if TYPE_CHECKING:
@@ -101,6 +99,7 @@ if TYPE_CHECKING:
         policy,
         recipe,
         rl,
+        training,
     )
 else:  # a type checker would accept any name from __getattr__
 
@@ -130,7 +129,7 @@ __all__ = [
     "recipe",
     "rl",
     "run",
-    "run_recipe",
+    "training",
 ]
 
 

@@ -19,7 +19,7 @@ STARTING_MODULES = {
     "dtrain.rl.rewards.code_sandbox",
     "dtrain.rl.rewards.python_tests.PythonTests",
     "dtrain.rl.rewards.scoring.Rewards",
-    "dtrain.run.trainer",
+    "dtrain.training.trainer",
     "multiprocessing",
     "subprocess",
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from dtrain.base.hub import is_id
 from dtrain.commands.cli import _parser, main
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.pages import ROOT, Command
 from tests.serve.serving import make_model, wait_until
 from tests.world import fork

@@ -16,8 +16,8 @@ from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Recipe
-from dtrain.run.metrics import Recorder
-from dtrain.run.trainer import Trainer, train_checked
+from dtrain.training.metrics import Recorder
+from dtrain.training.trainer import Trainer, train_checked
 from tests.cases import run_cases
 from tests.world import run_world
 

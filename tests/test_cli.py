@@ -10,7 +10,7 @@ import pytest
 import dtrain
 from dtrain import recipe as config
 from dtrain.commands.cli import main
-from dtrain.methods import METHODS, load_recipe
+from dtrain.training import METHODS, load_recipe
 from tests.tiny import tiny_recipe
 
 

@@ -19,10 +19,10 @@ from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
 from dtrain.losses.token import options as token_options
-from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe import key_aliases, other_tools
 from dtrain.rl.rewards import options as rewards
-from dtrain.run.resume import DIGESTS
+from dtrain.training import load_recipe, recipe_keys
+from dtrain.training.resume import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
 from tests.pages import ROOT, Command, Page, all_pages
 from tools import coming_from, metrics_reference, recipe_reference
@@ -220,7 +220,8 @@ def first_words(table):
 
 
 def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
-    from dtrain.methods import METHODS, Method
+    from dtrain.methods import Method
+    from dtrain.training import METHODS
 
     (block,) = [block for block in page("dtrain/methods/README.md").blocks if "(Method)" in block.text]
     names = {}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dtrain import data
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.running import run, trajectory
 from tests.tiny import write_model, write_rows
 

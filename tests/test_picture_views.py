@@ -13,7 +13,7 @@ from dtrain.data import Tokenizer, open_rows
 from dtrain.data.images.reader import ImageReader
 from dtrain.models import from_pretrained
 from dtrain.models.common.flops import flops_per_token
-from dtrain.run import metrics as run_metrics
+from dtrain.training import metrics as run_metrics
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe, write_model, write_pictures, write_rows
 from tests.running import metrics, run

@@ -8,9 +8,9 @@ import pytest
 from dtrain.commands.plan.choose import FREE
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.methods import load_recipe
 from dtrain.recipe import models
 from dtrain.recipe.automatic import USUAL
+from dtrain.training import load_recipe
 from tests.documented import Directory
 from tests.pictures import write_photo_rows
 from tests.test_docs import page

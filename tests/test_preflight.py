@@ -5,10 +5,10 @@ import json
 import pytest
 
 from dtrain.base.errors import RecipeError
-from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import Runtime
-from dtrain.run.preflight import not_here, preflight, shapes
-from dtrain.run.trainer import train
+from dtrain.training import load_recipe
+from dtrain.training.preflight import not_here, preflight, shapes
+from dtrain.training.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe import models
-from dtrain.run.preflight import preflight
+from dtrain.training import load_recipe, recipe_keys
+from dtrain.training.preflight import preflight
 from tests.models.published import CONFIGS
 from tests.tiny import VOCAB, write_model
 

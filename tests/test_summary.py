@@ -6,8 +6,8 @@ import re
 import pytest
 
 from dtrain.commands.cli import main
-from dtrain.run.spec import RunSpec, World
-from dtrain.run.summary import closing
+from dtrain.training.spec import RunSpec, World
+from dtrain.training.summary import closing
 from tests.running import run
 from tests.tiny import tiny_grpo, tiny_recipe
 

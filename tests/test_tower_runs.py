@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe
 from tests.running import metrics, run, weights

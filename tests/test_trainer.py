@@ -13,9 +13,9 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.commands.plan.beside import Peak
 from dtrain.parallel.runtime import Runtime
-from dtrain.run.host import Host
-from dtrain.run.spec import World, resolve
-from dtrain.run.trainer import train
+from dtrain.training.host import Host
+from dtrain.training.spec import World, resolve
+from dtrain.training.trainer import train
 from tests.running import assert_same, interrupt, metrics, run, run_all, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
 
@@ -257,7 +257,7 @@ def test_gradients_reduced_after_every_micro_batch_are_the_same(tmp_path):
 
 def test_garbage_is_collected_between_steps_alone_and_after_the_run_as_before(tmp_path, monkeypatch):
     collected = []
-    monkeypatch.setattr("dtrain.run.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr("dtrain.training.trainer.COLLECT_EVERY", 2)
     monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append((generation, gc.isenabled())))
     train(tiny_recipe(tmp_path, "train.steps=5", "checkpoint.every=4"), Runtime())
     assert collected == [(1, False), (2, False), (2, False)] and gc.isenabled()

@@ -4,9 +4,9 @@ import json
 import random
 from pathlib import Path
 
-from dtrain.methods import load_recipe
 from dtrain.recipe.schema import Recipe
-from dtrain.run.preflight import preflight
+from dtrain.training import load_recipe
+from dtrain.training.preflight import preflight
 
 VOCAB = 67
 NO_MEANS = {"activation_checkpointing": "none", "activation_offload": False, "tile": "none"}

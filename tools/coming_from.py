@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.methods import convert_recipe
+from dtrain.training import convert_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 HEAD = """# Coming from another tool

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from dtrain.commands.push.card import svg
-from dtrain.run.metrics import records
+from dtrain.training.metrics import records
 
 
 def main(run: str, out: str) -> None:

@@ -3,8 +3,8 @@
 
     .venv/bin/python tools/metrics_reference.py
 
-All of it comes from dtrain/run/metrics/fields.py, and from `measures` of each method. tests/test_docs.py holds the page
-to it.
+All of it comes from dtrain/training/metrics/fields.py, and from `measures` of each method. tests/test_docs.py compares
+the page.
 """
 
 import re
@@ -14,13 +14,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.methods import METHODS, method_class
-from dtrain.run.metrics.fields import EVALUATION, FIELDS, MetricField
+from dtrain.training import METHODS, method_class
+from dtrain.training.metrics.fields import EVALUATION, FIELDS, MetricField
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Every field of metrics.jsonl
 
-`tools/metrics_reference.py` writes this page from [dtrain/run/metrics/fields.toml](../dtrain/run/metrics/fields.toml).
+`tools/metrics_reference.py` writes this page from
+[dtrain/training/metrics/fields.toml](../dtrain/training/metrics/fields.toml).
 
 A run writes `runs/<name>/metrics.jsonl`, one JSON object a line: a training row for each optimizer step, a row for each
 validation, and one for each evaluation of a set of `eval`. Numbers are of all ranks and micro-batches together, unless

@@ -27,8 +27,8 @@ from torch.nn import functional
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import plan_step
-from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
+from dtrain.training import load_recipe
 from tests.models.published import CONFIGS
 
 PUBLISHED: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())

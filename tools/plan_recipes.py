@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.report import gib
-from dtrain.methods import load_recipe
 from dtrain.recipe.automatic import USUAL, value_of
 from dtrain.recipe.models import IMAGES, SPECIAL
+from dtrain.training import load_recipe
 from tests import test_recipes
 
 CARDS = {"24 GB": ("4090", 1), "80 GB": ("h100", 1), "8 × 80 GB": ("h100", 8)}

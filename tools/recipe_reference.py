@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.methods import SECTIONS
 from dtrain.recipe.schema import recipe_type
+from dtrain.training import SECTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe

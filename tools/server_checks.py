@@ -21,7 +21,6 @@ from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.losses.head.logprobs import TrainingSamplingParams
-from dtrain.methods import load_recipe
 from dtrain.models import read_config
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
@@ -30,6 +29,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher
+from dtrain.training import load_recipe
 from tests.tiny import save_weights, write_model, write_prompts
 
 NEAR = 1e-4  # of two log-probabilities in float32

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class RunLog(Protocol):
-    """Rows and lines that a run writes down; `dtrain.run.metrics.Recorder` is one."""
+    """Rows and lines that a run writes down; `dtrain.training.metrics.Recorder` is one."""
 
     def say(self, text: str) -> None: ...
 

@@ -196,7 +196,7 @@ def _run(arguments: argparse.Namespace) -> None:
         from dtrain.commands.run import plan_beside
         from dtrain.launch import launch
         from dtrain.launch.reports import WorkerFailed
-        from dtrain.run import preflight
+        from dtrain.training import preflight
 
         try:
             launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
@@ -213,7 +213,7 @@ def _validate(arguments: argparse.Namespace) -> None:
 def _preview(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
     from dtrain.commands.preview import preview
-    from dtrain.run.preflight import load
+    from dtrain.training.preflight import load
 
     recipe = load(arguments.recipe, arguments.overrides)
     with config.redacted_errors(recipe):
@@ -221,8 +221,8 @@ def _preview(arguments: argparse.Namespace) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> None:
-    from dtrain.methods import METHODS
     from dtrain.recipe import shipped
+    from dtrain.training import METHODS
 
     recipes = shipped([*METHODS])
     width = max((len(name) for name, _ in recipes), default=0)

@@ -19,8 +19,8 @@ from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import Recipe
-from dtrain.run.spec import RunSpec, World
-from dtrain.run.stages.data import open_splits
+from dtrain.training.setup.data import open_splits
+from dtrain.training.spec import RunSpec, World
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.methods import recipe_keys
 from dtrain.recipe import find, key_aliases
 from dtrain.recipe.key_aliases import by_word
+from dtrain.training import recipe_keys
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
 """They start others' commands; the word after them counts."""

@@ -38,9 +38,9 @@ from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import STOPPING, RunJob, open_log, redirect_to, run_rank
 from dtrain.launch.reports import ENDED, OutOfMemory, Report, WorkerFailed, cause_of
 from dtrain.launch.signals import held_back, let_through, on_signals
-from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import StopFlag
 from dtrain.recipe import origins, to_yaml, with_origins_of
+from dtrain.training import load_recipe
 
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 2  # after one rank has failed, for the others to report why they end too

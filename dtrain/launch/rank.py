@@ -22,9 +22,9 @@ from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, prob
 from dtrain.launch.place import RankPlace
 from dtrain.launch.reports import OutOfMemory, Report, log_file
 from dtrain.launch.signals import on_signals
-from dtrain.methods import method_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_keys, value_of, with_compile
+from dtrain.training import method_of
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +166,7 @@ def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.dev
     """
     import torch
 
-    from dtrain.run.sizing import CPU, machine_of, sizing_of_cpu
+    from dtrain.training.sizing import CPU, machine_of, sizing_of_cpu
 
     is_open = job.plan is not None and bool(open_keys(recipe))
     if job.plan is None or place.rank > 0:
@@ -235,7 +235,7 @@ def choose_sizes(
     devices: Sequence[DeviceFacts],
 ) -> Sizes:
     """Decide on rank 0 what the recipe leaves to `auto`, and share it. Collective over `store`."""
-    from dtrain.run.sizing import CPU, machine_of, sized, sizing_by_plan
+    from dtrain.training.sizing import CPU, machine_of, sized, sizing_by_plan
 
     if not plan.is_open:
         return Sizes(recipe)
@@ -298,7 +298,7 @@ def train(
         chosen=sizes.lines,
         machine=sizes.machine,
     )
-    act = job.train or importlib.import_module("dtrain.run.trainer").train_checked
+    act = job.train or importlib.import_module("dtrain.training.trainer").train_checked
     act(sizes.recipe, runtime)
 
 
@@ -416,7 +416,7 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
 def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
     import torch
 
-    from dtrain.run.metrics import memory_gib
+    from dtrain.training.metrics import memory_gib
 
     is_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if is_gpu else total_memory()

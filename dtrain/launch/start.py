@@ -19,21 +19,21 @@ from dtrain.base.import_paths import search_path
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
-from dtrain.methods import recipe_and_problems
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.recipe.automatic import open_keys
-from dtrain.run.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
-from dtrain.run.spec import RunSpec, World, resolve
-from dtrain.run.stages.code import named_code
+from dtrain.training import recipe_and_problems
+from dtrain.training.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
+from dtrain.training.setup.code import named_code
+from dtrain.training.spec import RunSpec, World, resolve
 
 if TYPE_CHECKING:
-    from dtrain.run.host import DryHost
+    from dtrain.training.host import DryHost
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:
     """Run `recipe`, or what it gives, to its end, in place or in processes of its own, and return it as it was run.
-    `train` defaults to `dtrain.run.trainer.train_checked`. plan: works out the run's plan beside it, where metrics.plan
-    asks for one; a function of a module, for workers to import.
+    `train` defaults to `dtrain.training.trainer.train_checked`. plan: computes the run's plan while it runs, if
+    metrics.plan asks for one; a function of a module, for workers to import.
 
     Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM,
     SIGHUP or SIGUSR1, KeyboardInterrupt after a second signal, WorkerFailed when a worker died of anything else.
@@ -93,7 +93,7 @@ def dry_run(
 
     here: whether the run is to be on this machine, whose devices are then asked. awaited, refused: as of `DryHost`.
     """
-    from dtrain.run.host import DryHost  # with torch
+    from dtrain.training.host import DryHost  # with torch
 
     host, device = DryHost(awaited, refused), None
     if here:

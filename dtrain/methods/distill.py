@@ -1,10 +1,8 @@
 """Distillation: the student learns the teacher's distribution at every trained token, not its label; those of the
 data, or of completions that it draws itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,8 +13,7 @@ from dtrain.base.batch import Batch
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import at_least, shown
 from dtrain.base.run_context import RunContext
-from dtrain.data import Cursor, Rows
-from dtrain.data.formats.prompts import PromptOptions
+from dtrain.data import Rows
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.methods.method import Method
@@ -27,7 +24,7 @@ from dtrain.recipe.ranges import DIVISOR, SHARE, UP_TO_1
 from dtrain.recipe.rollouts import Sampling
 
 if TYPE_CHECKING:
-    from dtrain.methods.rollouts import Rollouts
+    pass
 
 
 @dataclass
@@ -82,8 +79,8 @@ class DistillMethod(Method):
     models = ("teacher",)
     measures = ("forward_kl", "reverse_kl", "topk_mass", "completion_len", "truncated_frac", "rollout_time")
 
-    def form(self) -> Method:
-        return OnPolicyDistillMethod(self.recipe) if self.section.samples == "student" else self
+    def variant(self) -> str | None:
+        return "student" if self.section.samples == "student" else None
 
     def missing(self) -> list[str]:
         if self.section.teacher:
@@ -100,9 +97,9 @@ class DistillMethod(Method):
             f"distill.{key} says how the student draws, and distill.samples=data trains on the data's own completions: "
             "leave it out, or set distill.samples=student"
             for key in named
-        ] + self._unread_problems()
+        ] + self.unread_problems()
 
-    def _unread_problems(self) -> list[str]:
+    def unread_problems(self) -> list[str]:
         """Return what is wrong with keys of the divergence that the recipe's divergence does not read."""
         section = self.section
         readers = {
@@ -200,81 +197,3 @@ class DistillMethod(Method):
     def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = self.section.temperature**2 * sums["kl"] / max(sums["trained"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}
-
-
-class OnPolicyDistillMethod(DistillMethod):
-    """Distillation where `distill.samples` is student: the student answers the data's prompts itself, and learns the
-    teacher's distribution at the tokens that it drew (Agarwal et al., arXiv:2306.13649). The loss is `DistillMethod`'s.
-
-    Steps take a rollout's samples in the data's order, so that student_share of each step's are the student's. A
-    validation set is answered by the student too, by its likeliest tokens.
-    """
-
-    kind = "prompts"
-
-    def problems(self) -> list[str]:
-        section, errors = self.section, self._unread_problems()
-        rollout, batch = section.prompts_per_step, self.recipe.train.global_batch
-        if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
-            errors.append(
-                f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts: "
-                f"set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
-            )
-        errors += self.room_problems()
-        if section.student_share == 1 and self.recipe.data.loss_on != "assistant":
-            errors.append(
-                f"data.loss_on={self.recipe.data.loss_on} plays no part where the student draws every sample: what it "
-                "draws is trained; leave it out, or lower distill.student_share"
-            )
-        return errors
-
-    def refuses(self, format: str) -> str | None:
-        if format in ("preference", "text"):
-            return (
-                "distill.samples=student draws its own answers to prompts; give it messages, question or "
-                "prompt_completion, or set distill.samples=data"
-            )
-        if format == "question" and self.section.student_share < 1:
-            return "a question has no answer for the data's part of the samples: set distill.student_share=1"
-        return None
-
-    def prompts(self) -> PromptOptions:
-        section = self.section
-        loss_on = self.recipe.data.loss_on if section.student_share < 1 else None
-        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on)
-
-    def automatic_batch(self, rows: int) -> int:
-        return self.section.prompts_per_step or super().automatic_batch(rows)
-
-    @cached_property
-    def source(self) -> "Rollouts":
-        settings = {"train.global_batch": self.recipe.train.global_batch}
-        return import_module("dtrain.methods.rollouts").Rollouts(self, settings, self.section.prompts_per_step)
-
-    @property
-    def choices(self) -> list[str]:
-        drawn, share = self.source.size, self.section.student_share
-        steps = self.source.steps(drawn)
-        theirs = "all" if share == 1 else f"{share:g} of them"
-        plural = "s" if steps > 1 else ""
-        line = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
-        return [line, *super().choices]
-
-    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Opens the teacher and the engine."""
-        super().begin(policy, splits, run)
-        self._run = run
-        self.collector = import_module("dtrain.methods.student").open_student(self, policy, splits["train"], run)
-
-    def before_step(self, cursor: Cursor) -> None:
-        """Draws a rollout where the updates of the last one are done."""
-        if rollout := self.source.draw(self.collector.collect, cursor):
-            self._run.metrics.write_beside("samples", self.source.position.step + 1, rollout.rows)
-
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The divergences, and the rollout's lengths; `rollout_time` in the first step of a rollout alone."""
-        return self.source.fields | self.divergences(sums)
-
-    def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
-        for buffer in self.collector.answers(rows, self.recipe.train.batch, self.source.position.step):
-            yield buffer.batch(self.source.shares(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])

@@ -94,11 +94,12 @@ class Method:
     dataclass of its keys, which a recipe has under the method's name. section: their values.
 
     about: the method in words, for a reader. kind: what a sample of the data is: examples, pairs, labelled (replies
-    that are wanted or not) or prompts. measures: its fields of metrics.jsonl (run/metrics/fields.py), beside those of
-    all. curves: those that tell what was learned, and their names for a reader. best: what of `recipe.schema.BEST` it
-    measures. more_steps: what of its section makes a pass more steps. adapter_rates: the learning rate below which a
-    fresh adapter hardly learns, and a usual one. models: the keys of the section that may name models, whose ends
-    say of which kind (`registry.TEACHER`, `REWARD_MODEL`). references: what else a reference may be.
+    that are wanted or not) or prompts. measures: its fields of metrics.jsonl (training/metrics/fields.py), next to
+    those of all methods. curves: fields that show what was learned, and their names for a reader. best: what of
+    `recipe.schema.BEST` it measures. more_steps: what of its section makes a pass more steps. adapter_rates: the
+    learning rate below which a fresh adapter hardly learns, and a usual one. models: the keys of the section that may
+    name models, whose ends say of which kind (`training.registry.TEACHER`, `REWARD_MODEL`). references: what else a
+    reference may be.
 
     A step goes before_step → source.batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
 
@@ -132,9 +133,10 @@ class Method:
         self.recipe = without_auto(recipe)
         self.section = recipe.section
 
-    def form(self) -> "Method":
-        """Return the method in the form that its section asks for; itself where it has one form."""
-        return self
+    def variant(self) -> str | None:
+        """Return the name of the variant that the section selects, a key of `training.registry.VARIANTS`; None if the
+        class itself is meant."""
+        return None
 
     def missing(self) -> list[str]:
         """Return what the section must say and does not, one line each."""

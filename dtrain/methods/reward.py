@@ -60,8 +60,8 @@ class RewardMethod(Method):
     _pad: int | None = None
     _documents = 1  # of a loss
 
-    def form(self) -> Method:
-        return RewardPairsMethod(self.recipe) if self.section.task == "pairs" else self
+    def variant(self) -> str | None:
+        return "pairs" if self.section.task == "pairs" else None
 
     def missing(self) -> list[str]:
         if self.section.task != "classes" or self.section.num_labels is not None:

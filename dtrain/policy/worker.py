@@ -79,7 +79,7 @@ class DTensorPolicyWorker(Policy):
             raise NotImplementedError(
                 "DTensorPolicyWorker(recipe, config, mesh, runtime) takes dtrain's recipe, and reads no config, "
                 "tokenizer or processor of NeMo-RL's: write a recipe (dtrain/methods/README.md has its keys beside "
-                "NeMo-RL's), and load it with dtrain.methods.load_recipe"
+                "NeMo-RL's), and load it with dtrain.training.load_recipe"
             )
         if init_optimizer and recipe.train.steps is None:
             raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")

@@ -12,7 +12,7 @@ error_hints                     ends of messages about mistakes in YAML or in a 
 key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     conversion of other tools' files to recipes, with those tools' defaults
 
-`dtrain.run.stages`, which know the methods, check keys against one another.
+`dtrain.training.setup`, which know the methods, check keys against one another.
 """
 
 from dtrain.recipe.load import convert, load, read

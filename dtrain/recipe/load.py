@@ -49,7 +49,7 @@ def load(
     """Load the recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
 
     sections: of the methods, by name. It is asked for those of the recipe's method and of its keys, and where there are
-    problems for all. `dtrain.methods.load_recipe` has those of dtrain.
+    problems for all. `dtrain.training.load_recipe` has those of dtrain.
 
     Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
     interpolation that leads nowhere.

@@ -1,5 +1,8 @@
 """Rollouts and their judges: for GRPO, on-policy distillation and judged evaluation. README.md explains them.
 
+grpo                            method grpo
+on_policy                       method distill with completions of the student
+rollouts                        rollouts as the source of a method's batches
 collect                         a rollout: prompts to judged completions; its engine and rewards
 rewards                         functions that judge completions
 environments                    completions in several turns

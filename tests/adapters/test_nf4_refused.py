@@ -13,7 +13,7 @@ from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models import shapes
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.nf4 import block_problems, quantize_weights
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.adapters.test_nf4 import (
     FIXTURE,
     SIZES,

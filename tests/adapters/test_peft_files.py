@@ -31,7 +31,7 @@ from dtrain.models.shapes import linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora
-from dtrain.run.preflight import notes
+from dtrain.training.preflight import notes
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.running import run, run_directory
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -8,7 +8,7 @@ from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.adapters import adapted_layers, adapters_off, init_adapters
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.running import assert_parity, metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model

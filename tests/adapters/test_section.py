@@ -10,7 +10,6 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
-from dtrain.methods import load_recipe
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import DECODER_PLAN, Linear
@@ -18,7 +17,8 @@ from dtrain.models.shapes import linears, modules
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora
-from dtrain.run.preflight import load, notes, preflight
+from dtrain.training import load_recipe
+from dtrain.training.preflight import load, notes, preflight
 from tests.models.published import CONFIGS
 from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world

@@ -13,7 +13,7 @@ from dtrain import recipe as config
 from dtrain.base.orphans import end_with
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.run.metrics import Recorder
+from dtrain.training.metrics import Recorder
 from tests.forked_python import ForkedPython, pids_with
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import optimizer_state, training_tensors
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.run.directory import RunDirectory
+from dtrain.training.directory import RunDirectory
 from tests.checkpoint.families import FAMILIES, MULTIMODAL, logits, save_family
 from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model

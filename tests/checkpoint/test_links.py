@@ -9,7 +9,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.run.directory import RunDirectory
+from dtrain.training.directory import RunDirectory
 from tests.running import run
 from tests.tiny import tiny_recipe
 

@@ -12,11 +12,10 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.launch.start import validate
-from dtrain.methods import METHODS
 from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
-from dtrain.run import trainer
-from dtrain.run.preflight import preflight
+from dtrain.training import METHODS, trainer
+from dtrain.training.preflight import preflight
 from tests.checkpoint.processes import checkpoints
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows

@@ -7,7 +7,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.rng import random_state, set_random_state
-from dtrain.run import resume
+from dtrain.training import resume
 
 
 def draws():

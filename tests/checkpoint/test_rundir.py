@@ -16,13 +16,13 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.base.files import replace_text
 from dtrain.launch.start import validate
-from dtrain.run.directory import RunDirectory, guard
+from dtrain.training.directory import RunDirectory, guard
 from tests.running import metrics, run, trajectory
 from tests.tiny import tiny_recipe, write_rows
 
 HOLDER = textwrap.dedent("""
     import os, sys, time
-    from dtrain.run.directory import RunDirectory
+    from dtrain.training.directory import RunDirectory
     RunDirectory(sys.argv[1]).hold()
     child = os.fork() if sys.argv[2] == "fork" else 1
     if child:
@@ -79,12 +79,12 @@ def test_the_lock_dies_with_its_holder_even_when_its_workers_live(holder, tmp_pa
 
 def test_a_released_directory_can_be_held_by_another_process(tmp_path):
     RunDirectory(tmp_path).hold(wait=0).release()
-    code = "import sys; from dtrain.run.directory import RunDirectory; RunDirectory(sys.argv[1]).hold(wait=0)"
+    code = "import sys; from dtrain.training.directory import RunDirectory; RunDirectory(sys.argv[1]).hold(wait=0)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_importing_it_loads_no_torch():
-    code = "import sys, dtrain.run.directory; assert 'torch' not in sys.modules"
+    code = "import sys, dtrain.training.directory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from dtrain import recipe as config
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
+from dtrain.training import load_recipe
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
 from tests.models.vision.oracle import WideIslands
 from tests.policy.test_images import batch_of, recipe_of

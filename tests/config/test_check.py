@@ -4,9 +4,9 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.base.ranges import out_of_range
-from dtrain.methods import SECTIONS, load_recipe
 from dtrain.optim import update as optim
 from dtrain.recipe import schema
+from dtrain.training import SECTIONS, load_recipe
 from tests.tiny import check
 
 FOUR = "train.micro_batch=4"

@@ -14,8 +14,8 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.methods import SECTIONS, load_recipe, recipe_and_problems, recipe_keys
 from dtrain.recipe import key_aliases, rollouts, schema
+from dtrain.training import SECTIONS, load_recipe, recipe_and_problems, recipe_keys
 
 # The block of recipe.md, less what it shows as an example: run.name, launch.nproc, the paths, data.val, train.steps.
 DEFAULTS = """
@@ -293,7 +293,7 @@ def test_shipped_recipes_are_found_by_name():
 
 
 def test_config_and_preflight_import_no_torch():
-    code = "import sys, dtrain, dtrain.commands.cli, dtrain.run.preflight, dtrain.launch\n"
+    code = "import sys, dtrain, dtrain.commands.cli, dtrain.training.preflight, dtrain.launch\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

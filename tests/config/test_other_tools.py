@@ -9,9 +9,9 @@ import transformers
 import yaml
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from dtrain.methods import convert_recipe, load_recipe
 from dtrain.optim.update import build_optimizer, build_scheduler
 from dtrain.recipe import other_tools
+from dtrain.training import convert_recipe, load_recipe
 from tools import coming_from
 
 BARE = {

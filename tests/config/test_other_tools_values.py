@@ -5,7 +5,6 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError
-from dtrain.methods import convert_recipe, load_recipe, recipe_and_problems, recipe_keys
 from dtrain.recipe import key_aliases
 from dtrain.recipe.other_tools import (
     automodel,
@@ -19,6 +18,7 @@ from dtrain.recipe.other_tools import (
     verl,
 )
 from dtrain.recipe.saved import nested
+from dtrain.training import convert_recipe, load_recipe, recipe_and_problems, recipe_keys
 from tests.config.test_other_tools import BARE, converted, recipe_of
 
 

@@ -11,9 +11,9 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.methods import load_recipe, recipe_keys
 from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
-from dtrain.run.preflight import notes
+from dtrain.training import load_recipe, recipe_keys
+from dtrain.training.preflight import notes
 from tests.forked_python import ForkedPython
 from tests.tiny import tiny_recipe
 

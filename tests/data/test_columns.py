@@ -12,11 +12,11 @@ from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.preflight import preflight
-from dtrain.run.resume import compare
-from dtrain.run.spec import RunSpec, World
+from dtrain.training import load_recipe
+from dtrain.training.preflight import preflight
+from dtrain.training.resume import compare
+from dtrain.training.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.tiny import check, tiny_grpo, tiny_recipe

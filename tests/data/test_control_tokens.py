@@ -18,7 +18,7 @@ from dtrain.data.text.control_tokens import ESCAPE
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.generate import encode_prompt
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.checkpoint.gguf.models import LLAMA3, byte_level, sentencepiece
 from tests.data.makers import write_jsonl
 

@@ -14,7 +14,7 @@ from dtrain.data.sources.files import Pick, is_data_id
 from dtrain.data.sources.hub import cached, download, read_card
 from dtrain.data.sources.hub_splits import choose_files
 from dtrain.launch import launch
-from dtrain.run.preflight import load, not_here, preflight
+from dtrain.training.preflight import load, not_here, preflight
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
 from tests.tiny import tiny_recipe, write_rows
 

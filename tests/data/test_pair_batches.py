@@ -20,7 +20,7 @@ from dtrain.data.rows.cache import Source, open_cache
 from dtrain.data.rows.rows import Batches, Cursor, Rows
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pairs import ASK, END, PLAIN, QWEN_ASK, QWEN_SYSTEM, encoder, say, tokenized

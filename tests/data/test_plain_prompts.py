@@ -12,7 +12,7 @@ from dtrain.commands.cli import main
 from dtrain.data import PromptOptions, Tokenizer, open_rows
 from dtrain.data.formats.labels import Label
 from dtrain.recipe import to_yaml
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pair_batches import section

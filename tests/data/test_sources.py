@@ -14,10 +14,10 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.launch import validate
-from dtrain.methods import load_recipe
-from dtrain.run.host import DryHost
-from dtrain.run.spec import RunSpec, World
-from dtrain.run.stages import first_rows
+from dtrain.training import load_recipe
+from dtrain.training.host import DryHost
+from dtrain.training.setup import first_rows
+from dtrain.training.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.running import metrics, run

@@ -17,7 +17,7 @@ from dtrain.data.sources import urls
 from dtrain.data.sources.files import resolve
 from dtrain.launch import launch
 from dtrain.recipe import to_yaml
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
 from tests.tiny import tiny_recipe, write_rows
 

@@ -11,9 +11,9 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.data.rows import cache
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.methods import load_recipe
 from dtrain.recipe import schema
-from dtrain.run.preflight import notes
+from dtrain.training import load_recipe
+from dtrain.training.preflight import notes
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.running import run

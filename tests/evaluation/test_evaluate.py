@@ -15,7 +15,7 @@ from dtrain.commands.eval.evaluate import read_reward
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.rl.rewards.scoring import pass_at
-from dtrain.run.stages.evals import usual_reward
+from dtrain.training.setup.evals import usual_reward
 from tests.serve.serving import make_model, naive
 
 JUDGE = """

@@ -17,9 +17,9 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.rl.remote.judge import Judge
-from dtrain.run.evaluations import Evaluations
-from dtrain.run.preflight import preflight
-from dtrain.run.trainer import train
+from dtrain.training.evaluations import Evaluations
+from dtrain.training.preflight import preflight
+from dtrain.training.trainer import train
 from tests.data.makers import write_jsonl
 from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
 from tests.running import run, run_all

@@ -16,7 +16,7 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.commands.run import plan_beside
 from dtrain.launch import launch
 from dtrain.launch.reports import WorkerFailed
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.tiny import tiny_recipe
 
 

@@ -24,7 +24,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from dtrain.launch.place import find_place
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.forked_python import ForkedPython, in_namespace
 from tests.launch.processes import wait_until_gone
 from tests.launch.test_two_hosts import MASTER, hosts, ip  # noqa: F401  hosts is a fixture

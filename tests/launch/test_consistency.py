@@ -16,9 +16,9 @@ from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.place import RankPlace
-from dtrain.methods import load_recipe
 from dtrain.parallel.runtime import Runtime
-from dtrain.run.trainer import train
+from dtrain.training import load_recipe
+from dtrain.training.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 from tests.world import run_world
 

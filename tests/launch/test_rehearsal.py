@@ -8,9 +8,9 @@ import pytest
 import dtrain
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch.start import launch, validate
-from dtrain.methods import load_recipe
 from dtrain.recipe.saved import values_of
-from dtrain.run.directory import RunDirectory
+from dtrain.training import load_recipe
+from dtrain.training.directory import RunDirectory
 from tests.forked_python import forking
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 

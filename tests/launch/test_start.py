@@ -19,7 +19,7 @@ from dtrain.launch import launch, signals
 from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import memory_errors
 from dtrain.launch.reports import OutOfMemory
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.checkpoint.processes import Processes, children
 from tests.launch.processes import Launched, wait_until_gone
 from tests.tiny import tiny_recipe

@@ -9,7 +9,7 @@ import torch
 from dtrain.losses.policy.formulas import Documents, RowSequences
 from dtrain.losses.policy.options import LOSSES, SHARED
 from dtrain.losses.policy.terms import policy_loss, top_entropy_threshold
-from dtrain.methods.grpo import loss_problems
+from dtrain.rl.grpo import loss_problems
 from tests.losses.test_policy_loss import EVERYTHING, EXACT, completions, gradients, loss_of, trained
 
 

@@ -12,14 +12,14 @@ from dtrain.base.batch import IGNORE, collate
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.losses.head.kl import forward_kl, reverse_kl
 from dtrain.losses.head.vocabulary import HeadInput
-from dtrain.methods import load_recipe
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
-from dtrain.run.preflight import preflight
+from dtrain.training import load_recipe
+from dtrain.training.preflight import preflight
 from tests.policy.test_policy import rows
 from tests.running import MESHES, assert_parity, distance, metrics, overrides_of, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe, write_model

@@ -7,13 +7,13 @@ import torch
 
 from dtrain.base.batch import collate
 from dtrain.losses.preference.options import LOSSES
-from dtrain.methods import method_of
 from dtrain.methods.dpo import DpoMethod, PairSums
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
+from dtrain.training import method_of
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 

@@ -6,7 +6,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dtrain.base.errors import Stopped
 from dtrain.parallel.runtime import Runtime
 from dtrain.parallel.tensor import VocabEmbedding
-from dtrain.run.trainer import train
+from dtrain.training.trainer import train
 from tests.methods.comparing import assert_same_metrics
 from tests.methods.recipes import recipe_of
 from tests.running import interrupt, run

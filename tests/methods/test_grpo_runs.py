@@ -15,8 +15,8 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.inference.native import NativeEngine
 from dtrain.parallel.mesh import init_one_process_group
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.run.metrics import Recorder
-from dtrain.run.trainer import Trainer
+from dtrain.training.metrics import Recorder
+from dtrain.training.trainer import Trainer
 from tests.methods.comparing import assert_same_metrics, rows_of, samples_of
 from tests.running import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import tiny_grpo, write_prompts

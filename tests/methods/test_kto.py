@@ -13,7 +13,7 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.launch.start import dry_run
 from dtrain.methods.kto import KtoMethod
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.data.test_sources import section, split
 from tests.running import interrupt, metrics, run, trajectory
 from tests.tiny import VOCAB, save_weights, tiny_recipe, write_model

@@ -10,9 +10,10 @@ import yaml
 
 from dtrain import models
 from dtrain.base.errors import RecipeError
-from dtrain.methods import METHODS, Method, load_recipe, method_class, method_of, recipe_keys
+from dtrain.methods import Method
 from dtrain.recipe import to_yaml
-from dtrain.run.preflight import preflight
+from dtrain.training import METHODS, load_recipe, method_class, method_of, recipe_keys
+from dtrain.training.preflight import preflight
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 

@@ -11,7 +11,7 @@ from dtrain import models
 from dtrain.losses.head.kl import forward_kl
 from dtrain.methods import student
 from dtrain.models.read_config import read_config
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.methods.comparing import assert_same_run
 from tests.methods.test_distill import teacher_at
 from tests.running import assert_same, metrics, run, trajectory, weights

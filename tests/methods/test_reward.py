@@ -20,7 +20,7 @@ from dtrain.data.formats.labels import Label
 from dtrain.inference.generate import load
 from dtrain.launch.start import dry_run
 from dtrain.methods.reward import at_the_ends
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.running import assert_parity, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows
 

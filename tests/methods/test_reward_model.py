@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.methods.comparing import assert_same_run, samples_of
 from tests.methods.test_grpo_runs import RICH
 from tests.running import metrics, run

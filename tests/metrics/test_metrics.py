@@ -12,8 +12,8 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.base.gpus import peak_flops
 from dtrain.recipe import schema
-from dtrain.run import metrics
-from dtrain.run.metrics.terminal import Progress
+from dtrain.training import metrics
+from dtrain.training.metrics.terminal import Progress
 
 ROW = {"epoch": 0.25, "loss": 1 / 3, "grad_norm": 2 / 3, "lr": 1e-5, "tokens": 12345, "tokens_per_sec": 1234.5}
 
@@ -128,7 +128,7 @@ def test_a_full_disk_under_the_record_is_told(tmp_path):
 def test_auto_says_which(tmp_path, monkeypatch):
     assert "tensorboard is installed" in build(tmp_path, tensorboard="auto").choices[0]
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr("dtrain.run.metrics.metrics._installed", lambda package: False)
+    monkeypatch.setattr("dtrain.training.metrics.metrics._installed", lambda package: False)
     assert "off, since tensorboard is not installed (pip install" in build(tmp_path, tensorboard="auto").choices[0]
     for fields, key in (({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")):
         with pytest.raises(UserError, match=rf"metrics\.{key}=.*pip install 'dtrain\[{key}\]'"):
@@ -165,7 +165,7 @@ class FakeWandb(types.ModuleType):
 def wandb(monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("dtrain.run.metrics.metrics._installed", lambda package: True)
+    monkeypatch.setattr("dtrain.training.metrics.metrics._installed", lambda package: True)
     return fake
 
 
@@ -253,7 +253,7 @@ def test_the_bar_behind_a_line_is_of_its_step():
 
 
 def test_the_time_that_is_left_is_not_guessed_by_the_first_step(monkeypatch):
-    monkeypatch.setattr("dtrain.run.metrics.terminal.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dtrain.training.metrics.terminal.time.monotonic", lambda: next(clock))
     for steps, told in ((30, []), (300, ["time      about 04:57 for the 297 steps left"])):
         stream, clock = io.StringIO(), iter([0.0, *map(float, range(30, 70))])  # half a minute, then a second each
         run = Progress(stream)

@@ -3,10 +3,10 @@
 import json
 import random
 
-from dtrain.run.metrics import records
-from dtrain.run.metrics.answers import Answers
-from dtrain.run.metrics.records import Lines, rows
-from dtrain.run.metrics.terminal import one_line, plot
+from dtrain.training.metrics import records
+from dtrain.training.metrics.answers import Answers
+from dtrain.training.metrics.records import Lines, rows
+from dtrain.training.metrics.terminal import one_line, plot
 
 
 def test_lines_are_read_once_whole_and_anew_where_a_file_was_cut_or_replaced(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from dtrain import recipe as config
 from dtrain.commands.cli import main
 from dtrain.data.sources.sources import Look
-from dtrain.run.stages import first_rows
+from dtrain.training.setup import first_rows
 from tests.mistakes import write_sound
 from tests.tiny import save_weights, tiny_recipe, write_model
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dtrain.commands.cli import main
-from dtrain.methods import load_recipe
+from dtrain.training import load_recipe
 from tests.mistakes import Mistake, write_sound
 from tests.mistakes.places import METHODS, PLACES
 from tests.tiny import save_weights, write_model

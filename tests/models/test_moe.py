@@ -14,7 +14,7 @@ from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_routing
 from dtrain.models.common.routing import loads
 from dtrain.parallel.fits import mesh_problems_of_model
-from dtrain.run.preflight import preflight
+from dtrain.training.preflight import preflight
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
 from tests.tiny import tiny_grpo, tiny_recipe
 
@@ -336,7 +336,7 @@ def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
 
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path, "parallel.ep=2", "train.micro_batch=1", family="qwen3-moe")
-    monkeypatch.setattr("dtrain.run.stages.mesh.version", lambda _: "2.12.0")
+    monkeypatch.setattr("dtrain.training.setup.mesh.version", lambda _: "2.12.0")
     assert preflight(recipe, 2) == []
-    monkeypatch.setattr("dtrain.run.stages.mesh.version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr("dtrain.training.setup.mesh.version", lambda _: "2.11.0+cpu")
     assert preflight(recipe, 2) == ["parallel.ep=2 needs torch 2.12 or newer, and this is 2.11.0+cpu: install one"]

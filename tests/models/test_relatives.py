@@ -12,7 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.inference.generate import generate
 from dtrain.models.shapes import linears, modules
-from dtrain.run.preflight import load, shapes
+from dtrain.training.preflight import load, shapes
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 from tests.models.towers import TOWERS, make_tower
 

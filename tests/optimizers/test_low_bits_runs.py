@@ -10,7 +10,7 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.optim.places import Place, element_bits, few_bits
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.run.trainer import train
+from dtrain.training.trainer import train
 from tests.optimizers.stepping import bits_of, give_gradients, policy_on, recipe_of
 from tests.optimizers.test_low_bits import FEW, MESHES
 from tests.running import run, trajectory, weights

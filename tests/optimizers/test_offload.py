@@ -67,7 +67,7 @@ def given(recipe, rank, size):
     """Return the weights that a policy gives out before and after a step, with another's in place, and off the card."""
     from dtrain.base.batch import collate
     from dtrain.commands.plan.step import full_rows
-    from dtrain.methods import method_of
+    from dtrain.training import method_of
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)

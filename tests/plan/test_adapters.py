@@ -12,8 +12,8 @@ from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
-from dtrain.methods import load_recipe
 from dtrain.models.common import nf4
+from dtrain.training import load_recipe
 from tests.plan.test_peak import SHAPE, assert_planned
 from tests.test_recipes import LLAMA_3_1_8B
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -13,12 +13,12 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
-from dtrain.methods import load_recipe
 from dtrain.optim.moments import kind_of
 from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
-from dtrain.run.directory import ABOUT
-from dtrain.run.sizing import MACHINE, Sizing, machine_of, sized, sizing_before, sizing_by_plan, usual_sizing
-from dtrain.run.spec import RunSpec, World
+from dtrain.training import load_recipe
+from dtrain.training.directory import ABOUT
+from dtrain.training.sizing import MACHINE, Sizing, machine_of, sized, sizing_before, sizing_by_plan, usual_sizing
+from dtrain.training.spec import RunSpec, World
 from tests.tiny import tiny_recipe, write_model
 
 H100 = GPUS["h100"]

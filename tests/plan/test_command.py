@@ -18,7 +18,7 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan, on_a_mesh_that_fits, problems, resolve_plan, with_mesh
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
-from dtrain.methods import recipe_and_problems
+from dtrain.training import recipe_and_problems
 from tests.test_recipes import LLAMA_3_1_8B, QWEN3_8B
 from tests.tiny import tiny_grpo, tiny_recipe, write_model
 

@@ -13,8 +13,8 @@ from dtrain.commands.plan.beside import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS, hardware_of
 from dtrain.commands.plan.plan import make_plan
 from dtrain.launch.devices import DeviceFacts
-from dtrain.methods import load_recipe
 from dtrain.recipe.automatic import USUAL, as_overrides
+from dtrain.training import load_recipe
 from tests.tiny import tiny_recipe
 
 

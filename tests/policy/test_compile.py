@@ -20,7 +20,7 @@ from dtrain.base import compiled as compilers
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.policy import compiling as regions
-from dtrain.run.trainer import train, train_checked
+from dtrain.training.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
 from tests.running import metrics
 from tests.tiny import tiny_grpo, tiny_recipe, write_model, write_pairs, write_rows

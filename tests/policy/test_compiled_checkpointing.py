@@ -20,7 +20,7 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.policy import compiling
-from dtrain.run.trainer import train_checked
+from dtrain.training.trainer import train_checked
 from tests.policy.test_compile import (
     COMPILE,
     PAD,

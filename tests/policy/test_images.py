@@ -6,7 +6,6 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.base.row_images import RowImages
 from dtrain.data.images.tensors import feature_index
-from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.building import init_weights
 from dtrain.models.read_config import read_config
@@ -14,6 +13,7 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import Packed
+from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.models.oracle import save
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows

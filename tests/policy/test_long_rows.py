@@ -13,7 +13,7 @@ from dtrain.models.common import tiles
 from dtrain.parallel import activation_offload as offload
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.policy import compiling
-from dtrain.run import preflight
+from dtrain.training import preflight
 from tests.policy.test_compile import by_aot_eager, forget_compiled
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world

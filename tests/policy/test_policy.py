@@ -5,7 +5,6 @@ import torch
 
 from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
-from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import LossScale, Schedule, Updater
@@ -14,6 +13,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import sizes
+from dtrain.training import load_recipe
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 

@@ -3,13 +3,13 @@
 import pytest
 
 from dtrain.base.batch import IGNORE, collate
-from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
+from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.policy.test_policy import rows
 from tests.tiny import tiny_recipe

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dtrain.base.batch import collate
-from dtrain.methods import load_recipe
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
@@ -15,6 +14,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed
 from dtrain.recipe import sizes
+from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.policy.test_policy import rows
 from tests.tiny import VOCAB, tiny_recipe

@@ -9,7 +9,7 @@ import torch
 
 from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Recipe
-from dtrain.run.trainer import train_checked
+from dtrain.training.trainer import train_checked
 from tests.pretend import cuda, journal
 
 

@@ -21,7 +21,12 @@ from tests.pretend.card import Card
 from tests.pretend.mutants import Mutant
 
 # What most cases need, imported before the first fork.
-PRELOADED = ("dtrain.run.trainer", "dtrain.attention.varlen", "dtrain.attention.context", "dtrain.inference.native")
+PRELOADED = (
+    "dtrain.training.trainer",
+    "dtrain.attention.varlen",
+    "dtrain.attention.context",
+    "dtrain.inference.native",
+)
 PRELOADED += ("dtrain.checkpoint.dcp.store", "tests.tiny", "tests.pretend.runs", "torch.distributed.fsdp")
 
 

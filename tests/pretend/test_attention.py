@@ -11,7 +11,7 @@ from dtrain.attention.packing import Packing
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.parallel.runtime import Runtime
-from dtrain.run.trainer import train
+from dtrain.training.trainer import train
 from tests.pretend import journal
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card

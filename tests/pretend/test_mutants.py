@@ -74,12 +74,16 @@ def test_a_wrong_device_is_noticed(tmp_path, place):
 
 
 def test_a_mutant_that_fits_nowhere_is_told(tmp_path):
-    with pytest.raises(AssertionError, match="stands 0 times in dtrain.run.trainer"):
-        run_pretend(train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.run.trainer", "no such line", "")])
+    with pytest.raises(AssertionError, match="stands 0 times in dtrain.training.trainer"):
+        run_pretend(train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.training.trainer", "no such line", "")])
 
 
 def test_the_same_run_without_a_mutant_goes_well(tmp_path):
     """Imported anew all the same, so that what ends the others is the mutant."""
     run_pretend(
-        train_on_card, 1, sft(tmp_path), 1, mutants=[Mutant("dtrain.run.trainer", '"""The loop: ', '"""The loop: ')]
+        train_on_card,
+        1,
+        sft(tmp_path),
+        1,
+        mutants=[Mutant("dtrain.training.trainer", '"""The loop: ', '"""The loop: ')],
     )

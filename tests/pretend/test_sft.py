@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.parallel.runtime import Runtime
-from dtrain.run.trainer import train
+from dtrain.training.trainer import train
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe, write_model

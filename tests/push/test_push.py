@@ -15,7 +15,7 @@ from dtrain.commands.cli import main
 from dtrain.commands.push import card
 from dtrain.commands.push.card import shown
 from dtrain.launch import launch
-from dtrain.run.metrics import records
+from dtrain.training.metrics import records
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
 from tests.tiny import save_weights, tiny_recipe, write_model
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from dtrain.base.errors import UserError
-from dtrain.methods import method_of
 from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.adapters import adapted_layers
 from dtrain.recipe.rollouts import Server
@@ -17,6 +16,7 @@ from dtrain.rl.remote import training
 from dtrain.rl.remote.dialects import AdapterVersion
 from dtrain.rl.remote.publish import AdapterPublisher
 from dtrain.rl.remote.training import refusal
+from dtrain.training import method_of
 from tests.adapters.test_servers import MESHES, recipe_of, trained
 from tests.remote.fakes import FakeVllm
 from tests.remote.test_http import engine_of, requests_of

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dtrain.base.errors import UserError
-from dtrain.methods import method_of
 from dtrain.rl.remote import training
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.weight_transfer import NcclRoot, TransferPublisher
+from dtrain.training import method_of
 from tests.policy.test_weights import policy_of
 from tests.remote.fakes import FakeVllm, Refusal
 from tests.running import run

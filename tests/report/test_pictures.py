@@ -13,7 +13,7 @@ from dtrain.commands.report import pictures
 from dtrain.commands.report.page import page, state
 from dtrain.commands.report.pictures import Pictures
 from dtrain.commands.report.run_files import open_runs
-from dtrain.run.metrics.answers import Answer, ImageOfPrompt, prompt_text
+from dtrain.training.metrics.answers import Answer, ImageOfPrompt, prompt_text
 from tests.report.test_report import HOSTILE, ROWS, Read, write_run
 
 

@@ -29,7 +29,7 @@ from dtrain.commands.report.results import differences
 from dtrain.commands.report.run_files import open_runs
 from dtrain.commands.report.sections import picture
 from dtrain.commands.web import listen, make_server
-from dtrain.methods import SECTIONS
+from dtrain.training import SECTIONS
 from tests.forked_python import ForkedPython
 
 HOSTILE = "</script><script>hit()</script><img src=x onerror=hit()>\"'&\u202e\x1b[31m\ud800\u2028"

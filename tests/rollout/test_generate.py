@@ -116,7 +116,7 @@ def test_mistakes_are_named(model, prompts, settings, message):
 def finished(tmp_path_factory):
     """A run with a checkpoint and an export."""
     from dtrain.parallel.runtime import Runtime
-    from dtrain.run.trainer import train
+    from dtrain.training.trainer import train
 
     root = tmp_path_factory.mktemp("finished")
     recipe = tiny_recipe(root, "train.steps=2", "checkpoint.every=2", "checkpoint.export=final", "train.dtype=float32")

@@ -72,7 +72,7 @@ def train_rank(rank: int, size: int, recipe: Recipe, device: str = "cuda") -> No
 
     from dtrain.base.deterministic import deterministic_algorithms
     from dtrain.parallel.runtime import Runtime
-    from dtrain.run.trainer import train
+    from dtrain.training.trainer import train
 
     there = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     with ExitStack() as stack:
@@ -93,11 +93,11 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
 
     from dtrain.base.batch import collate
     from dtrain.commands.plan.step import full_rows
-    from dtrain.methods import method_of
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group
     from dtrain.parallel.runtime import Runtime
     from dtrain.policy import Policy
+    from dtrain.training import method_of
 
     if size == 1:
         init_one_process_group("cuda")

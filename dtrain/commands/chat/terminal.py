@@ -15,7 +15,7 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.inference.sampling import check_request
-from dtrain.run.metrics.terminal import printable
+from dtrain.training.metrics.terminal import printable
 
 HELP = """/again            draw the last answer anew
 /reset            begin a new conversation

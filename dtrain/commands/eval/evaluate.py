@@ -36,10 +36,10 @@ from dtrain.rl.judging import (
 from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.rl.rewards.columns import lacking_columns_of
 from dtrain.rl.rewards.scoring import known
-from dtrain.run.directory import DATA
-from dtrain.run.eval_sets import longest_answer
-from dtrain.run.metrics import records
-from dtrain.run.stages.evals import usual_reward
+from dtrain.training.directory import DATA
+from dtrain.training.eval_sets import longest_answer
+from dtrain.training.metrics import records
+from dtrain.training.setup.evals import usual_reward
 
 MANY = 0.2  # of the answers, cut at their longest
 

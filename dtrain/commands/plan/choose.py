@@ -26,8 +26,8 @@ from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import sizes
 from dtrain.recipe.automatic import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
-from dtrain.run.sizing import Sizing
-from dtrain.run.spec import RunSpec
+from dtrain.training.sizing import Sizing
+from dtrain.training.spec import RunSpec
 
 FREE = 0.1
 """Share of a device's memory that a choice leaves free."""

@@ -16,8 +16,8 @@ from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.images.tensors import feature_index
 from dtrain.data.sources.sources import looks
 from dtrain.methods import Method
-from dtrain.run.spec import RunSpec
-from dtrain.run.stages.data import row_options
+from dtrain.training.setup.data import row_options
+from dtrain.training.spec import RunSpec
 
 
 def add_images(spec: RunSpec) -> None:

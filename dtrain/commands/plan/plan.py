@@ -21,7 +21,6 @@ from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.images import add_images
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size
-from dtrain.methods import method_of
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.flops import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
@@ -32,10 +31,11 @@ from dtrain.policy.precision import choose_precision
 from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler
 from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, Sizes
-from dtrain.run.eval_sets import longest_answer
-from dtrain.run.host import DryHost
-from dtrain.run.preflight import shapes
-from dtrain.run.spec import RunSpec, World, resolve
+from dtrain.training import method_of
+from dtrain.training.eval_sets import longest_answer
+from dtrain.training.host import DryHost
+from dtrain.training.preflight import shapes
+from dtrain.training.spec import RunSpec, World, resolve
 
 
 @dataclass(frozen=True)

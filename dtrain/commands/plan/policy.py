@@ -39,7 +39,7 @@ from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher, beside
-from dtrain.run.spec import RunSpec
+from dtrain.training.spec import RunSpec
 
 
 class PlannedPolicy(Policy):

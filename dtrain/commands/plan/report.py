@@ -16,8 +16,8 @@ from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
 from dtrain.commands.plan.units import gib, seconds
 from dtrain.launch.devices import with_processes
-from dtrain.methods import recipe_and_problems
-from dtrain.run.preflight import with_local_model
+from dtrain.training import recipe_and_problems
+from dtrain.training.preflight import with_local_model
 
 
 def answer(arguments: Namespace) -> None:

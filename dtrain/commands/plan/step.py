@@ -45,7 +45,7 @@ from dtrain.parallel.placement import local_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes
-from dtrain.run.spec import RunSpec
+from dtrain.training.spec import RunSpec
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
 

@@ -14,9 +14,9 @@ from dtrain import __version__
 from dtrain.base.hub import id_of
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.files import is_data_id
-from dtrain.methods import METHODS, method_class
 from dtrain.recipe import secrets
-from dtrain.run.metrics import records
+from dtrain.training import METHODS, method_class
+from dtrain.training.metrics import records
 
 CURVE = "loss.svg"
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 320, 60, 40, 16

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dtrain import methods
+from dtrain import methods, training
 from dtrain.commands.report.run_files import Curve, RunFiles
-from dtrain.run.metrics import records
-from dtrain.run.metrics.answers import Answers
-from dtrain.run.metrics.fields import field_of
+from dtrain.training.metrics import records
+from dtrain.training.metrics.answers import Answers
+from dtrain.training.metrics.fields import field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
 OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
@@ -101,7 +101,8 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def learning_curves(method: str) -> Mapping[str, str]:
     """Return the fields that show what a run of the method learned, with their labels."""
-    return (methods.method_class(method) if method in methods.METHODS else methods.Method).curves
+    known = training.method_class(method) if method in training.METHODS else methods.Method
+    return known.curves
 
 
 def better_of(field: str, method: str) -> Callable | None:

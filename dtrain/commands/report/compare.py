@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtrain.commands.report.results import Row, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles, open_runs
-from dtrain.run.metrics.terminal import plot, printable
+from dtrain.training.metrics.terminal import plot, printable
 
 NARROWEST = 16  # characters of a column
 DRAWN = ("loss", "val_loss", "reward_mean", "val_reward_mean", "accuracy", "grad_norm", "tokens_per_sec")

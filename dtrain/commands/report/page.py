@@ -19,7 +19,7 @@ from dtrain.commands.report import charts, sections
 from dtrain.commands.report.pictures import Pictures
 from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.run.metrics.terminal import printable
+from dtrain.training.metrics.terminal import printable
 
 MARK = '<meta name="generator" content="dtrain report">'
 _FILES = Path(__file__).parent

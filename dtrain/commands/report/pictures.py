@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dtrain.base.errors import UserError
 from dtrain.data.images.decoding import upright
 from dtrain.data.images.files import read_image
-from dtrain.run.metrics.answers import ImageOfPrompt
+from dtrain.training.metrics.answers import ImageOfPrompt
 
 SIDE = 256  # pixels of a thumbnail's longer side, at most
 QUALITY = 80  # of JPEG

@@ -11,9 +11,9 @@ from typing import Any
 
 from dtrain.commands.report.charts import EVALUATION, better_of, charts_of, learning_curves, shown
 from dtrain.commands.report.run_files import RunFiles, sound
-from dtrain.methods import METHODS, SECTIONS
 from dtrain.recipe import secrets
-from dtrain.run.metrics import records
+from dtrain.training import METHODS, SECTIONS
+from dtrain.training.metrics import records
 
 LONGEST = 200  # characters of a value in a table
 MESH = ("dp_replicate", "dp_shard", "cp", "tp")

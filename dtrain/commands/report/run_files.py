@@ -7,11 +7,11 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.methods import METHODS
 from dtrain.recipe import secrets
-from dtrain.run.directory import ABOUT, DATA, is_held
-from dtrain.run.metrics import records
-from dtrain.run.metrics.answers import Answers
+from dtrain.training import METHODS
+from dtrain.training.directory import ABOUT, DATA, is_held
+from dtrain.training.metrics import records
+from dtrain.training.metrics.answers import Answers
 
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 

@@ -22,8 +22,8 @@ from dtrain.models.shapes import adaptable
 from dtrain.models.vision.flops import flops_per_patch
 from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.policy.trained import choose_trained
-from dtrain.run.preflight import preflight
-from dtrain.run.stages import adapter
+from dtrain.training.preflight import preflight
+from dtrain.training.setup import adapter
 from tests.models.test_vision_models import CASES
 from tests.tiny import tiny_recipe
 

@@ -1,0 +1,176 @@
+"""On-policy distillation: the method, and the collector of the student's completions.
+
+A rollout without rewards: the student answers the prompts of the data, and is trained on its own answers. Method
+`distill` of dtrain.methods has the section of the recipe and the loss.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.base.batch import Batch
+from dtrain.base.ranks import Ranks
+from dtrain.base.run_context import RunContext
+from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.data.formats.prompts import PromptOptions
+from dtrain.inference.native import NativeEngine
+from dtrain.methods.distill import DistillMethod
+from dtrain.policy import Policy
+from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, Sample, lengths_of, prompts_from, prompts_of
+from dtrain.rl.rollouts import Buffer, Rollouts
+
+
+@dataclass
+class StudentCollector:
+    """Draws rollouts of so many `prompts` without rewards, in which a `share` of the samples is the student's and the
+    rest the data's. Collective."""
+
+    share: Fraction
+    prompts: int
+    sampler: CompletionSampler
+    rows: Rows
+
+    def collect(self, cursor: Cursor, version: int) -> Rollout | None:
+        began = time.perf_counter()
+        prompts = prompts_from(self.rows, cursor, self.prompts)
+        if not prompts:
+            return None
+        drawing = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
+        drawn = self.sampler.draw(drawing, version) if drawing else []
+        answers = iter(drawn)
+        samples = [
+            next(answers) if self.is_drawn(prompt.index) else self._of_data(*prompt.place.samples) for prompt in prompts
+        ]
+        measured = lengths_of(drawn) | {"rollout_time": time.perf_counter() - began}
+        lines = self._sample_lines(drawing, drawn) if Ranks().is_first else []
+        return Rollout(samples, *_all_counted(samples), prompts[-1].place, measured, lines)
+
+    def answers(self, rows: Rows, batch: int, version: int) -> Iterator[Buffer]:
+        """Yield the student's likeliest answers to all prompts of `rows`, so many of them at once. Collective."""
+        for prompts in prompts_of(rows, batch):
+            samples = self.sampler.draw(prompts, version, greedy=True)
+            yield Buffer.of(samples, *_all_counted(samples))
+
+    def is_drawn(self, index: int) -> bool:
+        """Return whether the student answers the prompt at this place of the endless sequence. The places are spread
+        evenly, so that any so many prompts in a row have `share` of them, as whole numbers allow."""
+        return (index + 1) * self.share // 1 > index * self.share // 1
+
+    def _of_data(self, sample: int) -> Sample:
+        """Return what the data has for a prompt: the row as it is trained with `distill.samples=data`."""
+        ids, trained = self.rows.samples[sample][1]
+        return Sample([], ids.tolist(), trained.tolist(), [0.0] * len(ids), "data")
+
+    def _sample_lines(self, prompts: Sequence[PromptRow], drawn: Sequence[Sample]) -> list[dict[str, Any]]:
+        """Return the rows of samples.jsonl, one for each completion that was drawn."""
+        return [
+            {
+                "group": prompt.index,
+                "prompt": prompt.row["prompt"],
+                "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                "tokens": len(sample.ids),
+                "finish": sample.finish,
+            }
+            for prompt, sample in zip(prompts, drawn, strict=True)
+        ]
+
+
+def _all_counted(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return advantages, counted and trained of samples that all count, and train what was drawn or is marked."""
+    every = torch.ones(len(samples), dtype=torch.bool)
+    return torch.zeros(len(samples)), every, every
+
+
+class OnPolicyDistillMethod(DistillMethod):
+    """Distillation where `distill.samples` is student: the student answers the data's prompts itself, and learns the
+    teacher's distribution at the tokens that it drew (Agarwal et al., arXiv:2306.13649). The loss is `DistillMethod`'s.
+
+    Steps take a rollout's samples in the data's order, so that student_share of each step's are the student's. A
+    validation set is answered by the student too, by its likeliest tokens.
+    """
+
+    kind = "prompts"
+
+    def problems(self) -> list[str]:
+        section, errors = self.section, self.unread_problems()
+        rollout, batch = section.prompts_per_step, self.recipe.train.global_batch
+        if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
+            errors.append(
+                f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts: "
+                f"set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
+            )
+        errors += self.room_problems()
+        if section.student_share == 1 and self.recipe.data.loss_on != "assistant":
+            errors.append(
+                f"data.loss_on={self.recipe.data.loss_on} plays no part where the student draws every sample: what it "
+                "draws is trained; leave it out, or lower distill.student_share"
+            )
+        return errors
+
+    def refuses(self, format: str) -> str | None:
+        if format in ("preference", "text"):
+            return (
+                "distill.samples=student draws its own answers to prompts; give it messages, question or "
+                "prompt_completion, or set distill.samples=data"
+            )
+        if format == "question" and self.section.student_share < 1:
+            return "a question has no answer for the data's part of the samples: set distill.student_share=1"
+        return None
+
+    def prompts(self) -> PromptOptions:
+        section = self.section
+        loss_on = self.recipe.data.loss_on if section.student_share < 1 else None
+        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on)
+
+    def automatic_batch(self, rows: int) -> int:
+        return self.section.prompts_per_step or super().automatic_batch(rows)
+
+    @cached_property
+    def source(self) -> Rollouts:
+        settings = {"train.global_batch": self.recipe.train.global_batch}
+        return Rollouts(self, settings, self.section.prompts_per_step)
+
+    @property
+    def choices(self) -> list[str]:
+        drawn, share = self.source.size, self.section.student_share
+        steps = self.source.steps(drawn)
+        theirs = "all" if share == 1 else f"{share:g} of them"
+        plural = "s" if steps > 1 else ""
+        line = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
+        return [line, *super().choices]
+
+    def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
+        """Opens the teacher and the engine."""
+        super().begin(policy, splits, run)
+        self._run = run
+        self.collector = open_student(self, policy, splits["train"], run)
+
+    def before_step(self, cursor: Cursor) -> None:
+        """Draws a rollout where the updates of the last one are done."""
+        if rollout := self.source.draw(self.collector.collect, cursor):
+            self._run.metrics.write_beside("samples", self.source.position.step + 1, rollout.rows)
+
+    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The divergences, and the rollout's lengths; `rollout_time` in the first step of a rollout alone."""
+        return self.source.fields | self.divergences(sums)
+
+    def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
+        for buffer in self.collector.answers(rows, self.recipe.train.batch, self.source.position.step):
+            yield buffer.batch(self.source.shares(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
+
+
+def open_student(method: OnPolicyDistillMethod, policy: Policy, rows: Rows, run: RunContext) -> StudentCollector:
+    """Return the collector of the method's rollouts, to prompts of `rows`, by the native engine. Collective."""
+    recipe, section = method.recipe, method.section
+    tokenizer = Tokenizer.from_directory(recipe.model.directory)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    engine = NativeEngine(policy, decode=decode, say=run.metrics.say)
+    length, seed = recipe.data.max_length, recipe.run.seed
+    sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop)
+    return StudentCollector(Fraction(str(section.student_share)), method.source.size, sampler, rows)

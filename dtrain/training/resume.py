@@ -1,0 +1,517 @@
+"""Resume: the checkpoint that a run starts from, the comparison with the saved run, and saving and loading its state.
+
+A checkpoint contains:
+
+    tensors        of the policy, and of the method under `method.<name>`
+    rank state     the random number generators of each rank
+    state.json     cursor       the next row of the global sequence: [epoch, row]
+                   recipe       the resolved recipe, as YAML
+                   identities   digests of the files that the run read at its start: weights, tokenizer, data, ...
+                   began        the checkpoints that the run began from, see `Origin`
+                   save         a mark of this save
+                   metrics      of this step
+                   policy, method   their numbers that are not tensors
+
+A run goes through `find_start` (which step), `identities` (what do we read now), `compare` (may this recipe resume) and
+`restore`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dtrain import recipe as config
+from dtrain.base.errors import UserError, first
+from dtrain.base.files import set_aside
+from dtrain.base.json_files import digest, read_json
+from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from dtrain.base.ranges import shown
+from dtrain.base.ranks import Ranks, digests
+from dtrain.checkpoint.dcp.origin import Origin
+from dtrain.checkpoint.dcp.rng import random_state, set_random_state
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.huggingface.model_files import read_model_config
+from dtrain.checkpoint.huggingface.safetensor_files import weight_files
+from dtrain.data.sources.sources import packs_by_itself
+from dtrain.methods import Method
+from dtrain.policy import Policy
+from dtrain.training import REWARD_MODEL, model_keys
+from dtrain.training.directory import Difference, Misfit, guard
+from dtrain.training.host import Host
+from dtrain.training.spec import RunSpec
+
+DIGEST_OF_SPLIT = {"train": "data.fingerprint", "val": "data.val.fingerprint"}
+# Digests that a resume compares next to the recipe's keys. `checkpoint.allow_changes` may name them.
+DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
+NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
+# Keys of a source of data that only name where its rows are. A copy of the data elsewhere has the same fingerprint.
+LOCATION_KEYS = ("path", "split", "subset", "revision", "columns", "sources")
+# Keys of a recipe that name the place of files, and the digest of their content. If the digest is the same as in the
+# saved run, the key may differ.
+DIGEST_OF_LOCATION = {
+    "model.path": "model.config",
+    **{f"data.train.{name}": "data.fingerprint" for name in LOCATION_KEYS},
+    **{f"data.val.{name}": "data.val.fingerprint" for name in LOCATION_KEYS},
+    "lora.path": "lora.path",
+    "data.chat_template": "data.chat_template",
+}
+
+# Keys that decide which tensors a run trains, and of which shapes.
+SHAPING = (
+    *("lora", "lora.path", "lora.rank", "lora.rank_pattern", "lora.target", "lora.exclude", "lora.modules_to_save"),
+    *("lora.dora", "train.vision", "train.train_only", "train.freeze", "model.path", "model.config"),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a run: a checkpoint, or a fresh start without one.
+
+    Attributes:
+        step: The checkpoint's step. 0 for a fresh start.
+        cursor: The next row of the global sequence: epoch and row.
+        store: The checkpoints. None for a fresh start.
+        state: The content of state.json. None for a fresh start.
+        verified: Whether every file of the step has just been compared with its checksum.
+        began: The checkpoints that the run began from: RESUME or INIT, and an `Origin` as JSON.
+        weights: The store and step whose weights replace those of model.path before anything else.
+    """
+
+    step: int = 0
+    cursor: tuple[int, int] = (0, 0)
+    store: CheckpointStore | None = None
+    state: dict[str, Any] | None = None
+    verified: bool = False
+    began: dict[str, dict[str, Any]] = field(default_factory=dict)
+    weights: tuple[CheckpointStore, int] | None = None
+
+    @property
+    def saved(self) -> tuple[CheckpointStore, dict[str, Any]]:
+        """The store and the state of a start from a checkpoint."""
+        if self.store is None or self.state is None:
+            raise ValueError("a fresh run starts from no checkpoint")
+        return self.store, self.state
+
+    @property
+    def path(self) -> Path:
+        return self.saved[0].path(self.step)
+
+
+def find_start(spec: RunSpec, host: Host) -> Start:
+    """Find the checkpoint of `checkpoint.resume`, and the weights of `checkpoint.init_from`.
+
+    `checkpoint.resume` is one of:
+
+    - auto: The run's newest checkpoint. Every file is compared with its checksum. If a checkpoint is damaged, this is
+      printed and the one before is taken. If all are damaged, the run does not start over by itself.
+    - null: No checkpoint. The run's directory must be new.
+    - A path: The checkpoint there. If this run began from that path before and was ended, it resumes its own newest
+      checkpoint.
+
+    Damaged steps after the start are renamed to `damaged-step-N`, so that the run can save those steps again. Complete
+    steps after the start, which a path into this run's own checkpoints may leave, are refused.
+
+    `checkpoint.init_from` is read if the run is fresh, or if its method needs the weights that it began from.
+
+    In a dry run only the sizes of files are compared, and nothing is renamed.
+
+    Raises:
+        UserError: On every rank.
+
+    Collectives:
+        Over all ranks of `host`.
+    """
+    start = _find_step(spec, host)
+    recipe = spec.recipe
+    ranks = host.ranks
+    path = recipe.checkpoint.init_from
+    began = start.began
+    if path is None or (start.state is not None and spec.method.needs_start is None):
+        return start
+    if INIT in began and INIT not in recipe.checkpoint.allow_changes:
+        alternative = NEW_RUN
+        if start.state is not None:
+            keys = f"{INIT},{recipe.method}.reference"
+            alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
+        weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, alternative, ranks)
+    else:
+        weights = locate(path, ranks, INIT)
+        began = {**began, INIT: asdict(Origin.of(*weights))}
+    return replace(start, began=began, weights=weights)
+
+
+def _find_step(spec: RunSpec, host: Host) -> Start:
+    """Find the checkpoint of `checkpoint.resume`. Collective."""
+    resume = spec.recipe.checkpoint.resume
+    if resume is None:
+        host.ranks.first(lambda: spec.run.refuse_used(resume))
+        return Start()
+    has_traces, began = host.ranks.first(lambda: _read_began(spec))
+    origin = Origin.read(began[RESUME], spec.run.began) if RESUME in began else None
+    if resume == "auto":
+        return _continue_run(spec, host, origin, began, has_traces)
+    # The run was started with this path before, and was ended: it goes on instead of starting over.
+    if origin is not None and has_traces and (origin.at(resume, host.ranks) or origin.lay_at(resume, host.ranks)):
+        return _continue_run(spec, host, origin, began, has_traces)
+    return _start_from_path(spec, host, resume, origin)
+
+
+def _read_began(spec: RunSpec) -> tuple[bool, dict[str, Any]]:
+    """Return whether an earlier start left files in the run's directory, and the checkpoints that it began from."""
+    began = read_json(spec.run.began) if spec.run.began.is_file() else {}
+    return spec.run.left is not None, began
+
+
+def _continue_run(
+    spec: RunSpec, host: Host, origin: Origin | None, began: dict[str, dict[str, Any]], has_traces: bool
+) -> Start:
+    """Start from the run's newest checkpoint, else from the one that it began from, else fresh. Collective.
+
+    Args:
+        spec: The run.
+        host: Ranks and terminal.
+        origin: The checkpoint at a path that the run began from, or None.
+        began: The content of the run's began.json.
+        has_traces: Whether an earlier start left files in the run's directory.
+    """
+    step = _newest(spec.store, host)
+    if step is not None:
+        state = _read_state(spec.store, step)
+        start = Start(step, tuple(state["cursor"]), spec.store, state, verified=True, began=state["began"])
+    elif origin is not None:
+        resume = spec.recipe.checkpoint.resume
+        path = origin.path if resume in (None, "auto") else resume
+        store, step = origin.again(RESUME, path, NEW_RUN, host.ranks)
+        state = _read_state(store, step)
+        start = Start(step, tuple(state["cursor"]), store, state, began=began)
+    else:
+        return Start(began=began if has_traces else {})
+    if not host.is_dry:
+        host.ranks.first(lambda: _put_damaged_aside(spec.store, start.step))
+    return start
+
+
+def _start_from_path(spec: RunSpec, host: Host, path: str, origin: Origin | None) -> Start:
+    """Start from the checkpoint at a path. It may be one of this run's own. Collective.
+
+    Args:
+        spec: The run.
+        host: Ranks and terminal.
+        path: A checkpoint, or a directory of checkpoints.
+        origin: The checkpoint at another path that the run began from, for an error message.
+
+    Raises:
+        UserError: If the path is another run's and this run's directory is used already, or if this run has complete
+            checkpoints after the step.
+    """
+    ranks = host.ranks
+
+    def refuse_used() -> None:
+        spec.run.refuse_used(path, origin.path if origin else None)
+
+    if not ranks.first(lambda: Path(path).is_dir()):
+        ranks.first(refuse_used)
+    store, step = locate(path, ranks, RESUME)
+    if store.directory.resolve() == spec.store.directory.resolve():
+        store = spec.store
+    else:
+        ranks.first(refuse_used)
+    ranks.first(lambda: _refuse_beyond(spec.store, step))
+    state = _read_state(store, step)
+    began = {key: value for key, value in state["began"].items() if key == INIT}
+    began[RESUME] = asdict(Origin.of(store, step))
+    if not host.is_dry:
+        ranks.first(lambda: _put_damaged_aside(spec.store, step))
+    return Start(step, tuple(state["cursor"]), store, state, began=began)
+
+
+def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
+    """Return digests of the run's models, adapter, tokenizer and template, by the keys that `compare` uses.
+
+    Raises:
+        UserError: If hosts have different files, or if files cannot be read.
+
+    Collectives:
+        Over `ranks`. Each rank reads a part of the files.
+    """
+    recipe = spec.recipe
+    path = spec.source.path
+    template = spec.source.template
+    found = {
+        "model.config": digest(read_model_config(path)),  # of its values, so another layout of the text is the same
+        "model.tokenizer": spec.source.tokenizer.fingerprint,
+        "data.chat_template": template.fingerprint if template else "none",
+    }
+    weights = weight_files(path) if recipe.model.init == "pretrained" else []
+    weight_digests: list[str] = []
+    if weights:
+        weight_digests = digests(weights, _other_model("model.path", path), ranks)
+    ranks.same(found["model.config"], _other_model("model.path", path))
+    ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
+    if weight_digests:
+        found["model.weights"] = digest(weight_digests)
+    if recipe.lora is not None and recipe.lora.path is not None:
+        adapter = Path(recipe.lora.path)
+        files = [adapter / name for name in ADAPTER_FILES]
+        found["lora.path"] = digest(digests(files, _other_model("lora.path", adapter), ranks))
+    for key, model in spec.others.items():
+        weight_digests = digests(weight_files(model.path), _other_model(key, model.path), ranks)
+        config_digest = digest(read_model_config(model.path))
+        ranks.same(config_digest, _other_model(key, model.path))
+        if key.endswith(".reference"):  # it has the config of the trained model
+            found[key] = digest(weight_digests)
+        else:
+            found[key] = digest(config_digest, weight_digests)
+        if key.endswith(REWARD_MODEL):  # it encodes text with a tokenizer and a template of its own
+            template_digest = model.template.fingerprint if model.template else "none"
+            found[key] = digest(found[key], model.tokenizer.fingerprint, template_digest)
+    return found
+
+
+def _other_model(key: str, path: str | Path) -> str:
+    return f"{key}={path} is not the same model on every host"
+
+
+def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> list[str]:
+    """Compare the recipe and the files of this run with those of the saved run. Return a line for each difference.
+
+    The path of a file may change if its content is the same, and `data.packing=auto` may become the value that it
+    stands for. For example, after `model.path` was moved to another disk there is no line.
+
+    Args:
+        spec: The run. Its start is a checkpoint.
+        allow_changes: Guarded keys that may differ.
+        unfit: How the trained tensors differ from those of the checkpoint (`first_misfit`), or None.
+
+    Raises:
+        UserError: For guarded differences that `allow_changes` does not name, and for differences that no resume
+            allows: another method, or a recipe that trains other tensors.
+    """
+    recipe = spec.written
+    _, state = spec.start.saved
+    saved = state["identities"]
+    differences = _with_one_line_for_lora(config.diff(state["recipe"], recipe))
+    for key, old, new in differences:
+        if key == "method":
+            raise UserError(
+                f"{spec.start.path} was saved with method={old}, and the recipe has method={new}. Another method is a "
+                "new run, never a resume, whatever checkpoint.allow_changes names. To start it from these weights, "
+                f"set checkpoint.init_from={spec.start.path}, checkpoint.resume=auto and another run.name"
+            )
+    spec.method.refuse_state(state["method"])
+    models = model_keys(recipe.method)
+    known = _keys_with_same_content(differences, saved, spec.identities, models)
+    for key, new in spec.identities.items():
+        if key in saved and saved[key] != new:
+            differences.append((key, saved[key], new))
+    if _has_same_packing(spec, [each for each in differences if each[0] not in known]):
+        known.add("data.packing")
+    details = {}
+    for split, key in DIGEST_OF_SPLIT.items():
+        if split in spec.rows:
+            saved_files = state.get("data_files", {}).get(split)  # older versions did not save them
+            details[key] = _changed_files(saved_files, spec.rows[split].samples.file_digests)
+    misfit = None if unfit is None else _misfit(spec, unfit, [each for each in differences if each[0] not in known])
+    return guard(differences, allow_changes, known, models, misfit, details)
+
+
+def _keys_with_same_content(
+    differences: Sequence[Difference], saved: Mapping[str, str], found: Mapping[str, str], models: Sequence[str]
+) -> set[str]:
+    """Return the keys that name files whose content is the same as in the saved run. They may differ.
+
+    Args:
+        differences: The differences of the recipes.
+        saved: Digests of the saved run.
+        found: Digests of this run.
+        models: Keys of the method's section that name models. Their digests have the same keys.
+    """
+    digest_of_location = dict(DIGEST_OF_LOCATION)
+    for key in models:
+        digest_of_location[key] = key
+    same = set()
+    for key, digest_key in digest_of_location.items():
+        if digest_key in saved and saved[digest_key] == found.get(digest_key):
+            same.add(key)
+    for key, old, new in differences:
+        # Entries of a mapping are keys of their own: `data.train.columns.prompt`.
+        section, is_column, _ = key.partition(".columns.")
+        if is_column and f"{section}.columns" in same:
+            same.add(key)
+        # The fingerprint of data does not cover how several sources are mixed.
+        if key.endswith(".sources") and _without_location(old) != _without_location(new):
+            same.discard(key)
+    return same
+
+
+def _has_same_packing(spec: RunSpec, differences: Sequence[Difference]) -> bool:
+    """Return whether the data differ only in `data.packing`, between auto and the value that auto stands for."""
+    of_data = [each for each in differences if each[0].startswith("data.")]
+    if len(of_data) != 1 or of_data[0][0] != "data.packing":
+        return False
+    _, old, new = of_data[0]
+    if "auto" not in (old, new):
+        return False
+    rows = spec.rows.get("train")
+    if rows is None:  # not read, for example in a dry run: the run itself compares
+        return True
+    automatic = packs_by_itself(rows, spec.method.kind)
+    old_value = automatic if old == "auto" else old
+    new_value = automatic if new == "auto" else new
+    return bool(old_value == new_value)
+
+
+def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) -> list[str]:
+    """Return a line for each data file whose content has changed. A moved file with the same content has not.
+
+    Args:
+        saved: Digests of the saved run by path. None if an older version saved none.
+        found: Digests of this run by path.
+    """
+    if saved is None:
+        return []
+    lines = []
+    for path in sorted({*saved, *found}):
+        if path in saved and path in found:
+            if saved[path] != found[path]:
+                lines.append(f"{path}: its content has changed")
+        elif path in found and found[path] not in saved.values():
+            lines.append(f"{path}: was not among the files")
+        elif path in saved and saved[path] not in found.values():
+            lines.append(f"{path}: is no longer among the files")
+    if not lines:
+        lines.append(
+            "every file has the content that it had: the tokenizer, the chat template, the images or another key of "
+            "data, such as data.max_length, makes other samples of them"
+        )
+    return first(lines)
+
+
+def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
+    """Join the keys of `lora` into one difference if one of the two recipes has no such section."""
+    section = [each for each in differences if each[0].startswith("lora.")]
+    joined: Difference | None = None
+    if section and all(old is None for _, old, _ in section):
+        joined = ("lora", None, "an adapter")
+    elif section and all(new is None for _, _, new in section):
+        joined = ("lora", "an adapter", None)
+    if joined is None:
+        return differences
+    return [joined, *(each for each in differences if each not in section)]
+
+
+def _misfit(spec: RunSpec, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
+    """Return the changed keys because of which the recipe trains other tensors, with advice. None if no key has."""
+    keys = []
+    settings = []  # that restore the saved recipe, such as "lora.rank=8"
+    for key, old, _ in differences:
+        if key in SHAPING:
+            keys.append(key)
+            settings.append(f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={shown(old)}")
+    if not keys:
+        return None
+    return Misfit(
+        tuple(keys),
+        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(settings)} back, or go on "
+        f"from these weights in a new run: `dtrain export {spec.start.path} OUT`, then model.path=OUT, "
+        "checkpoint.resume=auto and another run.name",
+    )
+
+
+def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return `data.train.sources` without the keys that only name where the rows are."""
+    return [{**source, **dict.fromkeys(LOCATION_KEYS)} for source in sources or []]
+
+
+def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
+    """Load the checkpoint of the start into `policy` and `method`. Collective."""
+    start = spec.start
+    store, state = start.saved
+    # Options of the optimizer that the recipe has changed keep their new values. For example, {"lr"}.
+    changed_options = set()
+    for key, _, _ in config.diff(state["recipe"], spec.recipe):
+        if key.startswith("optimizer."):
+            changed_options.add(key.rpartition(".")[2])
+    method.load(state["method"])
+    policy.checkpoint.load(
+        store,
+        start.step,
+        state["policy"],
+        beside=_named_for_method(method),
+        keep=changed_options,
+        verified=start.verified,
+    )
+    rank_state, copy = store.read_rank_state(start.step)
+    if rank_state is not None:
+        set_random_state(rank_state, copy)
+
+
+def contents(
+    policy: Policy, method: Method, known: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """Return the contents of a save: the tensors, the content of state.json, and this rank's own state.
+
+    `known` are the entries of state.json other than those of policy and method.
+    """
+    state = {**known, "policy": policy.checkpoint.state(), "method": method.state()}
+    return policy.checkpoint.tensors() | _named_for_method(method), state, random_state()
+
+
+def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """Read a step's state.json. Raises UserError for entries that are missing or of another type."""
+    state = store.read_state(step)
+    kinds: dict[str, type] = {"cursor": list, "recipe": str, "save": str}
+    kinds |= dict.fromkeys(("identities", "began", "metrics", "policy", "method"), dict)
+    lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
+        lacking = ["cursor"]
+    if lacking:
+        raise UserError(
+            f"{store.path(step)}: no run of this version of dtrain saved it, it has no {', '.join(lacking)}"
+        )
+    return state
+
+
+def _named_for_method(method: Method) -> dict[str, Tensor]:
+    return {f"method.{name}": tensor for name, tensor in method.tensors().items()}
+
+
+def _newest(store: CheckpointStore, host: Host) -> int | None:
+    """Return the newest undamaged step, or None if nothing was saved yet. Collective.
+
+    Files are compared with their checksums. In a dry run only their sizes are compared.
+    """
+    published = host.ranks.first(store.published)
+    for step in reversed(published):
+        damage = store.faults(step) if host.is_dry else store.damage(step)
+        if not damage:
+            return step
+        host.say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
+    if published:
+        raise UserError(
+            f"{store.directory}: every checkpoint is damaged, as said above. To start over, move that directory away "
+            "together with metrics.jsonl, or choose another run.name"
+        )
+    return None
+
+
+def _refuse_beyond(store: CheckpointStore, step: int) -> None:
+    """Raise UserError if there are complete steps after `step`."""
+    later_steps = [f"step-{later}" for later in store.steps() if later > step]
+    if later_steps:
+        raise UserError(
+            f"{store.directory} already holds {', '.join(later_steps)}, which the resumed run would save again, and a "
+            "saved step is never overwritten: delete them, or choose another run.name"
+        )
+
+
+def _put_damaged_aside(store: CheckpointStore, step: int) -> None:
+    """Rename the steps after `step`, which are all damaged."""
+    for later in store.published():
+        if later > step:
+            set_aside(store.path(later), "damaged-")

@@ -1,0 +1,190 @@
+"""Lines for the terminal on a run before its first step, and when it is done."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dtrain import __version__
+from dtrain.models.common.flops import weights_in
+from dtrain.recipe.schema import DataSource
+from dtrain.training import eval_sets
+from dtrain.training.metrics import records
+from dtrain.training.metrics.terminal import one_line, plot
+from dtrain.training.setup import schedule as scheduling
+from dtrain.training.setup import sizes as sizing
+from dtrain.training.sizing import MACHINE
+from dtrain.training.spec import RunSpec
+
+if TYPE_CHECKING:
+    from dtrain.training.trainer import Trainer
+
+LABEL = 10  # characters of a label with the blanks behind it
+PLOTTED = 8  # values from which on a curve is drawn
+SHOWN = 60  # characters of an answer
+
+
+def labelled(label: str, text: str) -> str:
+    """A line of a table without borders."""
+    return f"{label:<{LABEL}}{text}"
+
+
+def opening(trainer: "Trainer") -> Iterator[str]:
+    """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it."""
+    written = trainer.spec.written
+    recipe, sizes, policy, rows = trainer.recipe, trainer.spec.sizes, trainer.policy, trainer.rows
+    count, trained = _parameters(policy.model)
+    of_it = "" if trained == count else f" ({_short(trained)} of them trained)"
+    yield labelled("model", f"{recipe.model.path}, {_short(count)} parameters{of_it}, init {recipe.model.init}")
+    if policy.model.config.vision is not None:
+        yield labelled("vision", _vision(trainer))
+    elif policy.model.config.is_text_tower and recipe.model.init != "scratch":
+        yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
+    counted = written.train.global_batch == "auto" or recipe.train.epochs is not None
+    per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
+    packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
+    yield labelled("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
+    world = f"{sizes.world_size} processes: {sizes.axes}" if sizes.world_size > 1 else "one process"
+    yield labelled("mesh", f"{world}, {policy.device.type}")
+    auto = " (auto)" if written.train.global_batch == "auto" else ""
+    yield labelled(
+        "batch",
+        f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
+        f"{sizes.accumulation} × dp {sizes.dp}",
+    )
+    yield from trainer.runtime.chosen
+    yield labelled("steps", _steps(trainer))
+    if recipe.train.validate_every == "auto" and trainer.spec.validate_every is not None:
+        yield labelled("", f"a validation every {trainer.spec.validate_every} of them (auto), and at the end")
+    yield from trainer.method.choices
+    yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
+    if policy.device.type == "cuda":
+        kernel = policy.model.model.kernel
+        yield f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else "")
+        if policy.model.config.linear is not None:
+            why = f" ({policy.model.model.delta_note})" if policy.model.model.delta_note else ""
+            yield "linear attention: " + (f"torch{why}" if policy.model.model.flash_delta is None else "fla")
+    if policy.model.uncompiled is not None:
+        yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
+    yield from _notes(trainer)
+    yield from trainer.metrics.choices
+
+
+def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
+    """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
+    device, (parameters, trained) = trainer.policy.device, _parameters(trainer.policy.model)
+    is_cuda = device.type == "cuda"
+    return {
+        "dtrain": __version__,
+        "torch": torch.__version__,
+        "started": time.time(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+        "world_size": trainer.spec.sizes.world_size,
+        "mesh": {**trainer.spec.sizes.shape, "ep": trainer.spec.sizes.ep},
+        "batch": {name: getattr(trainer.spec.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
+        "compute": str(trainer.policy.precision.compute).removeprefix("torch."),
+        "parameters": parameters,
+        "trained": trained,
+        "steps": trainer.total_steps,
+        "planned": planned or None,
+        MACHINE: dict(trainer.runtime.machine),
+        "memory_before_gib": 0.0 if is_cuda else trainer.before_gib,
+    }
+
+
+def _parameters(module: nn.Module) -> tuple[int, int]:
+    """Count the parameters of `module`, and those of them that are trained."""
+    parameters = list(module.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return sum(map(weights_in, parameters)), trained
+
+
+def _short(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
+
+
+def _vision(trainer: "Trainer") -> str:
+    count, trained = _parameters(*trainer.policy.model.model.vision)
+    part = "trained" if trained == count else f"{_short(trained)} of them trained" if trained else "not trained"
+    key = "lora.target" if trained and trainer.recipe.lora else f"train.vision={trainer.recipe.train.vision}"
+    return f"{_short(count)} parameters, {part} ({key})"
+
+
+def _steps(trainer: "Trainer") -> str:
+    recipe, total = trainer.recipe, trainer.total_steps
+    schedule, epochs = recipe.scheduler, recipe.train.epochs
+    passes = "" if epochs is None else f", {epochs:g} pass{'es' if epochs != 1 else ''} over the data"
+    if isinstance(schedule, list):
+        rate = f"learning rate {recipe.optimizer.lr:g} in {len(schedule)} stages"
+    else:
+        warmup = scheduling.warmup_of(schedule, total)
+        warm = f", {warmup} of warm-up" if warmup > 0 else ""
+        rate = f"learning rate {recipe.optimizer.lr:g}, {schedule.name}{warm}"
+    return f"{total:,}{passes}; {rate}"
+
+
+def _notes(trainer: "Trainer") -> Iterator[str]:
+    yield from scheduling.warmup_notes(trainer.spec, trainer.total_steps)
+    yield from trainer.spec.notes
+    yield from sizing.position_notes(trainer.spec)
+
+
+def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
+    """Report what a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
+    recipe, evals = spec.recipe, eval_sets.sets(spec.recipe.eval)
+    rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
+    names = {**spec.method.curves, **rewards}
+    rows = list(records.rows(directory / "metrics.jsonl"))
+    curves = {name: curve for name in names if (curve := records.points(rows, name))}
+    drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
+    for number, line in enumerate(plot(curves.get(drawn, []))):
+        yield labelled("" if number else names[drawn], line)
+    for name, curve in curves.items():
+        values = [value for _, value in curve]
+        first, last, count = records.ends(name, values)
+        best = f"; the lowest {min(values):.4g}" if name == "val_loss" and min(values) < last else ""
+        steps = f"means of the first and last {count}" if count > 1 else "the first and the last"
+        if len(values) > 1:
+            yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
+    yield from _answers(directory)
+    yield labelled("next", f"dtrain report {directory}")
+    if not has_export or spec.method.labels() is not None:
+        return
+    image = "--image FILE " if spec.has_images else ""
+    yield labelled("", f'dtrain generate {directory} {image}--prompt "..."')
+    yield labelled("", f"dtrain eval {directory} {_questions(spec)}")
+    yield labelled("", f"dtrain serve {directory}")
+    if recipe.lora is not None:
+        yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
+
+
+def _questions(spec: RunSpec) -> str:
+    """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
+    recipe = spec.recipe
+    kind, val = spec.method.kind, recipe.data.val
+    held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
+    return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
+
+
+def _answers(directory: Path) -> Iterator[str]:
+    """The first and the last answer to an evaluation's first prompt; of a run without, those of its rollouts."""
+    paths = [path for name in ("evals.jsonl", "samples.jsonl") if (path := directory / name).is_file()]
+    if not paths:
+        return
+    from dtrain.training.metrics.answers import Answers  # a run without answers loads nothing of them
+
+    for index in map(Answers, paths):
+        index.look()
+        first = next(index.of_step(min(index.steps)), None) if len(index.steps) > 1 else None
+        if first is None:
+            continue
+        same = (answer for answer in index.of_step(max(index.steps)) if answer.key == first.key)
+        last = next(same, None) or next(index.of_step(max(index.steps)), first)
+        for label, answer in (("answers", first), ("", last)):
+            reward = "" if answer.reward is None else f" (reward {answer.reward:.3g})"
+            prompt = one_line(answer.prompt, SHOWN)
+            yield labelled(label, f"step {answer.step}{reward}: {prompt} → {one_line(answer.text, SHOWN)}")
+        return
