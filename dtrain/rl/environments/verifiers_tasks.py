@@ -101,19 +101,22 @@ def load_tasks(name: str, args: Mapping[str, Any]) -> list[Any]:
         has_other_agents = vf.environment_class(name) is not vf.SingleAgentEnv
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"grpo.verifiers: {error}; grpo.verifiers.args are {json.dumps(dict(args))}") from None
-    task_class = type(taskset).task_type()
     problem = None
     if has_other_agents:
         problem = "is played by an environment of its own"
     elif not taskset.bounded:
         problem = "has no last task"
-    elif taskset.toolsets(taskset.config) or task_class.toolsets(taskset.config.task):
+    elif taskset.toolsets(taskset.config):
         problem = "offers tools"
-    elif task_class.setup is not vf.Task.setup or task_class.finalize is not vf.Task.finalize:
-        problem = "prepares a machine for each task"
     tasks = [] if problem else list(taskset)
-    if tasks and _needs_runtime(tasks[0]):
-        problem = "scores with a machine for each task"
+    one_of_each_class = {type(task): task for task in tasks}
+    for task_class, task in one_of_each_class.items():
+        if task_class.toolsets(task.config):
+            problem = "offers tools"
+        elif task_class.setup is not vf.Task.setup or task_class.finalize is not vf.Task.finalize:
+            problem = "prepares a machine for each task"
+        elif _needs_runtime(task):
+            problem = "scores with a machine for each task"
     if problem is not None:
         raise UserError(f"grpo.verifiers: {name} {problem}, and dtrain plays tasks of one completion; write it as "
                         "grpo.environment and grpo.rewards")  # fmt: skip
