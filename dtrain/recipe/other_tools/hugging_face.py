@@ -264,7 +264,7 @@ def convert_held_out_rows(draft: Draft, *names: str) -> None:
 def convert_rewards(draft: Draft, prefix: str = "") -> None:
     """Write GRPO's reward functions and their weights. `prefix` is the section of their keys, such as "trl."."""
     functions = draft.take_list(f"{prefix}reward_funcs")
-    weights = []
+    weights: list[float] = []
     for weight in draft.take_list(f"{prefix}reward_weights"):
         number = number_of(weight)
         if number is None:
