@@ -87,7 +87,7 @@ LOST = [
     ("axolotl", "special_tokens: {eos_token: <|im_end|>}", "special_tokens.eos_token", "special tokens", ""),
     ("axolotl", "chat_template: chatml", "chat_template", "axolotl's", "data.chat_template"),
     ("axolotl", "chat_template: qwen3_5", "chat_template", "axolotl's", "data.chat_template"),
-    ("axolotl", "chat_template: jinja\nchat_template_jinja: '{% x %}'", "chat_template_jinja", "as a file", ""),
+    ("axolotl", "chat_template: jinja\nchat_template_jinja: '{% x %}'", "chat_template_jinja", "a file of its own", ""),
     ("axolotl", "rl_beta: 0.1", "rl_beta", "has no beta", ""),
     ("axolotl", "adapter: llama-adapter", "adapter", "LoRA", ""),
     ("LLaMA-Factory", "rope_scaling: yarn", "rope_scaling", "config.json", ""),
