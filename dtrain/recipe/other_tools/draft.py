@@ -142,12 +142,12 @@ class Draft:
 
         Args:
             names: Keys of the file, all of which are marked as read.
-            default: Returned if no key has a value, or if the value is -1, which most tools write for "not given".
+            default: Returned if no key has a value, or if it is "auto" or -1, which most tools write for "not given".
                 Also returned for a value of the wrong type, which is listed as lost.
             minimum: The smallest value that makes sense. Smaller ones are listed as lost.
         """
         value = self.take(*names)
-        if value is None or _is_unset(value):
+        if value is None or value == "auto" or _is_unset(value):
             return default
         number = number_of(value)
         if number is None or not float(number).is_integer():
@@ -159,9 +159,12 @@ class Draft:
         return int(number)
 
     def take_number(self, *names: str, default: Default) -> int | float | Default:
-        """Return the first of these keys' values as a finite number. Values of another type are listed as lost."""
+        """Return the first of these keys' values as a finite number. Values of another type are listed as lost.
+
+        "auto" counts as absent.
+        """
         value = self.take(*names)
-        if value is None:
+        if value is None or value == "auto":
             return default
         number = number_of(value)
         if number is None:
@@ -170,9 +173,12 @@ class Draft:
         return number
 
     def take_flag(self, *names: str, default: Default) -> bool | Default:
-        """Return the first of these keys' values as true or false. Values of another type are listed as lost."""
+        """Return the first of these keys' values as true or false. Values of another type are listed as lost.
+
+        "auto" counts as absent.
+        """
         value = self.take(*names)
-        if value is None:
+        if value is None or value == "auto":
             return default
         if isinstance(value, bool):
             return value

@@ -87,9 +87,7 @@ def convert_batch(draft: Draft, *, accumulation: int = 1) -> None:
     draft.rename({"per_device_train_batch_size": "train.micro_batch", "micro_batch_size": "train.micro_batch"})
     draft.defaults["train.global_batch"] = draft.defaults["train.micro_batch"] * accumulation
     names = ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "grad_accumulation_steps")
-    steps = None
-    if draft.take(*names) != "auto":
-        steps = draft.take_int(*names, default=None, minimum=1)
+    steps = draft.take_int(*names, default=None, minimum=1)
     micro_batch = draft.values.get("train.micro_batch")
     if micro_batch is None and steps is None:
         return
@@ -110,8 +108,7 @@ def convert_clipping(draft: Draft, *, null_is_off: bool) -> None:
 
 def convert_precision(draft: Draft) -> None:
     """Write the dtype of the computation. bf16 has precedence over fp16, and without either it is float32."""
-    is_auto = draft.take("bf16", "bfloat16") == "auto"
-    bf16 = None if is_auto else draft.take_flag("bf16", "bfloat16", default=None)
+    bf16 = draft.take_flag("bf16", "bfloat16", default=None)
     fp16 = draft.take_flag("fp16", "float16", default=False)
     if bf16:
         draft.put("train.dtype", "bfloat16", "bf16")
@@ -264,7 +261,7 @@ def convert_held_out_rows(draft: Draft, *names: str) -> None:
 def convert_rewards(draft: Draft, prefix: str = "") -> None:
     """Write GRPO's reward functions and their weights. `prefix` is the section of their keys, such as "trl."."""
     functions = draft.take_list(f"{prefix}reward_funcs")
-    weights = []
+    weights: list[float] = []
     for weight in draft.take_list(f"{prefix}reward_weights"):
         number = number_of(weight)
         if number is None:
