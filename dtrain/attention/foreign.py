@@ -49,6 +49,7 @@ from dtrain.parallel.context.batch import chunks_of, gather_sequence, mesh_rank,
 GATHERED = (None, "allgather")
 ROTATED = ("alltoall", "addtoall", "ring")
 
+CUMSUM = (torch.cumsum, Tensor.cumsum)
 SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 FULL_LAYERS = ("full_attention", "attention")
 WINDOW_LAYERS = ("sliding_attention",)
@@ -386,7 +387,7 @@ class ShardedAttention(TorchFunctionMode):
             if self.modules.are_ours:
                 return func(*args, **kwargs)
             return self._attend(*args, **kwargs)
-        if func is torch.arange and self.modules.stack and args and args[0] in self.lengths:
+        if self.modules.stack and self._counts_positions(func, args):
             self._makes_positions = True
         problem = self._problem_of(func, args, kwargs)
         if problem and not self.modules.are_ours:
@@ -396,6 +397,17 @@ class ShardedAttention(TorchFunctionMode):
                 "call it outside the context on full rows"
             )
         return func(*args, **kwargs)
+
+    def _counts_positions(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether a call numbers the local tokens from 0, by `arange` or by a sum over a mask (OPT, RoBERTa)."""
+        if not args:
+            return False
+        if func is torch.arange:
+            return args[0] in self.lengths
+        given = args[0]
+        if func not in CUMSUM or not isinstance(given, Tensor) or given.dim() != 2:
+            return False
+        return not given.is_floating_point() and given.shape[1] in self.lengths
 
     def _problem_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return a description of the computation that `func` would do over local tokens only, or an empty string."""
@@ -506,7 +518,8 @@ class ShardedAttention(TorchFunctionMode):
         q, k, v = (part.view(*[1] * (4 - part.dim()), *part.shape) for part in (query, key, value))
         if k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise ValueError(f"attention of {shapes}: these do not fit one another")
-        if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
+        is_shared_by_all = k.shape[1] == 1  # without enable_gqa too, by broadcasting (Falcon)
+        if q.shape[1] != k.shape[1] and not is_shared_by_all and (not enable_gqa or q.shape[1] % k.shape[1]):
             raise ValueError(
                 f"attention of {shapes}: q and k have different numbers of heads (enable_gqa={enable_gqa})"
             )
@@ -549,11 +562,16 @@ class ShardedAttention(TorchFunctionMode):
                     f"{type(module).__name__} has layers of type {', '.join(sorted(unknown))}, which would see only "
                     "this rank's part of the rows. Only full and sliding-window attention can run in this context"
                 )
-        if self.modules.stack and self.positions and self._makes_positions and not self._reads_positions:
+        if self.modules.stack and self.positions and not self._reads_positions and self._has_own_positions():
             raise ValueError(
                 f"{type(self.modules.stack[0]).__name__} counts positions from 0 on every rank, because it was not "
                 "given the position_ids of this context: call it with position_ids=batch['position_ids']"
             )
+
+    def _has_own_positions(self) -> bool:
+        """Return whether the running model has numbered its tokens, or reads their numbers from a buffer (BERT)."""
+        names = (name.rpartition(".")[2] for name, _ in self.modules.stack[0].named_buffers())
+        return self._makes_positions or "position_ids" in names
 
     def _own_positions(self, length: int, device: torch.device) -> Tensor:
         """[S/cp]: the place in the row of each local token."""
