@@ -405,9 +405,8 @@ class ShardedAttention(TorchFunctionMode):
         if func is torch.arange:
             return args[0] in self.lengths
         given = args[0]
-        if func not in CUMSUM or not isinstance(given, Tensor) or given.dim() != 2:
-            return False
-        return not given.is_floating_point() and given.shape[1] in self.lengths
+        is_sum = func in CUMSUM and isinstance(given, Tensor)
+        return is_sum and given.dim() == 2 and given.shape[1] in self.lengths
 
     def _problem_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return a description of the computation that `func` would do over local tokens only, or an empty string."""
