@@ -148,9 +148,9 @@ def test_the_names_that_a_package_lists_are_those_that_type_checkers_see_and_tha
 def test_the_names_of_dtrain_are_its_packages_and_functions():
     tree = tree_of(PACKAGE / "__init__.py")
     seen = _imported_names(node.body for node in tree.body if _is_for_type_checkers(node))
-    packages = set(dtrain.PACKAGES) - {"run"}  # the name of a function too
+    packages = set(dtrain.PACKAGES)
     assert set(seen) == packages
-    assert set(dtrain.__all__) == packages | {"PACKAGES", "RunResult", "__version__", "run", "run_recipe"}
+    assert set(dtrain.__all__) == packages | {"PACKAGES", "RunResult", "__version__", "run"}
     for name in dtrain.__all__:
         assert getattr(dtrain, name) is not None
 

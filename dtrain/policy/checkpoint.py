@@ -266,12 +266,12 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
     if not adapters:
         left_out |= {name for name in tensors if is_adapter(name)}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    cast = frozen & wanted.keys() | _in_bfloat16(wanted, stored)
+    cast = frozen & wanted.keys() | _of_other_dtypes(wanted, stored)
     return Weights(wanted, cast, is_whole, bool(adapters), bool(frozen) and is_whole)
 
 
-def _in_bfloat16(tensors: Mapping[str, Tensor], stored: Sizes) -> set[str]:
-    """Return the names of those that are kept in bfloat16 (`train.masters`) in the run or in the checkpoint: starting
+def _of_other_dtypes(tensors: Mapping[str, Tensor], stored: Sizes) -> set[str]:
+    """Return the names of tensors in another floating type than the stored one (`train.masters`, float64): starting
     from weights is no resume, so they may be rounded."""
-    kept = {name: (tensor.dtype, stored[name][1]) for name, tensor in tensors.items() if name in stored}
-    return {name for name, dtypes in kept.items() if torch.bfloat16 in dtypes}
+    types = {name: (tensor.dtype, stored[name][1]) for name, tensor in tensors.items() if name in stored}
+    return {name for name, (own, other) in types.items() if own.is_floating_point and other.is_floating_point}

@@ -39,8 +39,15 @@ EXCLUSIVE = (  # keys that exclude each other, and the value of either that asks
     ("train.dynamic_batch", "data.packing", False),
     ("parallel.optimizer_offload", "parallel.cpu_offload", False),
 )
-_PATHS = ("model.path", "lora.path", "run.dir", "data.cache_dir", "data.chat_template")
-_PATHS += ("checkpoint.resume", "checkpoint.init_from")
+_PATHS = (
+    "model.path",
+    "lora.path",
+    "run.dir",
+    "data.cache_dir",
+    "data.chat_template",
+    "checkpoint.resume",
+    "checkpoint.init_from",
+)
 
 
 def load(

@@ -228,9 +228,9 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
 def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:
     everywhere = keys(sections)
     if "." in word and prefix + word in everywhere:
-        *outer, leaf = word.split(".")
-        nested = f"{': {'.join([*outer, leaf])}: ..{'}' * len(outer)}"
-        return f"; in a file keys are nested: {nested}"
+        parts = word.split(".")
+        in_braces = ": {".join(parts) + ": .." + "}" * (len(parts) - 1)
+        return f"; in a file keys are nested: {in_braces}"
     siblings = siblings if prefix else list(dict.fromkeys([*siblings, *sections]))
     near = nearest(word, siblings)
     same = [key for key in everywhere if key.rpartition(".")[2] == word]

@@ -298,6 +298,8 @@ def test_a_refused_change_of_data_names_the_files(tmp_path):
     run(tiny_recipe(tmp_path, "checkpoint.every=10", "train.steps=11", f"data.train.path=[{one}, {moved}]"))
     write_rows(moved, seed=7)
     assert refusal(f"data.train.path=[{one}, {moved}]") == [f"{moved}: its content has changed"]
+    renamed = one.rename(tmp_path / "renamed.jsonl")
+    assert refusal(f"data.train.path=[{renamed}, {moved}]") == [f"{moved}: its content has changed"]
 
 
 def test_the_override_that_the_guard_names_makes_the_change_deliberate(tmp_path):

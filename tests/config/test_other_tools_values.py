@@ -418,7 +418,7 @@ def test_the_tables_name_keys_of_a_recipe():
 
 GRPO = "algorithm: {adv_estimator: grpo}"
 # Lines of a file whose values have a wrong type, and the key that is reported.
-WRONG_TYPES = [
+REPORTED_VALUES = [
     ("TRL", "gradient_accumulation_steps: [2]", "gradient_accumulation_steps"),
     ("TRL", "max_steps: soon", "max_steps"),
     ("TRL", "warmup_ratio: []", "warmup_ratio"),
@@ -444,7 +444,7 @@ WRONG_TYPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tool", "lines", "key"), WRONG_TYPES)
+@pytest.mark.parametrize(("tool", "lines", "key"), REPORTED_VALUES)
 def test_values_of_a_wrong_type_are_reported(tool, lines, key):
     made = converted(f"{BARE[tool]}\n{lines}" if "policy" not in lines else lines)
     assert key in lost_keys(made)

@@ -44,6 +44,15 @@ class WideNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
+# Models whose positions or heads are unlike Llama's. No bias in front of keys: its gradient is zero but for rounding.
+OLDER = {
+    "OPT": {"ffn_dim": 24, "num_hidden_layers": 2, "word_embed_proj_dim": 16, "dropout": 0.0, "enable_bias": False},
+    "Bert": {"intermediate_size": 24, "num_hidden_layers": 2, "is_decoder": True},
+    "Falcon": {"num_hidden_layers": 2, "alibi": False},
+}
+HEADS = {"OPT": "OPTForCausalLM", "Bert": "BertLMHeadModel", "Falcon": "FalconForCausalLM"}
+
+
 def model_of(family, attention="sdpa", **changes):
     import transformers
 
@@ -55,6 +64,9 @@ def model_of(family, attention="sdpa", **changes):
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }
+    if family in OLDER:
+        options = {"vocab_size": VOCAB, "hidden_size": 16, "num_attention_heads": 4, **OLDER[family]} | changes
+        kinds[family] = (getattr(transformers, f"{family}Config"), getattr(transformers, HEADS[family]))
     config, model = kinds[family]
     torch.manual_seed(0)
     model = model(config(**options)).double()
@@ -68,7 +80,7 @@ def model_of(family, attention="sdpa", **changes):
 @pytest.fixture(scope="module", autouse=True)
 def _transformers_is_loaded():
     """Load the models in this process: every rank would take seconds to import them."""
-    for family in ("llama", "qwen3", "mistral", "gemma3"):
+    for family in ("llama", "qwen3", "mistral", "gemma3", *OLDER):
         model_of(family)
 
 
@@ -148,6 +160,9 @@ CASES = {
     3: [
         ("llama", 17, {}),
         ("mistral", 17, {}),
+        ("OPT", 17, {}),
+        ("Falcon", 17, {}),
+        ("Falcon", 24, {"rotate": "alltoall"}),
         ("qwen3", 24, {"packed": PACKED}),
         ("gemma3", 25, {"packed": [[8, 17], [25]]}),
         ("gemma3", 24, {"rotate": "addtoall"}),
@@ -369,8 +384,8 @@ def other_mask_on_one_rank(rank, batch):
     bare(rank, batch, attn_mask=mask if rank else mask.tril())
 
 
-def without_positions(rank, batch):
-    model_of("llama")(input_ids=batch["input_ids"], use_cache=False)
+def without_positions(rank, batch, family="llama"):
+    model_of(family).eval()(input_ids=batch["input_ids"], use_cache=False)
 
 
 def with_labels(rank, batch):
@@ -436,6 +451,8 @@ REFUSED = {
     "another length": (ValueError, "is neither over", partial(bare, attn_mask=torch.ones(4, 5) > 0)),
     "mask and causal": (ValueError, "not both", partial(bare, attn_mask=torch.ones(4, 8) > 0, is_causal=True)),
     "no positions": (ValueError, "position_ids", without_positions),
+    "no positions, summed": (ValueError, "position_ids", partial(without_positions, family="OPT")),
+    "no positions, from a buffer": (ValueError, "position_ids", partial(without_positions, family="Bert")),
     "labels": (NotImplementedError, "shifted labels", with_labels),
     "eager": (NotImplementedError, "eager attention", partial(with_a_model, attention="eager")),
     "window unseen": (

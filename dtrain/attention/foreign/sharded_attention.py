@@ -21,6 +21,7 @@ from dtrain.base.torch_functions import without_torch_functions
 from dtrain.parallel.collectives import all_gather
 from dtrain.parallel.context.batch import gather_sequence, mesh_rank, shard_sequence
 
+CUMSUM = (torch.cumsum, Tensor.cumsum)
 SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 FULL_LAYERS = ("full_attention", "attention")
 WINDOW_LAYERS = ("sliding_attention",)
@@ -177,7 +178,7 @@ class ShardedAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if func is torch.arange and self.modules.stack and args and args[0] in self.lengths:
+        if self.modules.stack and self._counts_positions(func, args):
             self._makes_positions = True
         problem = self._problem_of(func, args, kwargs)
         if problem:
@@ -194,6 +195,16 @@ class ShardedAttention(TorchFunctionMode):
             self.is_compiled = True
         if "flex_attention" in str(func):
             raise NotImplementedError("flex_attention inside a context-parallel context sees local tokens only")
+
+    def _counts_positions(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether a call numbers the local tokens from 0, by `arange` or by a sum over a mask (OPT, RoBERTa)."""
+        if not args:
+            return False
+        if func is torch.arange:
+            return args[0] in self.lengths
+        given = args[0]
+        is_sum = func in CUMSUM and isinstance(given, Tensor)
+        return is_sum and given.dim() == 2 and given.shape[1] in self.lengths
 
     # Computations that would see local tokens only
 
@@ -330,7 +341,8 @@ class ShardedAttention(TorchFunctionMode):
         v = _with_four_dims(value)
         if k.shape[:2] != v.shape[:2] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise ValueError(f"attention of {shapes}: these do not fit one another")
-        if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
+        is_shared_by_all = k.shape[1] == 1  # without enable_gqa too, by broadcasting (Falcon)
+        if q.shape[1] != k.shape[1] and not is_shared_by_all and (not enable_gqa or q.shape[1] % k.shape[1]):
             raise ValueError(
                 f"attention of {shapes}: q and k have different numbers of heads (enable_gqa={enable_gqa})"
             )
@@ -387,11 +399,16 @@ class ShardedAttention(TorchFunctionMode):
                     f"{type(module).__name__} has layers of type {', '.join(sorted(unknown))}, which would see only "
                     "this rank's part of the rows. Only full and sliding-window attention can run in this context"
                 )
-        if stack and self._masks.positions and self._makes_positions and not self._reads_positions:
+        if stack and self._masks.positions and not self._reads_positions and self._has_own_positions():
             raise ValueError(
                 f"{type(stack[0]).__name__} counts positions from 0 on every rank, because it was not "
                 "given the position_ids of this context: call it with position_ids=batch['position_ids']"
             )
+
+    def _has_own_positions(self) -> bool:
+        """Return whether the running model has numbered its tokens, or reads their numbers from a buffer (BERT)."""
+        names = [name.rpartition(".")[2] for name, _ in self.modules.stack[0].named_buffers()]
+        return self._makes_positions or "position_ids" in names
 
     # Agreement of the ranks
 
@@ -573,16 +590,15 @@ def _window_of(stack: Sequence[nn.Module]) -> Any:
     The caller checks that it is a number, because any module may have an attribute of this name.
     """
     for module in reversed(stack):
-        if hasattr(module, "sliding_window"):
-            return module.sliding_window
         config = getattr(module, "config", None)
-        if config is None:
-            continue
         layer_types = getattr(config, "layer_types", None)
         layer = getattr(module, "layer_idx", None)
         if layer_types and layer is not None and layer_types[layer] in FULL_LAYERS:
-            return None
-        return getattr(config, "sliding_window", None)
+            return None  # even if the module has a sliding_window, which may be that of other layers (Exaone 4)
+        if hasattr(module, "sliding_window"):
+            return module.sliding_window
+        if config is not None:
+            return getattr(config, "sliding_window", None)
     return None
 
 
