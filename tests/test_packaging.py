@@ -28,8 +28,6 @@ DISTRIBUTIONS = {"PIL": "pillow", "fla": "fla-core", "yaml": "pyyaml", "torch.ut
 NOT_DECLARED = {"transformer-engine-torch"}
 # Declared, but imported by another library: by torch, by fsspec, by uvicorn.
 NOT_IMPORTED = {"numpy", "aiohttp", "gcsfs", "s3fs", "httptools"}
-# TODO(issue 54): delete when the branches of `dtrain serve`, tool servers and math_verify are merged.
-NOT_IMPORTED |= {"starlette", "uvicorn", "anyio", "mcp", "math-verify", "pebble"}
 # Files that a command imports after it has checked that its extra is installed.
 OPTIONAL_FILES = {"dtrain/commands/report/live.py", "dtrain/commands/serve/app.py"}
 
@@ -193,7 +191,11 @@ def test_a_wheel_without_extras_runs_the_quickstart(wheel, tmp_path):
         ["env"],
     ]
     # These need an extra, and name it.
-    optional = {"report": ["report", "runs/quickstart"], "gguf": ["export", "runs/quickstart", "out.gguf"]}
+    optional = {
+        "report": ["report", "runs/quickstart"],
+        "serve": ["serve", "runs/quickstart"],
+        "gguf": ["export", "runs/quickstart", "out.gguf"],
+    }
     code = SEVERAL_COMMANDS.format(commands=commands, optional=optional)
     printed = environment.run(work, "python", "-c", code)
     assert "ok: quickstart, sft on 1 process, 2 steps" in printed

@@ -39,6 +39,14 @@ SLURM = {
 # ---- without processes
 
 
+@pytest.fixture(autouse=True)
+def sighup_is_not_ignored():
+    """Under nohup the tests ignore SIGHUP, and so would the runs that they start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_the_place_that_torchrun_gives():
     assert find_place({}, 4) is None
     agent = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -241,7 +249,9 @@ def test_sigterm_however_it_comes_lets_the_ranks_save(tmp_path):
 def test_a_signal_while_the_ranks_start_ends_the_run_in_order(tmp_path, signum, starts):
     """starts: with interpreters that have only begun to import when the signal comes."""
     launched = Launched(tmp_path, "waits", "launch.nproc=2", starts=starts)
+    deadline = time.monotonic() + 120
     while len(workers := children(launched.process.pid)) < 2:
+        assert time.monotonic() < deadline, launched.process.poll()
         time.sleep(0.01)
     os.kill(launched.process.pid, signum)
     status, _, err = launched.end()
@@ -267,7 +277,9 @@ def test_a_signal_before_the_run_is_ready_has_its_status_and_words(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.steps=1000", "launch.nproc=2")
     started = Processes(recipe)
     caught = 0
+    deadline = time.monotonic() + 120
     while not caught >> (signal.SIGHUP - 1) & 1:
+        assert time.monotonic() < deadline, "the command does not handle SIGHUP"
         status = Path(f"/proc/{started.launcher.pid}/status").read_text()
         caught = int(status.split("SigCgt:")[1].split()[0], 16)
     os.kill(started.launcher.pid, signal.SIGHUP)
