@@ -810,13 +810,13 @@ def _visible(mask: Tensor) -> Tensor:
 def _window_of(stack: Sequence[nn.Module]) -> Any:
     """Return the sliding window of the innermost running module that has one in transformers' way; None: no window."""
     for module in reversed(stack):
+        config = getattr(module, "config", None)
+        kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+        if kinds and layer is not None and kinds[layer] in FULL_LAYERS:
+            return None  # whatever the module has as sliding_window, which may be the other layers' (Exaone 4)
         if hasattr(module, "sliding_window"):
             return module.sliding_window
-        config = getattr(module, "config", None)
         if config is not None:
-            kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-            if kinds and layer is not None and kinds[layer] in FULL_LAYERS:
-                return None
             return getattr(config, "sliding_window", None)
     return None
 
