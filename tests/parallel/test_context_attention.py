@@ -44,7 +44,8 @@ class WideNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
-# Models whose positions, heads or windows are written unlike Llama's. No bias in front of keys: its gradient is zero but for rounding.
+# Models whose positions, heads or windows are written unlike Llama's. Keys have no bias: its gradient is zero but for
+# rounding.
 OTHERS = {
     "OPT": {"ffn_dim": 24, "num_hidden_layers": 2, "word_embed_proj_dim": 16, "dropout": 0.0, "enable_bias": False},
     "Bert": {"intermediate_size": 24, "num_hidden_layers": 2, "is_decoder": True},
