@@ -44,13 +44,20 @@ class WideNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
-# Models whose positions or heads are unlike Llama's. No bias in front of keys: its gradient is zero but for rounding.
-OLDER = {
+# Models whose positions, heads or windows are written unlike Llama's. Keys have no bias: its gradient is zero but for
+# rounding.
+OTHERS = {
     "OPT": {"ffn_dim": 24, "num_hidden_layers": 2, "word_embed_proj_dim": 16, "dropout": 0.0, "enable_bias": False},
     "Bert": {"intermediate_size": 24, "num_hidden_layers": 2, "is_decoder": True},
     "Falcon": {"num_hidden_layers": 2, "alibi": False},
+    "Exaone4": SIZES | WINDOWS,
 }
-HEADS = {"OPT": "OPTForCausalLM", "Bert": "BertLMHeadModel", "Falcon": "FalconForCausalLM"}
+HEADS = {
+    "OPT": "OPTForCausalLM",
+    "Bert": "BertLMHeadModel",
+    "Falcon": "FalconForCausalLM",
+    "Exaone4": "Exaone4ForCausalLM",
+}
 
 
 def model_of(family, attention="sdpa", **changes):
@@ -64,8 +71,8 @@ def model_of(family, attention="sdpa", **changes):
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }
-    if family in OLDER:
-        options = {"vocab_size": VOCAB, "hidden_size": 16, "num_attention_heads": 4, **OLDER[family]} | changes
+    if family in OTHERS:
+        options = {"vocab_size": VOCAB, "hidden_size": 16, "num_attention_heads": 4, **OTHERS[family]} | changes
         kinds[family] = (getattr(transformers, f"{family}Config"), getattr(transformers, HEADS[family]))
     config, model = kinds[family]
     torch.manual_seed(0)
@@ -80,7 +87,7 @@ def model_of(family, attention="sdpa", **changes):
 @pytest.fixture(scope="module", autouse=True)
 def _transformers_is_loaded():
     """Load the models in this process: every rank would take seconds to import them."""
-    for family in ("llama", "qwen3", "mistral", "gemma3", *OLDER):
+    for family in ("llama", "qwen3", "mistral", "gemma3", *OTHERS):
         model_of(family)
 
 
@@ -162,6 +169,7 @@ CASES = {
         ("mistral", 17, {}),
         ("OPT", 17, {}),
         ("Falcon", 17, {}),
+        ("Exaone4", 25, {"packed": [[8, 17], [25]]}),
         ("Falcon", 24, {"rotate": "alltoall"}),
         ("qwen3", 24, {"packed": PACKED}),
         ("gemma3", 25, {"packed": [[8, 17], [25]]}),
