@@ -131,6 +131,7 @@ BROKEN = {  # form, text, what the model is told of each call; None: nothing is 
     "no name": (0, '<tool_call>{"arguments": {}}</tool_call>', ["must be a JSON object with a name"]),
     "a list": (0, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', ["must be an object, not a list"]),
     "a text": (0, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [None]),
+    "an empty text": (0, '<tool_call>{"name": "add", "arguments": ""}</tool_call>', [None]),
     "thinking": (0, '<think><tool_call>{"name": "add"}</tool_call></think>\n\nFour.', []),
     "still thinking": (0, '<think>\n<tool_call>{"name": "add"}</tool_call>', []),
     "quoted": (0, '<tool_call>{"name": "say", "arguments": {"text": "<tool_call>"}}</tool_call>', [None]),

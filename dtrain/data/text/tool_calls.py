@@ -148,6 +148,8 @@ def _call(value: Any, problem: str | None = None) -> ToolCall:
         return ToolCall(name if isinstance(name, str) else UNREAD,
                         problem=problem or "a call must be a JSON object with a name and arguments")  # fmt: skip
     arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str) and not arguments.strip():
+        arguments = {}  # an empty text means no arguments, as OpenAI's servers read it
     if isinstance(arguments, str):
         arguments, problem, _ = _value(arguments, 0)
     if arguments is None and problem is None:
