@@ -85,7 +85,16 @@ HOMES = {
     "policy/weight_buckets.py": "_Options _devices",
 }
 # Of Python's standard library.
-OTHERS = {"_actions", "_asdict", "_current_frames", "_field_defaults", "_option_string_actions", "_replace", "_serve"}
+OTHERS = {
+    "_actions",
+    "_asdict",
+    "_current_frames",
+    "_exit",
+    "_field_defaults",
+    "_option_string_actions",
+    "_replace",
+    "_serve",
+}
 NAMESPACES = {"_C", "_dynamo"}
 
 

@@ -115,7 +115,9 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
         hint = "" if near else key_aliases.method_hint(dotted, value)
         near = near or nearest(str(value), choices)
         if not hint:
-            hint = f"; did you mean {near}?" if near else error_hints.pasted(value)
+            hint = error_hints.pasted(value)  # a pasted character explains more than a near name
+        if not hint and near:
+            hint = f"; did you mean {near}?"
         return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
     if alias := key_aliases.meant(re.sub(r"\[\d+\]", "", dotted), value):
         return [f"{dotted}={ranges.shown(value)} must be {error_hints.needed(kinds)}: {alias}"]

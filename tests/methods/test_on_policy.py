@@ -9,8 +9,8 @@ import torch
 
 from dtrain import models
 from dtrain.losses.head.kl import forward_kl
-from dtrain.methods import student
 from dtrain.models.read_config import read_config
+from dtrain.rl import on_policy
 from dtrain.training.preflight import preflight
 from tests.methods.comparing import assert_same_run
 from tests.methods.test_distill import teacher_at
@@ -48,8 +48,8 @@ def recipe_at(root, *overrides, name="run", **options):
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_the_same_completions_from_a_file_give_the_same_bits(tmp_path, monkeypatch, share):
-    drawn, all_counted = [], student._all_counted
-    monkeypatch.setattr(student, "_all_counted", lambda samples: drawn.extend(samples) or all_counted(samples))
+    drawn, all_counted = [], on_policy._all_counted
+    monkeypatch.setattr(on_policy, "_all_counted", lambda samples: drawn.extend(samples) or all_counted(samples))
     shape = ("data.packing=false", "train.steps=4", "checkpoint.every=4")
     own = run(recipe_at(tmp_path, *shape, *FIXED, f"distill.student_share={share}", name="own"))
     assert len(drawn) == 32 and sum(one.finish == "data" for one in drawn) == 32 * (1 - share)
@@ -100,8 +100,8 @@ def test_a_run_goes_on_inside_a_rollout(tmp_path):
 
 @pytest.mark.parametrize("share", ["1.0", "0.29", "0.7", "0.005"])
 def test_any_so_many_prompts_in_a_row_hold_the_share(share):
-    collector = object.__new__(student.StudentCollector)
-    collector.share = student.Fraction(share)
+    collector = object.__new__(on_policy.StudentCollector)
+    collector.share = on_policy.Fraction(share)
     drawn = [collector.is_drawn(index) for index in range(700)]
     for start in (0, 1, 133, 500):
         assert sum(drawn[start : start + 200]) == round(float(share) * 200)

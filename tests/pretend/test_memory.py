@@ -47,7 +47,7 @@ def peak_of_a_step(rank, recipe, size):
     if recipe.method == "dpo":
         method.keep_reference(policy)
     peaks = []
-    while len(peaks) < 10 and peaks[1:].count(min(peaks[1:], default=0)) < 3:
+    while len(peaks) < 10 and peaks[1:].count(min(peaks[1:], default=0)) < 2:
         gc.collect()  # what an earlier recipe's step left, once autograd's threads have let go of it
         torch.cuda.reset_peak_memory_stats()
         rows = full_rows(method, sizes.accumulation)
