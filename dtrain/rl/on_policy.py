@@ -28,8 +28,14 @@ from dtrain.rl.rollouts import Buffer, Rollouts
 
 @dataclass
 class StudentCollector:
-    """Draws rollouts of so many `prompts` without rewards, in which a `share` of the samples is the student's and the
-    rest the data's. Collective."""
+    """Collects rollouts without rewards. All ranks call its methods together.
+
+    Attributes:
+        share: The share of a rollout's samples that the student generates. The others are rows of the data.
+        prompts: The number of prompts of a rollout.
+        sampler: Generates the student's completions.
+        rows: The training data.
+    """
 
     share: Fraction
     prompts: int
@@ -41,25 +47,31 @@ class StudentCollector:
         prompts = prompts_from(self.rows, cursor, self.prompts)
         if not prompts:
             return None
-        drawing = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
-        drawn = self.sampler.draw(drawing, version) if drawing else []
-        answers = iter(drawn)
-        samples = [
-            next(answers) if self.is_drawn(prompt.index) else self._of_data(*prompt.place.samples) for prompt in prompts
-        ]
-        measured = lengths_of(drawn) | {"rollout_time": time.perf_counter() - began}
-        lines = self._sample_lines(drawing, drawn) if Ranks().is_first else []
+        student_prompts = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
+        completions = self.sampler.draw(student_prompts, version) if student_prompts else []
+        by_index = {prompt.index: completion for prompt, completion in zip(student_prompts, completions, strict=True)}
+        samples = []
+        for prompt in prompts:
+            if prompt.index in by_index:
+                samples.append(by_index[prompt.index])
+            else:
+                samples.append(self._of_data(*prompt.place.samples))
+        measured = lengths_of(completions) | {"rollout_time": time.perf_counter() - began}
+        lines = self._sample_lines(student_prompts, completions) if Ranks().is_first else []
         return Rollout(samples, *_all_counted(samples), prompts[-1].place, measured, lines)
 
     def answers(self, rows: Rows, batch: int, version: int) -> Iterator[Buffer]:
-        """Yield the student's likeliest answers to all prompts of `rows`, so many of them at once. Collective."""
+        """Yield the student's greedy completions of all prompts of `rows`, `batch` prompts at a time. Collective."""
         for prompts in prompts_of(rows, batch):
             samples = self.sampler.draw(prompts, version, greedy=True)
             yield Buffer.of(samples, *_all_counted(samples))
 
     def is_drawn(self, index: int) -> bool:
-        """Return whether the student answers the prompt at this place of the endless sequence. The places are spread
-        evenly, so that any so many prompts in a row have `share` of them, as whole numbers allow."""
+        """Return whether the student completes the prompt at this position of the endless sequence.
+
+        The positions are spread evenly: the first n prompts contain floor(n * share) of them. With a share of 2/5 the
+        student completes prompts 2, 4, 7, 9, ... (from 0).
+        """
         return (index + 1) * self.share // 1 > index * self.share // 1
 
     def _of_data(self, sample: int) -> Sample:
@@ -67,8 +79,8 @@ class StudentCollector:
         ids, trained = self.rows.samples[sample][1]
         return Sample([], ids.tolist(), trained.tolist(), [0.0] * len(ids), "data")
 
-    def _sample_lines(self, prompts: Sequence[PromptRow], drawn: Sequence[Sample]) -> list[dict[str, Any]]:
-        """Return the rows of samples.jsonl, one for each completion that was drawn."""
+    def _sample_lines(self, prompts: Sequence[PromptRow], completions: Sequence[Sample]) -> list[dict[str, Any]]:
+        """Return the rows of samples.jsonl, one for each completion of the student."""
         return [
             {
                 "group": prompt.index,
@@ -77,22 +89,23 @@ class StudentCollector:
                 "tokens": len(sample.ids),
                 "finish": sample.finish,
             }
-            for prompt, sample in zip(prompts, drawn, strict=True)
+            for prompt, sample in zip(prompts, completions, strict=True)
         ]
 
 
 def _all_counted(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return advantages, counted and trained of samples that all count, and train what was drawn or is marked."""
+    """Return the advantages (0), `counted` and `trained` (true), [N] each, of samples that are all trained on."""
     every = torch.ones(len(samples), dtype=torch.bool)
     return torch.zeros(len(samples)), every, every
 
 
 class OnPolicyDistillMethod(DistillMethod):
-    """Distillation where `distill.samples` is student: the student answers the data's prompts itself, and learns the
-    teacher's distribution at the tokens that it drew (Agarwal et al., arXiv:2306.13649). The loss is `DistillMethod`'s.
+    """Method `distill` with `distill.samples=student`.
 
-    Steps take a rollout's samples in the data's order, so that student_share of each step's are the student's. A
-    validation set is answered by the student too, by its likeliest tokens.
+    The student completes the data's prompts itself and learns the teacher's distribution at the tokens that it sampled
+    (Agarwal et al., arXiv:2306.13649). The loss is that of `DistillMethod`. Steps take a rollout's samples in the
+    data's order, so `distill.student_share` of each step's samples are the student's. On validation data the student
+    completes the prompts greedily.
     """
 
     kind = "prompts"
@@ -138,11 +151,12 @@ class OnPolicyDistillMethod(DistillMethod):
 
     @property
     def choices(self) -> list[str]:
-        drawn, share = self.source.size, self.section.student_share
-        steps = self.source.steps(drawn)
-        theirs = "all" if share == 1 else f"{share:g} of them"
+        num_prompts = self.source.size
+        share = self.section.student_share
+        steps = self.source.steps(num_prompts)
+        part = "all" if share == 1 else f"{share:g} of them"
         plural = "s" if steps > 1 else ""
-        line = f"a rollout: {drawn} prompts, {theirs} answered by the student, for {steps} optimizer step{plural}"
+        line = f"a rollout: {num_prompts} prompts, {part} answered by the student, for {steps} optimizer step{plural}"
         return [line, *super().choices]
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
@@ -157,7 +171,7 @@ class OnPolicyDistillMethod(DistillMethod):
             self._run.metrics.write_beside("samples", self.source.position.step + 1, rollout.rows)
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The divergences, and the rollout's lengths; `rollout_time` in the first step of a rollout alone."""
+        """Return the divergences and the rollout's lengths. Only a rollout's first step has `rollout_time`."""
         return self.source.fields | self.divergences(sums)
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""What a mask over local tokens means over the tokens of all ranks.
+"""Translation of masks over local tokens to masks over the tokens of all ranks.
 
 A meaning is a way to mask all S tokens of a row. There are these, each of which a sliding window may restrict further:
 
@@ -266,7 +266,7 @@ def _visible(mask: Tensor) -> Tensor:
 
 
 def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two descriptions of documents, [B or 1, S] or None, are the same."""
+    """Compare two tensors of document ids, [B or 1, S], either of which may be None."""
     if one is None or other is None:
         return one is other
     if one.shape[1] != other.shape[1]:

@@ -167,7 +167,7 @@ class RunningModules:
         return False
 
     def _is_over_these_ranks(self, kernel: Kernel) -> bool:
-        """Return whether `kernel` exchanges keys with the ranks of the mesh.
+        """Compare the ranks of a kernel's group with those of the mesh.
 
         Groups are compared by their ranks, because another mesh of the same ranks has a group of its own.
         """

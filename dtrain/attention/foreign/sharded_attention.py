@@ -29,7 +29,7 @@ HIDDEN = -1  # the document of keys that a padding mask hides
 
 
 class CallKind(IntEnum):
-    """How the keys that a query sees are found."""
+    """Source of a call's visibility."""
 
     LOCAL_MASK = 0  # by the meaning of a causal mask over local tokens
     BIDIRECTIONAL = 1  # every key is seen
@@ -44,7 +44,7 @@ class _Call(NamedTuple):
         k: [B, kv, S/cp, hd].
         v: [B, kv, S/cp, hd_v].
         scale: Factor of the scores.
-        kind: How the keys that a query sees are found.
+        kind: Source of the visibility.
         mask: The caller's mask, for FULL_MASK: [..., S/cp or S or 1, S].
         window: The sliding window of the calling module, the query's own key included. None: no window.
         meanings: For LOCAL_MASK, the set of meanings that explain this rank's mask.
@@ -197,7 +197,7 @@ class ShardedAttention(TorchFunctionMode):
             raise NotImplementedError("flex_attention inside a context-parallel context sees local tokens only")
 
     def _counts_positions(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether a call numbers the local tokens from 0, by `arange` or by a sum over a mask (OPT, RoBERTa)."""
+        """Detect position ids that a model makes from local tokens, by `arange` or `cumsum` (OPT, RoBERTa)."""
         if not args:
             return False
         if func is torch.arange:
@@ -406,7 +406,7 @@ class ShardedAttention(TorchFunctionMode):
             )
 
     def _has_own_positions(self) -> bool:
-        """Return whether the running model has numbered its tokens, or reads their numbers from a buffer (BERT)."""
+        """Detect position ids of the running model's own, made in this call or stored in a buffer (BERT)."""
         names = [name.rpartition(".")[2] for name, _ in self.modules.stack[0].named_buffers()]
         return self._makes_positions or "position_ids" in names
 

@@ -104,12 +104,16 @@ def _patterns(data_files: Any) -> dict[str, list[str]] | None:
     if not data_files or not isinstance(data_files, str | list):
         return None
     patterns: dict[str, list[str]] = {}
-    for entry in data_files if isinstance(data_files, list) else [data_files]:
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    for entry in entries:
+        split = "train"
+        paths = entry
         if isinstance(entry, dict):
-            split, paths = str(entry.get("split")), entry.get("path")
-        else:
-            split, paths = "train", entry
-        for path in paths if isinstance(paths, list) else [paths]:
+            split = str(entry.get("split"))
+            paths = entry.get("path")
+        if not isinstance(paths, list):
+            paths = [paths]
+        for path in paths:
             patterns.setdefault(split, []).append(str(path))
     return patterns
 

@@ -298,7 +298,12 @@ def _convert_pretraining(draft: Draft) -> None:
     listed_entries = draft.take_list("pretraining_dataset")
     if not listed_entries:
         return
-    as_mappings = [{"path": entry} if isinstance(entry, str) else entry for entry in listed_entries]
+    as_mappings = []
+    for entry in listed_entries:
+        if isinstance(entry, str):
+            as_mappings.append({"path": entry})
+        else:
+            as_mappings.append(entry)
     datasets = []
     for entry in draft.checked_entries(as_mappings, "pretraining_dataset"):
         path = entry.get("path")

@@ -146,7 +146,12 @@ class ToolServer:
 
 def _text(result: "CallToolResult") -> str:
     """Return a tool's result as text. A part that is no text is shown by its type, for example "[image]"."""
-    texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    texts = []
+    for part in result.content:
+        if part.type == "text":
+            texts.append(part.text)
+        else:
+            texts.append(f"[{part.type}]")
     text = "\n".join(texts)
     if not texts and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
