@@ -7,6 +7,7 @@ launch, training                      a run's start, and its loop
 rl, inference                         rollouts and their judges; the generation engine
 methods                               what a batch is and which loss
 policy, checkpoint                    a model on a mesh with its optimizer; its files
+memory, adapters                      trades of time for memory; LoRA, DoRA, NF4
 data                                  data files to batches
 models, losses, optim, attention      the parts of a model and of its update
 parallel                              meshes, placements, FSDP and gradients
@@ -38,6 +39,8 @@ PACKAGES = (
     "methods",
     "policy",
     "checkpoint",
+    "memory",
+    "adapters",
     "data",
     "models",
     "losses",
@@ -84,6 +87,7 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResul
 
 if TYPE_CHECKING:
     from dtrain import (
+        adapters,
         attention,
         base,
         checkpoint,
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
         inference,
         launch,
         losses,
+        memory,
         methods,
         models,
         optim,
@@ -110,6 +115,8 @@ else:  # a type checker would accept any name from __getattr__
 
 
 __all__ = [
+    "adapters",
+    "memory",
     "PACKAGES",
     "RunResult",
     "__version__",

@@ -9,8 +9,7 @@ from functools import partial
 
 import pytest
 
-from dtrain.models.common import tiles
-from dtrain.parallel import activation_offload
+from dtrain.memory import activation_offload, tiles
 from tests.covering import covering, worlds
 from tests.running import assert_each, assert_same_rows, assert_same_weights, run_all, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._inductor import metrics as generated
 
+from dtrain.adapters import nf4
 from dtrain.base import compiled, top_p
 from dtrain.base.compiled import Compiled
 from dtrain.base.fused import Fused
@@ -22,7 +23,6 @@ from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.losses.head import filtered, kl, logprobs, topk, weighted_sum
-from dtrain.models.common import nf4
 from dtrain.optim import adam, muon, sums
 from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe, write_model

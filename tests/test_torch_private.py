@@ -59,7 +59,7 @@ FUNCTIONS = {
 HOMES = {
     "attention/foreign/sharded_attention.py": "skip_code",
     "attention/kernels.py": "FakeTensor",
-    "base/torch_functions.py": "_C.DisableTorchFunction",
+    "base/torch_functions.py": "_C.DisableTorchFunction _C._current_graph_task_id",
     "base/compiled.py": (
         "FailOnRecompileLimitHit TorchDynamoException _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic "
         "has_triton"
@@ -72,15 +72,15 @@ HOMES = {
     "commands/plan/tracer.py": "_resolve_process_group",
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",
     "losses/logits/groups.py": "_assert_async",
-    "parallel/activation_offload.py": "_C._current_graph_task_id _cdata tree_leaves",
-    "parallel/checkpointing.py": "checkpoint",
+    "memory/activation_offload.py": "_cdata tree_leaves",
+    "memory/activation_checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",
     "parallel/context/train_context.py": "maybe_enable_compiled_autograd",
     "parallel/fsdp.py": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
-    "parallel/masters.py": "_C._disabled_torch_function_impl",
+    "memory/host_masters.py": "_C._disabled_torch_function_impl",
     "parallel/mesh.py": "_concatenate _device_types _get_backend _unflatten",
     "parallel/placement.py": "_StridedShard _foreach_mul_ _foreach_norm _local_tensor",
-    "policy/compiling.py": "_higher_order_ops",
+    "memory/compilation.py": "_higher_order_ops",
     "policy/offloader.py": "_buffers",
     "policy/weight_buckets.py": "_Options _devices",
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from dtrain.adapters.config import AdapterConfig
 from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.peft.config import adapter_of
@@ -22,7 +23,6 @@ from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.losses.head.logprobs import TrainingSamplingParams
 from dtrain.models import read_config
-from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime

@@ -1,4 +1,4 @@
-"""Calls of torch that no `TorchFunctionMode` sees."""
+"""Functions of torch that have no public name."""
 
 from contextlib import AbstractContextManager
 
@@ -8,3 +8,8 @@ import torch
 def without_torch_functions() -> AbstractContextManager[None]:
     """Context in which no `__torch_function__` is called, neither of a mode nor of a subclass of Tensor."""
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return, unused-ignore]
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1

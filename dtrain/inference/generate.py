@@ -28,9 +28,9 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import NO_IMAGES, ChatEncoder, image_part, vision_problem
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.shapes import linears
 from dtrain.policy.precision import DTYPES, choose_precision
 
@@ -171,7 +171,7 @@ def image_problem(directory: Path) -> str | None:
     model = models.build(models.read_config(files, vision=True), device="meta")
     if _whole_in(directory) is not None:
         stored = WeightFiles(files).stored
-        tower = (name for name in model_tensors(model) if is_of_vision(name))
+        tower = (name for name in model_tensors(model) if is_in_vision_tower(name))
         if any(stored.keys().isdisjoint(candidate_names(model, [name])) for name in tower):
             return f"the weights in {files} have no whole vision tower"
         return None

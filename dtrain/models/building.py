@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from dtrain.adapters.config import AdapterConfig
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.base.randomness import key, uniform
-from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import share_routing
@@ -41,7 +41,7 @@ def build(
         model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)
     if adapter is not None:
-        from dtrain.models.common.adapters import add_adapters
+        from dtrain.adapters.lora import add_adapters
 
         model.adapters = add_adapters(model, adapter)
     if device.type != "meta":

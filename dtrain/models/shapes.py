@@ -7,10 +7,10 @@ Names are those of files (`ModelConfig.whole`), of a vision tower those in the m
 import torch
 from torch import nn
 
-from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, Router
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.registry import class_of
 from dtrain.parallel.tensor import exact_modules
 
@@ -28,12 +28,12 @@ def adaptable(config: ModelConfig) -> dict[str, Shape]:
     """[out, in] of every linear layer of the decoder, then of its `parameters`, then of every linear layer of the
     vision tower that `config` has."""
     shapes = {**_shapes(config, Linear), **parameters(config)}
-    return {name: shapes[name] for name in sorted(shapes, key=is_of_vision)}  # each part in the model's order
+    return {name: shapes[name] for name in sorted(shapes, key=is_in_vision_tower)}  # each part in the model's order
 
 
 def linears(config: ModelConfig) -> dict[str, Shape]:
     """[out, in] of every linear layer of `config`'s decoder, in the model's order."""
-    return {name: shape for name, shape in _shapes(config, Linear).items() if not is_of_vision(name)}
+    return {name: shape for name, shape in _shapes(config, Linear).items() if not is_in_vision_tower(name)}
 
 
 def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, Shape]:

@@ -7,12 +7,11 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     tensor, apply            tensor parallel: styles, a plan of them applied
     experts                  where experts lie, and how tokens reach them
     fsdp, placement          FSDP2; which slice a rank holds; the norm of a gradient in such slices
-    masters                  trained parameters in host memory, their rounded copies on the device
     collectives              collectives with derivatives
     context                  context parallel: layout, batches, contexts
-    checkpointing, selective  activations computed again; which results of operations are kept
-    activation_offload       activations in host memory
-    parallelize              models onto meshes, for users
+
+The functions by which users put a model on their meshes are in `policy.parallelize`. Their names are here because
+NeMo-RL's users import them from this package.
 """
 
 # ruff: noqa: F401
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING
 from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
-    from dtrain.parallel.parallelize import (
+    from dtrain.parallel.placement import clip_grad_by_total_norm_, get_grad_norm
+    from dtrain.policy.parallelize import (
         PARALLIZE_FUNCTIONS,
         RotaryEmbedParallel,
         _parallelize_gemma3,
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
         _parallelize_qwen,
         to_local_if_dtensor,
     )
-    from dtrain.parallel.placement import clip_grad_by_total_norm_, get_grad_norm
 else:  # a type checker would accept any name from __getattr__
     __getattr__ = late_names(
         __name__,
         {
-            "parallelize": "PARALLIZE_FUNCTIONS RotaryEmbedParallel _parallelize_gemma3 _parallelize_llama "
-            "_parallelize_model _parallelize_qwen to_local_if_dtensor",
+            "dtrain.policy.parallelize": "PARALLIZE_FUNCTIONS RotaryEmbedParallel _parallelize_gemma3 "
+            "_parallelize_llama _parallelize_model _parallelize_qwen to_local_if_dtensor",
             "placement": "clip_grad_by_total_norm_ get_grad_norm",
         },
     )

@@ -170,7 +170,7 @@ def _shards(model: nn.Module, mesh: DeviceMesh) -> Shards:
             return None
         count, *_, columns = local_tensor(parameter).shape
         last = parameter.dim() - 1
-        # Codes (models.common.nf4) are cut where their scales are: 32 bytes of codes have one.
+        # Codes (adapters.nf4) are cut where their scales are: 32 bytes of codes have one.
         pieces = columns // 32 if parameter.dtype == torch.uint8 else columns
         placement = Shard(last if count < ranks and pieces % ranks == 0 else 0)
         return ShardPlacementResult(placement=placement, mesh_info=info)

@@ -45,8 +45,7 @@ def distributed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 
 
 def on_its_device(tensor: Tensor) -> Tensor:
-    """`tensor` [..] without its gradient: itself, or a copy of a master that lies on the host (`masters`), which is a
-    parameter of the device all the same. No collective."""
+    """Return `tensor` [..] without its gradient, on the parameter's device. Only a host master is copied."""
     if isinstance(tensor, DTensor) and tensor._local_tensor.device != tensor.device:
         return distributed(tensor._local_tensor.to(tensor.device), tensor.device_mesh, tensor.placements, tensor)
     return tensor.detach()
@@ -246,8 +245,7 @@ def reshard_model(model: nn.Module) -> None:
 
 
 def weights_changed(model: nn.Module) -> None:
-    """To be called after `model`'s parameters were written: where they lie on the host (`masters.Master`), the device's
-    copies of them are made anew. No collective."""
+    """Refresh the device's copies of host masters (`memory.host_masters`). Call it after writing parameters."""
     for parameter in model.parameters():
         refresh = getattr(local_tensor(parameter), "refresh", None)
         if refresh is not None:

@@ -3,7 +3,7 @@
 policy                the one object through which trainer and methods train
 config                what of a recipe a policy reads
 build, precision      a model on its mesh; its dtypes
-compiling             its layers compiled, part by part
+parallelize           models on a user's own meshes, under NeMo-RL's names
 trained               which of its parameters are trained, a vision tower's too
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model

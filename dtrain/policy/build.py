@@ -21,10 +21,10 @@ from dtrain.attention.kernels import HALF, Kernel, SdpaKernel
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
+from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.common.config import SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
-from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.config import PolicyConfig
@@ -33,7 +33,7 @@ from dtrain.policy.trained import choose_trained
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
-    from dtrain.parallel.activation_offload import HostMemory
+    from dtrain.memory.activation_offload import HostMemory
 
 ALONE = Ranks(alone=True)
 LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
@@ -66,7 +66,7 @@ def build_model(
         if config.has_new_head:
             models.init_weights(model, recipe.run.seed, only="score.*")
     if recipe.lora is not None:
-        from dtrain.models.common.adapters import init_adapters
+        from dtrain.adapters.lora import init_adapters
 
         init_adapters(model, recipe.run.seed)
     place_masters(model, recipe, precision, device)
@@ -77,7 +77,7 @@ def place_masters(model: CausalLM, recipe: PolicyConfig, precision: Precision, d
     """Move the masters of `model` to the host with `parallel.optimizer_offload` on CUDA, unless layers compute in their
     dtype. No collective."""
     if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
-        from dtrain.parallel.masters import keep_on_host
+        from dtrain.memory.host_masters import keep_on_host
 
         keep_on_host(model, precision.compute)
 
@@ -127,9 +127,15 @@ def lay_out(
 
         project_keys_first(model)
     if recipe.train.compile:
-        from dtrain.policy.compiling import compile_model
+        from dtrain.memory.compilation import compile_model
 
-        compile_model(model, recipe, device)
+        compile_model(
+            model,
+            recipe.train,
+            device,
+            is_deterministic=recipe.run.deterministic,
+            lora_dropout=0.0 if recipe.lora is None else recipe.lora.dropout,
+        )
     (keep or keep_for_backward)(model, recipe, device)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         dtypes = mixed_precision(precision.compute, precision.reduce)
@@ -149,17 +155,17 @@ def keep_for_backward(
     collective. memory: of the host, in place of its own; options: of torch's `checkpoint`."""
     train, tiles = recipe.train, None
     if train.tile != "none":
-        from dtrain.models.common.tiles import tile_layers
+        from dtrain.memory.tiles import tile_layers
 
         tiles = tile_layers(model, train.tile)
     layers = None
     if train.compile:
-        from dtrain.policy.compiling import checkpointed_outside
+        from dtrain.memory.compilation import checkpointed_outside
 
-        layers = checkpointed_outside(model, recipe)
+        layers = checkpointed_outside(model, recipe.train)
     checkpoint_activations(model, train.activation_checkpointing, tiles, layers, **options)
     if train.activation_offload:
-        from dtrain.parallel import activation_offload as offload
+        from dtrain.memory import activation_offload as offload
 
         if memory is None:
             memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()

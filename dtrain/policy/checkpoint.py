@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.adapters.config import is_adapter
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
@@ -24,7 +25,6 @@ from dtrain.checkpoint.dcp.training_state import (
     training_tensors,
 )
 from dtrain.checkpoint.huggingface.model_files import copy_companions
-from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
 from dtrain.parallel.placement import on_its_device, reshard_model, weights_changed

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from dtrain.adapters.config import is_adapter
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
-from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_tensor, on_its_device, reshard_model, weights_changed
 
@@ -35,7 +35,7 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """Context in which the model holds the reference's weights; after it, its own again, errors included. Shard by
         shard the two are swapped, so that no third copy exists."""
-        from dtrain.models.common.adapters import adapters_off  # a run without a reference needs none of it
+        from dtrain.adapters.lora import adapters_off  # a run without a reference needs none of it
 
         if self._is_in:
             raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")

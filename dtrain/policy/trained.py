@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
-from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
@@ -30,9 +30,9 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     if recipe.lora is None:
         _freeze(model, _left_out(model, _names(model), recipe.train), dtype)
         return
+    from dtrain.adapters.lora import add_adapters
     from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
     from dtrain.checkpoint.peft.config import adapter_of
-    from dtrain.models.common.adapters import add_adapters
     from dtrain.models.shapes import adaptable
 
     config = adapter_of(asdict(recipe.lora))

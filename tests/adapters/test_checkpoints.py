@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.models.common.adapter_config import is_adapter
 from tests.running import metrics, run, weights
 from tests.tiny import save_weights, tiny_recipe, write_model
 

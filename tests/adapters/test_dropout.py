@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain.models.common.adapters import Adapter, AdapterState
+from dtrain.adapters.lora import Adapter, AdapterState
 
 SHARE, WIDTH, LENGTH = 0.25, 512, 8
 

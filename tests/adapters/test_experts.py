@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("peft")
 
 from dtrain import models
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import adapters_off
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.file_rows import as_in_files
-from dtrain.models.common.adapter_config import AdapterConfig
-from dtrain.models.common.adapters import adapters_off
 from dtrain.models.common.moe import by_expert
 from dtrain.models.shapes import adaptable
 from dtrain.parallel.experts import collect, spread

@@ -210,7 +210,7 @@ def test_frozen_weights_come_from_the_base(tmp_path):
     "merged into the weights that it was trained with",
 )
 def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
-    from dtrain.models.common.nf4 import dequantize, quantize
+    from dtrain.adapters.nf4 import dequantize, quantize
 
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     write_model(tmp_path / "qwen2-tied", "qwen2", **sizes)
@@ -239,7 +239,7 @@ def test_nf4_runs_are_merged_into_what_they_computed_with(tmp_path):
 
 
 def test_an_adapter_of_a_base_that_is_in_4_bits(tmp_path):
-    from dtrain.models.common.nf4 import dequantize
+    from dtrain.adapters.nf4 import dequantize
     from tests.adapters.test_nf4 import base as make_base
     from tests.adapters.test_nf4 import stored_as_bitsandbytes
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
+from dtrain.adapters.nf4 import LEVELS, dequantize, product, quantize
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.models.common.nf4 import LEVELS, dequantize, product, quantize
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime

@@ -5,11 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
+from dtrain.adapters.nf4 import CODES, SCALES, NF4Stack, dequantize, held_by_nf4, quantize
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.moe import ExpertLinear, grouped
-from dtrain.models.common.nf4 import CODES, SCALES, NF4Stack, dequantize, held_by_nf4, quantize
 from tests.adapters.test_nf4 import dense as dense_of
 from tests.running import assert_same, assert_same_rows, run, run_all, run_directory, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model

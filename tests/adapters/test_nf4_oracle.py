@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dtrain.models.common.nf4 import dequantize, quantize
+from dtrain.adapters.nf4 import dequantize, quantize
 from tests.adapters.test_nf4 import NF4, base
 from tests.adapters.test_trajectories import peft_model
 from tests.running import distance, run, trajectory

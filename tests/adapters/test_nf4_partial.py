@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
+from dtrain.adapters.nf4 import dequantize, holds_codes
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
-from dtrain.models.common.nf4 import dequantize, holds_codes
 from tests.adapters.test_nf4 import base, stored_as_bitsandbytes
 from tests.running import distance, run_all, run_directory, trajectory
 from tests.tiny import tiny_recipe

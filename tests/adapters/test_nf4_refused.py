@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from dtrain import models
+from dtrain.adapters.nf4 import block_problems, quantize_weights
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models import shapes
 from dtrain.models.common.flops import flops_per_token
-from dtrain.models.common.nf4 import block_problems, quantize_weights
 from dtrain.training.preflight import preflight
 from tests.adapters.test_nf4 import (
     FIXTURE,

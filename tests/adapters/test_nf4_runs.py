@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dtrain.models.common.nf4 import dequantize
+from dtrain.adapters.nf4 import dequantize
 from tests.adapters.test_nf4 import NF4, base, stored_as_bitsandbytes
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.running import distance, run, run_all, trajectory

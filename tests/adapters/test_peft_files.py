@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 from dtrain import models
 from dtrain import recipe as config
+from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.dcp.training_state import model_tensors
@@ -26,7 +27,6 @@ from dtrain.checkpoint.peft.config import (
     read_adapter_config,
 )
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
-from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.shapes import linears, modules
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.models.common.adapter_config import is_adapter
-from dtrain.models.common.adapters import adapted_layers, adapters_off, init_adapters
+from dtrain.adapters.config import is_adapter
+from dtrain.adapters.lora import adapted_layers, adapters_off, init_adapters
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
 from dtrain.training.preflight import preflight

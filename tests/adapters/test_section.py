@@ -8,10 +8,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain import models
 from dtrain import recipe as config
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
-from dtrain.models.common.adapter_config import AdapterConfig
-from dtrain.models.common.adapters import add_adapters
 from dtrain.models.common.decoder import DECODER_PLAN, Linear
 from dtrain.models.shapes import linears, modules
 from dtrain.parallel.apply import apply_plan

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from dtrain import models
+from dtrain.adapters import nf4
+from dtrain.adapters.config import is_adapter
+from dtrain.adapters.lora import adapted_layers
 from dtrain.base.batch import collate
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.merged import merge_in_place, whole_weights
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.methods.sft import SftMethod
-from dtrain.models.common import nf4
-from dtrain.models.common.adapter_config import is_adapter
-from dtrain.models.common.adapters import adapted_layers
 from tests.adapters.test_nf4 import SIZES
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import policy_of

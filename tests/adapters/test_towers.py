@@ -16,7 +16,7 @@ from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.peft.config import BASE, adapter_problems, read_adapter_config
 from dtrain.checkpoint.peft.files import write_adapter
-from dtrain.models.common.adapter_config import is_of_vision
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.read_config import read_config
 from tests.adapters.by_peft import quietly
 from tests.models.oracle import save
@@ -82,7 +82,7 @@ def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, nam
     write_adapter(tmp_path / "ours", model_tensors(ours), adapter, ours.config, str(base))
     before, after = (load_file(tmp_path / name / ADAPTER_WEIGHTS) for name in ("theirs", "ours"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert any(is_of_vision(key.removeprefix("base_model.model.")) for key in before)
+    assert any(is_in_vision_tower(key.removeprefix("base_model.model.")) for key in before)
     again = quietly(lambda: peft.PeftModel.from_pretrained(make(name)[1], str(tmp_path / "ours")).eval())
     assert same(logits(again), mine)
 

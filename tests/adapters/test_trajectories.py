@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
-from dtrain.models.common.adapters import add_adapters, init_adapters
+from dtrain.adapters.config import AdapterConfig, is_adapter
+from dtrain.adapters.lora import add_adapters, init_adapters
 from tests.running import metrics, run, trajectory, weights
 from tests.serve.serving import make_model
 from tests.test_oracle import DECAY, LR, STEPS, by_hand, packed_batches, padded_batches, prepared

@@ -12,7 +12,7 @@ from dtrain import recipe as config
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.methods.sft import SftMethod
-from dtrain.models.common.adapter_config import is_of_vision
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -109,7 +109,7 @@ def test_a_run_with_a_tower_resumes_exactly_and_exports(tmp_path, name, part):
     (logits,) = run_world(saved_run, 1, recipe, name, True)
     whole, again = stored(run / "checkpoints"), stored(run / "again-1")
     assert whole.keys() == again.keys() and all(torch.equal(again[key], value) for key, value in whole.items())
-    of_tower = {key for key in whole if key.startswith("model.") and is_of_vision(key.removeprefix("model."))}
+    of_tower = {key for key in whole if key.startswith("model.") and is_in_vision_tower(key.removeprefix("model."))}
     assert bool(of_tower) == (part != "frozen")
     if part == "projector":
         assert all(".multi_modal_projector." in key for key in of_tower)

@@ -18,9 +18,9 @@ from dtrain import models
 from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.ring import RingKernel
+from dtrain.memory import compilation as regions
 from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx
 from dtrain.parallel.context.batch import shard_sequence
-from dtrain.policy import compiling as regions
 from tests.cases import run_cases
 from tests.tiny import VOCAB, save_weights, write_model
 from tests.world import run_world

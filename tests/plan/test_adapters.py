@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dtrain.adapters import nf4
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS, USABLE
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
-from dtrain.models.common import nf4
 from dtrain.training import load_recipe
 from tests.plan.test_peak import SHAPE, assert_planned
 from tests.test_recipes import LLAMA_3_1_8B

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dtrain import recipe as config
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import batch_of, full_rows, images_of, plan_step
-from dtrain.models.common import tiles
+from dtrain.memory import tiles
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime

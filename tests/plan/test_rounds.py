@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dtrain.adapters.nf4 import dequantize
 from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.planned_device import PlannedDevice
@@ -12,7 +13,6 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
 from dtrain.losses.head.weighted_sum import weighted_logprob_sum
-from dtrain.models.common.nf4 import dequantize
 from tests.tiny import tiny_recipe
 
 N, D, V = 30_000, 64, 50_000  # a dozen tiles or more, the last one smaller

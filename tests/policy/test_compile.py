@@ -17,9 +17,9 @@ from dtrain import models
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.base import compiled as compilers
+from dtrain.memory import compilation as regions
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.policy import compiling as regions
 from dtrain.training.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
 from tests.running import metrics

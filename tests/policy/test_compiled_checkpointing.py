@@ -14,12 +14,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import models
-from dtrain.parallel.checkpointing import checkpoint_activations
+from dtrain.memory import compilation as compiling
+from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
-from dtrain.policy import compiling
 from dtrain.training.trainer import train_checked
 from tests.policy.test_compile import (
     COMPILE,

@@ -9,10 +9,10 @@ import torch
 
 from dtrain import models
 from dtrain.attention.groups import GroupedKernel
-from dtrain.models.common import tiles
-from dtrain.parallel import activation_offload as offload
-from dtrain.parallel.checkpointing import checkpoint_activations
-from dtrain.policy import compiling
+from dtrain.memory import activation_offload as offload
+from dtrain.memory import compilation as compiling
+from dtrain.memory import tiles
+from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.training import preflight
 from tests.policy.test_compile import by_aot_eager, forget_compiled
 from tests.tiny import tiny_recipe, write_model

@@ -1,7 +1,6 @@
 """Activations in pinned memory on a card: the same bits, and no wait of the host more than without."""
 
-from dtrain.models.common import tiles
-from dtrain.parallel import activation_offload
+from dtrain.memory import activation_offload, tiles
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe

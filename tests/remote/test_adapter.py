@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import adapted_layers
 from dtrain.base.errors import UserError
-from dtrain.models.common.adapter_config import AdapterConfig
-from dtrain.models.common.adapters import adapted_layers
 from dtrain.recipe.rollouts import Server
 from dtrain.recipe.schema import Lora
 from dtrain.rl.remote import training

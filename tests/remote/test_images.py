@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.data import Cursor, Tokenizer, open_rows
 from dtrain.data.images.processor import ImageTokens, Layout
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import load
 from dtrain.inference.image_prompts import ImagePrompt
-from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.recipe.rollouts import Sampling
 from dtrain.rl.collect import CompletionSampler, prompts_from
 from dtrain.rl.remote.dialects import derived_seed

@@ -18,8 +18,8 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.kv_cache import Budget
 from dtrain.inference.native import NativeEngine, _MeshPeers, share_out
 from dtrain.inference.request import Request, SamplingParams
+from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.parallel.apply import apply_plan
-from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dtrain import models
+from dtrain.adapters.config import AdapterConfig, is_adapter
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.inference.engine import Engine
-from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.shared_directory import mark
 from tests.remote.test_publish import paused_under_way

@@ -23,7 +23,7 @@ from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
 from dtrain.data.images.reader import ImageReader
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
-from dtrain.models.common.adapter_config import is_of_vision
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.rl.remote.shared_directory import mark
 from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
@@ -247,7 +247,7 @@ def test_an_update_may_leave_the_tower_out_as_a_whole(made, tmp_path):
         assert checked[0] == 400 and "is missing" in checked[1]["error"]["message"]
         after = ask(url, "/weight_checker", {"action": "checksum"})[1]["checksums"]
         same = {name for name in before if before[name] == after[name]}
-        assert same == {name for name in before if is_of_vision(name)} and same
+        assert same == {name for name in before if is_in_vision_tower(name)} and same
         assert ask(url, "/v1/chat/completions", question)[0] == 200
 
 

@@ -169,7 +169,7 @@ def _optimizers(lines: list[str], moved: float, device: "torch.device", count: i
 def _nf4(lines: list[str], moved: float, device: "torch.device", width: int, inner: int) -> None:
     import torch
 
-    from dtrain.models.common.nf4 import dequantize, quantize
+    from dtrain.adapters.nf4 import dequantize, quantize
 
     codes, scales = quantize(torch.randn(inner, width, device=device))
     seconds = _seconds(lambda: dequantize(codes, scales, torch.bfloat16))

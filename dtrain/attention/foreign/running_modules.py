@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.attention.kernels import Kernel
-from dtrain.parallel.activation_offload import in_backward
+from dtrain.base.torch_functions import in_backward
 
 
 class RunningModules:

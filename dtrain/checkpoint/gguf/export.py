@@ -18,8 +18,8 @@ from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find
 from dtrain.checkpoint.huggingface.file_rows import joints
 from dtrain.checkpoint.huggingface.merged import WholeWeight, folded
 from dtrain.checkpoint.huggingface.read import candidate_names
-from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.vision_names import is_in_vision_tower
 
 _HEAD = "lm_head"
 
@@ -57,7 +57,7 @@ def _write_model(content: WholeModel, out: Path, kind: str) -> str:
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in rotary_tensors(arch, config, file).items():
         tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
-    vision = [own for own in model_tensors(content.model) if is_of_vision(own)]
+    vision = [own for own in model_tensors(content.model) if is_in_vision_tower(own)]
     left_out = {name for own in vision for name in candidate_names(content.model, [own])}
     for entry in content.entries:
         if entry.names[0] in left_out:
@@ -102,7 +102,9 @@ def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
     """Names that files may give the text's tensors of `model` -> what a text model's files call each, and a GGUF
     file."""
     known = aliases(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model).items() if not is_of_vision(name)}
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in model_tensors(model).items() if not is_in_vision_tower(name)
+    }
     names: dict[str, tuple[str, str]] = {}
     for fused in joints(model, shapes):
         both = fused.name, gguf_name(fused.name, arch, model.config.num_hidden_layers)
@@ -141,7 +143,7 @@ def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool)
     adapter = content.adapter
     arch, config = architecture_of(adapter.model.config), adapter.model.config
     adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
-    if of_tower := [name for name in adapter.adapted if is_of_vision(name)]:
+    if of_tower := [name for name in adapter.adapted if is_in_vision_tower(name)]:
         raise UserError(f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {INSTEAD}")
     if _HEAD in adapter.adapted and config.tie_word_embeddings:
         raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")

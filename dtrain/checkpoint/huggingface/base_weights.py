@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from dtrain.adapters import nf4
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import check_shape, digest, read_text
@@ -26,7 +27,6 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.checkpoint.huggingface.stored import BY_NAME
 from dtrain.checkpoint.peft.config import ADAPTER
-from dtrain.models.common import nf4
 from dtrain.models.common.decoder import CausalLM
 
 _RECIPE_PARTS = 100_000  # entries, with what aliases repeat

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, has_weights, is_adapter_directory
@@ -25,8 +26,8 @@ from dtrain.checkpoint.peft.config import ADAPTER, BASE, base_of
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.tensors import is_of_tower, outputs_in
 from dtrain.models.building import build
-from dtrain.models.common.adapter_config import is_adapter, is_of_vision
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.read_config import read_config
 
 FORMS = ("merged", "adapter", "folded")
@@ -134,7 +135,7 @@ def _find_step(
         option = f"--{form}" if form is not None else "--original-base"
         raise UserError(f"{option}: {run} trained no adapter: leave it out")
     held = {"step": step, "save": state.get("save")}
-    has_tower = any(is_of_vision(name.removeprefix("model.")) for name in store.tensors(step))
+    has_tower = any(is_in_vision_tower(name.removeprefix("model.")) for name in store.tensors(step))
     layout = _run_layout(run, facts, held, has_tower)
     head = store.tensors(step).get(SCORE)
     labels = head[0][0] if head is not None else 0
@@ -148,7 +149,7 @@ def _find_step(
     saved = {name[6:]: size for name, size in stored if name.startswith("model.") and not is_adapter(name)}
     wanted = model_tensors(model)
     missing = wanted.keys() - saved.keys()
-    lost = [name for name in missing if not is_of_vision(name)]  # a run may train a part of the tower alone
+    lost = [name for name in missing if not is_in_vision_tower(name)]  # a run may train a part of the tower alone
     if lost and not facts.freezes:
         raise UserError(f"{directory} is missing {len(lost)} tensors of its model, the first {min(lost)}")
     if original_base and not missing:
@@ -204,7 +205,7 @@ def _entries(
         return WholeWeight(known[name], tensors[name].shape, own, merged, exact=name in exact)
 
     weights = {name: weight(name) for name in [*saved, *(other for other in tensors if other not in saved)]}
-    kept = {name for name in tensors if is_of_vision(name) and name not in saved}
+    kept = {name for name in tensors if is_in_vision_tower(name) and name not in saved}
     if adapter is not None:
         kept = {name for name in kept if not (adapter.saves(name) or name.rpartition(".")[0] in adapter.adapted)}
     return [layout.entry(model, whole, dtype, kept) for whole in in_files(model, weights).values()]

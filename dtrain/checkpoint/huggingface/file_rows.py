@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from dtrain.models.common.adapter_config import is_adapter
+from dtrain.adapters.config import is_adapter
 from dtrain.models.common.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtrain.adapters.config import is_adapter
+from dtrain.adapters.lora import Adapted, Adapter, adapted_layers, remove_adapters
+from dtrain.adapters.nf4 import CODES, PARTS, SCALES, NF4Weight, holds_codes
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.stored import CARRIED
-from dtrain.models.common.adapter_config import is_adapter
-from dtrain.models.common.adapters import Adapted, Adapter, adapted_layers, remove_adapters
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import Router
-from dtrain.models.common.nf4 import CODES, PARTS, SCALES, NF4Weight, holds_codes
 from dtrain.parallel.placement import on_its_device
 from dtrain.parallel.tensor import exact_modules
 

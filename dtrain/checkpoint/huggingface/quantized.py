@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.adapters.nf4 import BLOCK, LEVELS, held_by_nf4, quantize, quantize_weights
 from dtrain.base.model_directory import has_weights
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.nf4 import BLOCK, LEVELS, held_by_nf4, quantize, quantize_weights
 from dtrain.models.common.quantization_config import skips
 from dtrain.models.shapes import linears
 from dtrain.parallel.placement import local_slices, local_tensor

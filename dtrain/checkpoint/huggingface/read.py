@@ -9,12 +9,12 @@ from typing import cast
 
 from torch import nn
 
+from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError, first
 from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows, joints, places
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.models.common.adapter_config import is_adapter
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.placement import local_slices, local_tensor
 
@@ -27,7 +27,7 @@ def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] 
     model: on CPU or CUDA (not meta), plain tensors or DTensors; `model.checkpoint_names(name)` lists the names that its
     tensor `name` may have in files, `model.ignored_checkpoint_names` patterns of those that the model has none of. A
     rank reads the slices that it holds, one tensor at a time, cast to the tensor's dtype: beside its shard it needs the
-    memory of one slice. Weights that the model holds in 4 bits (`models.common.nf4`) are rounded from the files' values
+    memory of one slice. Weights that the model holds in 4 bits (`adapters.nf4`) are rounded from the files' values
     in float32, or taken as bitsandbytes has stored them. A tied head is read once. kept: tensors of the model that stay
     as they are, of which the files need have none. No collective.
 

@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from dtrain.adapters.lora import adapted_layers
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
@@ -35,9 +36,8 @@ from dtrain.checkpoint.huggingface.model_files import (
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.stored import CARRIED, DTYPES
-from dtrain.models.common.adapter_config import is_of_vision
-from dtrain.models.common.adapters import adapted_layers
 from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.vision_names import is_in_vision_tower
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -130,7 +130,7 @@ def _frozen_of_tower(model: nn.Module) -> set[str]:
     return {
         name
         for name, tensor in model_tensors(model).items()
-        if is_of_vision(name) and not tensor.requires_grad and name.rpartition(".")[0] not in adapted
+        if is_in_vision_tower(name) and not tensor.requires_grad and name.rpartition(".")[0] not in adapted
     }
 
 

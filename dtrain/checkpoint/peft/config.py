@@ -10,6 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dtrain.adapters.config import (
+    ALL_LINEAR,
+    ENDS,
+    AdapterConfig,
+    by_pattern,
+    in_tower,
+    is_in_vision_tower,
+    is_parameter,
+    out_of_tower,
+    parameter_name,
+)
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import is_natural, read_json
@@ -17,17 +28,6 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG,
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import PREFIX
-from dtrain.models.common.adapter_config import (
-    ALL_LINEAR,
-    ENDS,
-    AdapterConfig,
-    by_pattern,
-    in_tower,
-    is_of_vision,
-    is_parameter,
-    out_of_tower,
-    parameter_name,
-)
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import is_number
 from dtrain.models.registry import FAMILIES
@@ -303,7 +303,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     names: list[str] = []
     with suppress(UserError):  # reported when the tensors are read
         names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
-    is_of_tower = any(out_of_tower(name) != name or is_of_vision(name) for name in names)
+    is_of_tower = any(out_of_tower(name) != name or is_in_vision_tower(name) for name in names)
     config = _config(fields, is_of_tower=is_of_tower)
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(

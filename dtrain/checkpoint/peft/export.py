@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtrain.adapters.config import AdapterConfig, shapes_of
 from dtrain.base.errors import UserError
 from dtrain.base.files import real, replace_text
 from dtrain.base.json_files import read_json
@@ -22,7 +23,6 @@ from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import BASE, misread_problem, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import adapter_shapes, peft_names
-from dtrain.models.common.adapter_config import AdapterConfig, shapes_of
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.shapes import adaptable, linears
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.base.files import Record, checksum, real, replace_text
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -26,7 +27,6 @@ from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import SafetensorsFile, write_files
 from dtrain.checkpoint.peft.config import ADAPTER, peft_config, read_adapter_config
 from dtrain.checkpoint.peft.tensors import mismatches, peft_names
-from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor

@@ -4,19 +4,19 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dtrain.base.errors import UserError, first
-from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
-from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
-from dtrain.models.common.adapter_config import (
+from dtrain.adapters.config import (
     ENDS,
     AdapterConfig,
     in_tower,
     is_adapter,
-    is_of_vision,
+    is_in_vision_tower,
     is_stack,
     out_of_tower,
     shapes_of,
 )
+from dtrain.base.errors import UserError, first
+from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
+from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
 from dtrain.models.common.config import STACKS, ModelConfig
 
 _PICKLE = "adapter_model.bin"
@@ -60,7 +60,7 @@ def outputs_in(directory: Path) -> int | None:
 
 def is_of_tower(directory: Path) -> bool:
     """Return whether an adapter's file has tensors of a vision tower. Raises UserError."""
-    return any(is_of_vision(name.removeprefix(PREFIX)) for name in stored_shapes(directory))
+    return any(is_in_vision_tower(name.removeprefix(PREFIX)) for name in stored_shapes(directory))
 
 
 def mismatches(
@@ -124,7 +124,7 @@ def _hint(name: str) -> str:
         return " (an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)"
     if re.search(r"\.experts\.\d+\.", name):
         return " (of each expert, as transformers 4 had them: PEFT's from_pretrained and save_pretrained make stacks)"
-    if is_of_vision(name.removeprefix(PREFIX)):
+    if is_in_vision_tower(name.removeprefix(PREFIX)):
         return " (of a vision tower, which the model is built without)"
     if not name.startswith(PREFIX):
         return f" (PEFT's names begin with {PREFIX})"

@@ -1,4 +1,4 @@
-"""Compiled regions of layers (`policy.compiling`), computed as written: what the compiler moves and keeps.
+"""Compiled regions of layers (`memory.compilation`), computed as written: what the compiler moves and keeps.
 
 Bytes moved. A compiler joins the operations between two products to kernels that read what they are given and write
 what others need. So a tensor of a region is counted once where such an operation reads it and no other of the same call
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from dtrain.base.torch_functions import in_backward
 from dtrain.commands.plan.memory import Allocation, OpOverload
-from dtrain.parallel.activation_offload import in_backward, storage_key
-from dtrain.parallel.selective import KEPT_COMPILED
+from dtrain.memory.activation_offload import storage_key
+from dtrain.memory.selective_checkpointing import KEPT_COMPILED
 
 
 class CompiledRegions:

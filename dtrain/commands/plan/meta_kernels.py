@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.base.torch_functions import without_torch_functions
 from dtrain.commands.plan.memory import OpOverload
-from dtrain.parallel.activation_offload import storage_key
+from dtrain.memory.activation_offload import storage_key
 
 META = torch.device("meta")
 

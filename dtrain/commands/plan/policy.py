@@ -18,6 +18,10 @@ from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
+from dtrain.memory.activation_offload import HostMemory
+from dtrain.memory.compilation import computes_again, is_selective_inside, obstacle
+from dtrain.memory.host_masters import Master, masters_of
+from dtrain.memory.selective_checkpointing import AS_WRITTEN, selective
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
 from dtrain.models.common.config import ModelConfig
@@ -25,15 +29,11 @@ from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.update import build_optimizer
-from dtrain.parallel.activation_offload import HostMemory
-from dtrain.parallel.masters import Master, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
-from dtrain.parallel.selective import AS_WRITTEN, selective
 from dtrain.policy import Policy
 from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
-from dtrain.policy.compiling import computes_again, is_selective_inside, obstacle
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
@@ -194,13 +194,18 @@ def _build(
     an operation nobody answers for the planned device, so the two would say that they lie elsewhere."""
 
     def keep(model: CausalLM, written: PolicyConfig, device: torch.device) -> None:
-        model.uncompiled = obstacle(recipe) if recipe.train.compile else None
+        model.uncompiled = None
+        if recipe.train.compile:
+            lora_dropout = 0.0 if recipe.lora is None else recipe.lora.dropout
+            model.uncompiled = obstacle(
+                recipe.train, is_deterministic=recipe.run.deterministic, lora_dropout=lora_dropout
+            )
         if recipe.train.compile and model.uncompiled is None:
             regions = tracer.regions = tracer.regions or CompiledRegions()
             for layer in cast(list[Layer], list(model.model.layers)):
-                layer.regions = _planned_regions(layer, regions, is_selective_inside(recipe))
+                layer.regions = _planned_regions(layer, regions, is_selective_inside(recipe.train))
                 if layer.keys_first is not None:
-                    again = computes_again(recipe)
+                    again = computes_again(recipe.train)
                     layer.keys_first = layer.keys_first.compiled_by(regions.region) if again else None
         keep_for_backward(model, recipe, device, memory=memory, determinism_check="none")
 
@@ -213,7 +218,7 @@ def _build(
 def _planned_regions(
     layer: Layer, regions: CompiledRegions, is_selective: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the parts of a layer as `policy.compiling` compiles them: what they keep and move is counted."""
+    """Return the parts of a layer as `memory.compilation` compiles them: what they keep and move is counted."""
     before: Callable[..., Any] = regions.region(layer.before, is_selective)
     after: Callable[..., Any] = layer.after
     if not layer.is_sparse:

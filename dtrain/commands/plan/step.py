@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtrain.adapters.config import LoraLayer
 from dtrain.base.batch import IGNORE, Row, collate
 from dtrain.base.row_images import RowImages
 from dtrain.checkpoint.peft.config import adapter_of
@@ -35,11 +36,10 @@ from dtrain.commands.plan.planned_device import PlannedDevice, PlannedStream
 from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
 from dtrain.commands.plan.tracer import Collective, Tracer
 from dtrain.data.images.reader import ImageReader
+from dtrain.memory.activation_offload import ON_THEIR_WAY
 from dtrain.methods import Method
-from dtrain.models.common.adapter_config import LoraLayer
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.shapes import adaptable, modules
-from dtrain.parallel.activation_offload import ON_THEIR_WAY
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_bounds
 from dtrain.parallel.runtime import Runtime

@@ -23,7 +23,7 @@ from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.meta_kernels import MetaKernels, Operands
 from dtrain.commands.plan.planned_device import flash_workspace
-from dtrain.parallel.activation_offload import storage_key
+from dtrain.memory.activation_offload import storage_key
 from dtrain.parallel.collectives import wait
 from dtrain.parallel.mesh import Mesh
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from dtrain import models
+from dtrain.adapters.config import PARAMETERS
+from dtrain.adapters.lora import adapted_layers, remove_adapters
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.peft.config import read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
@@ -20,8 +22,6 @@ from dtrain.commands.serve.fields import FLAG, IGNORED, ApiError, Field, Table
 from dtrain.commands.serve.protocol import Parser
 from dtrain.commands.serve.updates import VERSION, Updates
 from dtrain.commands.serve.worker import HALF, MODES
-from dtrain.models.common.adapter_config import PARAMETERS
-from dtrain.models.common.adapters import adapted_layers, remove_adapters
 from dtrain.models.common.decoder import CausalLM
 
 LOAD: Table = {

@@ -24,8 +24,8 @@ from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.commands.serve.fields import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Table
 from dtrain.commands.serve.worker import MODES, EngineThread, Mode
-from dtrain.models.common.adapter_config import is_of_vision
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.policy.weight_buckets import GROUP, Info, WeightReceiver
 from dtrain.rl.remote.shared_directory import is_whole, version_of
 
@@ -77,7 +77,7 @@ class Updates:
         self.is_merged = (root is not None or watched) and merge_in_place(model)
         self.root = root and Path(os.path.realpath(root))
         self._tensors = _by_every_name(model)
-        self._tower_tensors = [name for name in model_tensors(model) if is_of_vision(name)]
+        self._tower_tensors = [name for name in model_tensors(model) if is_in_vision_tower(name)]
         of_tower = {id(self._tensors[name].parts[0]) for name in self._tower_tensors}
         self._tower_aliases = {name for name, held in self._tensors.items() if id(held.parts[0]) in of_tower}
         self._groups: dict[str, WeightReceiver] = {}

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from dtrain.adapters.lora import AdapterState
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.fields import ApiError
@@ -29,7 +30,6 @@ from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
-from dtrain.models.common.adapters import AdapterState
 from dtrain.rl.routed import to_npy_text
 
 T = TypeVar("T")

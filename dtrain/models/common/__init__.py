@@ -5,10 +5,8 @@ config_fields, model_fields, rope_config, quantization_config    reading them fr
 decoder, functions           layers and whole decoders, their operations; norms, activations, rotary embedding
 cache                        the interface of a KV cache to the models
 moe, routing                 mixtures of experts; their router and its balance loss
-adapters, adapter_config     what an adapter computes; which layers have one, and of what rank
-nf4                          weights in 4 bits
-tiles                        layers over tiles of their tokens
 keys_first                   keys of context parallel on their way while queries are projected
 flops                        training FLOPs per token
+vision_names                 names of a vision tower's modules
 tower, images                the text model of a multimodal checkpoint; images among its tokens
 """

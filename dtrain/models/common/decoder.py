@@ -35,11 +35,11 @@ from dtrain.parallel.tensor import (
 )
 
 if TYPE_CHECKING:
+    from dtrain.adapters.lora import Adapter, AdapterState
+    from dtrain.adapters.nf4 import NF4Weight
     from dtrain.attention.linear.flash import FlashDelta
     from dtrain.attention.packing import Packing
-    from dtrain.models.common.adapters import Adapter, AdapterState
     from dtrain.models.common.keys_first import KeysFirst
-    from dtrain.models.common.nf4 import NF4Weight
     from dtrain.models.common.routing import Routing
     from dtrain.models.vision.common import VisionTower
 
@@ -82,7 +82,7 @@ class PlainWeight:
 
 class Linear(LocalParameters, nn.Linear):
     """A linear layer of a block. held: its weight, as its parameters hold it. adapter: what computes its forward, where
-    it has one (`adapters`). tp: set by the style `rowwise`, under which a rank holds some of the weight's columns."""
+    it has one. tp: set by the style `rowwise`, under which a rank holds some of the weight's columns."""
 
     held: "PlainWeight | NF4Weight" = PlainWeight()
     adapter: "Adapter | None" = None
@@ -191,7 +191,7 @@ class GatedMLP(Block):
 
 class Layer(nn.Module):
     """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
-    regions: the two compiled or in tiles, where they are (`policy.compiling`, `tiles`); decoding, whose shapes change
+    regions: the two compiled or in tiles, where they are (`memory.compilation`, `tiles`); decoding, whose shapes change
     with every token, goes without. keys_first: in place of `before`, where keys of other ranks come meanwhile."""
 
     self_attn: Attention

@@ -55,5 +55,5 @@ def flops_per_token(model: CausalLM, seq_len: int) -> float:
 
 def weights_in(parameter: Tensor) -> int:
     """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
-    (`nf4`)."""
+    (`adapters.nf4`)."""
     return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

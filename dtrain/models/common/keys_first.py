@@ -20,7 +20,7 @@ Compiler = Callable[[Callable[..., tuple[Tensor, ...]]], Callable[..., tuple[Ten
 
 
 class KeysFirst:
-    """Layer's part before attention as two functions of tensors, each as `policy.compiling` gives it."""
+    """Layer's part before attention as two functions of tensors, each as `memory.compilation` gives it."""
 
     def __init__(self, layer: Layer, compiled: Compiler = lambda function: function):
         self.layer, self.attention = layer, layer.self_attn

@@ -23,8 +23,8 @@ from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
 
 if TYPE_CHECKING:
-    from dtrain.models.common.adapters import ParameterAdapter
-    from dtrain.models.common.nf4 import CodedStack, NF4Stack
+    from dtrain.adapters.lora import ParameterAdapter
+    from dtrain.adapters.nf4 import CodedStack, NF4Stack
 
 Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
 
@@ -88,7 +88,7 @@ class PlainStack(PlainWeight):
 
 class ExpertLinear(LocalParameters):
     """A matrix of every expert, and its bias, where it has one. held: its weight, as its parameters hold it. adapter:
-    what it adds (`adapters`)."""
+    what it adds (`adapters.lora`)."""
 
     held: "PlainStack | NF4Stack" = PlainStack()
     adapter: "ParameterAdapter | None" = None

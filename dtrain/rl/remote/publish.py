@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtrain.adapters.config import AdapterConfig, is_adapter
+from dtrain.adapters.lora import adapted_layers
 from dtrain.base.addresses import listen, own_address
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
@@ -25,8 +27,6 @@ from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.merged import folded, gathered
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
-from dtrain.models.common.adapter_config import AdapterConfig, is_adapter
-from dtrain.models.common.adapters import adapted_layers
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import reshard_model
 from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, buckets, flatten, weight_group

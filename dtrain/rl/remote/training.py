@@ -7,13 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import adapted_layers
 from dtrain.base.errors import Interrupted, Unavailable, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.models.common.adapter_config import AdapterConfig, is_of_vision
-from dtrain.models.common.adapters import adapted_layers
+from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.rl.remote.http import HttpEngine, wait_for
@@ -82,7 +83,7 @@ class OverHttp(RolloutEngine):
                 run.metrics.say,
                 is_rounded=is_rounded,
                 is_held=policy.checkpoint.holds_base,
-                has_tower=any(is_of_vision(name) for name in adapted_layers(policy.model)),
+                has_tower=any(is_in_vision_tower(name) for name in adapted_layers(policy.model)),
             )
         )
         if way == "adapter" and config is not None:

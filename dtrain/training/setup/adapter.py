@@ -5,12 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.errors import UserError
-from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
-from dtrain.base.ranges import nearest, out_of_range, shown
-from dtrain.checkpoint.peft.base import base_notes, base_problems
-from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, misread_problem
-from dtrain.models.common.adapter_config import (
+from dtrain.adapters.config import (
     ALL_LINEAR,
     ENDS,
     AdapterConfig,
@@ -18,6 +13,11 @@ from dtrain.models.common.adapter_config import (
     matches,
     parameter_name,
 )
+from dtrain.base.errors import UserError
+from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
+from dtrain.base.ranges import nearest, out_of_range, shown
+from dtrain.checkpoint.peft.base import base_notes, base_problems
+from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, misread_problem
 from dtrain.models.shapes import adaptable, modules
 from dtrain.recipe import key_aliases
 from dtrain.recipe.schema import Lora

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from dtrain import models
+from dtrain.adapters.nf4 import block_problems, held_by_nf4, holds_codes
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is_adapter_directory, read_header
 from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.nf4 import block_problems, held_by_nf4, holds_codes
 from dtrain.models.shapes import on_meta
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.precision import choose_precision

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dtrain import recipe as config
+from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
@@ -14,7 +15,6 @@ from dtrain.base.ranges import beside, hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data import Cursor
-from dtrain.models.common.adapter_config import AdapterConfig
 from dtrain.models.shapes import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe.schema import BEST, Recipe

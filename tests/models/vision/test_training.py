@@ -12,15 +12,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtrain import models
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import UserError
-from dtrain.models.common.adapter_config import VISION_PARTS, AdapterConfig
-from dtrain.models.common.adapters import add_adapters
+from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.vision_names import VISION_PARTS
 from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
 from dtrain.models.shapes import adaptable
 from dtrain.models.vision.flops import flops_per_patch
-from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.policy.trained import choose_trained
 from dtrain.training.preflight import preflight
 from dtrain.training.setup import adapter

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.base.name_patterns import matches_suffix
+from dtrain.models.common.vision_names import is_in_vision_tower
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
 _TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
-VISION_PARTS = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")  # children of the vision towers
 _ROUTER = ".mlp.gate"
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
 Names = str | tuple[str, ...]
@@ -85,13 +85,13 @@ class AdapterConfig:
 
     def targets(self, name: str) -> bool:
         called = self.called(name)
-        is_wanted = not is_of_vision(name) if self.target == ALL_LINEAR else matches(called, self.target)
+        is_wanted = not is_in_vision_tower(name) if self.target == ALL_LINEAR else matches(called, self.target)
         return is_wanted and not (self.exclude and matches(called, self.exclude))
 
     def dropout_problem(self, names: Iterable[str]) -> str | None:
         """Return why its dropout does not go with those of a model's `adaptable` names that it adapts; None where it
         does. What it draws is a function of tokens, and the inputs of a vision tower are patches."""
-        of_vision = [name for name in self.adapted(names) if is_of_vision(name)] if self.dropout else []
+        of_vision = [name for name in self.adapted(names) if is_in_vision_tower(name)] if self.dropout else []
         if not of_vision:
             return None
         return (
@@ -157,7 +157,7 @@ def _is_of_experts(entry: str) -> bool:
 def in_tower(name: str) -> str:
     """Return what a multimodal model calls the part of its text tower that a text model calls `name`; a name of its
     vision tower as it is."""
-    return name if is_of_vision(name) else re.sub(r"^model\.", _TOWER, name)
+    return name if is_in_vision_tower(name) else re.sub(r"^model\.", _TOWER, name)
 
 
 def out_of_tower(name: str) -> str:
@@ -165,17 +165,11 @@ def out_of_tower(name: str) -> str:
     return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
 
 
-def is_of_vision(name: str) -> bool:
-    """Return whether it is the name of a vision tower's module or parameter."""
-    first, _, inner = name.partition(".")
-    return first == "model" and inner.partition(".")[0] in VISION_PARTS
-
-
 def owners(name: str) -> list[str]:
     """Return the names by which `modules_to_save` may mean a module: its own, and of a vision tower those of the
     modules that it is within."""
     parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(2, len(parts) + 1)] if is_of_vision(name) else [name]
+    return [".".join(parts[:count]) for count in range(2, len(parts) + 1)] if is_in_vision_tower(name) else [name]
 
 
 def matches(name: str, wanted: Names) -> bool:

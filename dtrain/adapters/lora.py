@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.adapters.config import PARAMETERS, AdapterConfig, shapes_of
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
-from dtrain.models.common.adapter_config import PARAMETERS, AdapterConfig, shapes_of
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
 from dtrain.models.shapes import adaptable

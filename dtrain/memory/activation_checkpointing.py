@@ -9,7 +9,7 @@ from torch.distributed._composable import checkpoint
 from dtrain.parallel.tensor import ParallelModel
 
 if TYPE_CHECKING:
-    from dtrain.parallel.selective import TileComputing
+    from dtrain.memory.selective_checkpointing import TileComputing
 
 
 def checkpoint_activations(
@@ -24,7 +24,7 @@ def checkpoint_activations(
     computed again run again, but for kept ones. tiles: of layers that compute their MLPs in tiles, and so again anyhow.
     layers: None: all of the model's. options: of torch's `checkpoint`."""
     if kind == "selective":
-        from dtrain.parallel.selective import contexts_of
+        from dtrain.memory.selective_checkpointing import contexts_of
 
         options["context_fn"] = contexts_of(tiles)
     for layer in (*model.model.layers, *model.model.vision_layers) if layers is None else layers:

@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import rounds
+from dtrain.memory.selective_checkpointing import TileComputing
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.selective import TileComputing
 
 TOKENS = 4096  # of a tile, over all rows
 

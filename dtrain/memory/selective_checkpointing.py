@@ -20,7 +20,7 @@ Contexts = Callable[[], tuple[Any, Any]]  # of the forward and of what is comput
 
 @dataclass
 class TileComputing:
-    """State of a model's tiles (`models.common.tiles`). now: whether one is being computed; nothing of it is kept."""
+    """State of a model's tiles (`memory.tiles`). now: whether one is being computed; nothing of it is kept."""
 
     now: bool = False
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.adapters.config import is_stack
 from dtrain.base.fused import Fused, rounds
-from dtrain.models.common.adapter_config import is_stack
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, products

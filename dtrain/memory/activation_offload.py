@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dtrain.base.torch_functions import in_backward
 from dtrain.parallel.placement import local_tensor
 
 SMALL = 2**14  # bytes of a storage that stays
@@ -255,7 +256,3 @@ class ActivationOffloader:
 def storage_key(tensor: Tensor) -> int:
     """Return what tells the storage of `tensor` [...] from all others that live."""
     return tensor.untyped_storage()._cdata
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -14,18 +14,29 @@ from torch import nn
 
 from dtrain.base.compiled import Compiled
 from dtrain.base.compiled import obstacle as compiler_obstacle
+from dtrain.memory.selective_checkpointing import AS_WRITTEN, selective
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
-from dtrain.parallel.selective import AS_WRITTEN, selective
-from dtrain.policy.config import PolicyConfig
+from dtrain.recipe.schema import Train
 
 NAME = "train.compile=true (false says so from the start): a part of the layers"
 
 
-def compile_model(model: CausalLM, recipe: PolicyConfig, device: torch.device) -> None:
-    """Compile the parts of the layers of `model`, or let it say why not. No collective."""
-    model.uncompiled = obstacle(recipe) or compiler_obstacle(device.type)
+def compile_model(
+    model: CausalLM, train: Train, device: torch.device, *, is_deterministic: bool, lora_dropout: float
+) -> None:
+    """Compile the parts of the layers of `model`, or set `model.uncompiled` to the reason why they are not.
+
+    Args:
+        model: The model, after its attention kernel was set.
+        train: The recipe's section `train`.
+        device: Device of the run.
+        is_deterministic: The recipe's `run.deterministic`.
+        lora_dropout: Dropout of the adapters. 0 without adapters.
+    """
+    recipe_obstacle = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
+    model.uncompiled = recipe_obstacle or compiler_obstacle(device.type)
     if model.uncompiled is None:
-        compile_layers(model, is_selective_inside(recipe), computes_again(recipe))
+        compile_layers(model, is_selective_inside(train), computes_again(train))
 
 
 def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: bool = False) -> None:
@@ -46,33 +57,37 @@ def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: 
             layer.keys_first = keys_first.compiled_by(lambda part: Compiled(part, NAME, 2)) if computes_again else None
 
 
-def obstacle(recipe: PolicyConfig) -> str | None:
-    """Return why layers are better not compiled, on whatever machine, in words; None where nothing is in the way."""
-    if recipe.train.activation_checkpointing == "mlp":
+def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> str | None:
+    """Return why a recipe's layers are not compiled on any machine. None if they can be. Arguments: `compile_model`."""
+    if train.activation_checkpointing == "mlp":
         return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
-    if recipe.run.deterministic:
+    if is_deterministic:
         return "run.deterministic=true: the compiler chooses the order of sums by the first sizes that it sees"
-    if recipe.lora is not None and recipe.lora.dropout:
-        return f"lora.dropout={recipe.lora.dropout} is drawn for each layer, which would be a graph of its own"
+    if lora_dropout:
+        return f"lora.dropout={lora_dropout} is drawn for each layer, which would be a graph of its own"
     return None
 
 
-def is_selective_inside(recipe: PolicyConfig) -> bool:
-    """Return whether the compiled parts of layers are to keep and compute again by themselves what selective
-    checkpointing says. What goes to the host is what a whole layer keeps."""
-    train = recipe.train
+def is_selective_inside(train: Train) -> bool:
+    """Return whether selective checkpointing is applied inside the compiled parts of layers.
+
+    With `activation_offload` it is applied around the layer, because the offloader moves what the layer saves.
+    """
     return bool(train.compile and train.activation_checkpointing == "selective" and not train.activation_offload)
 
 
-def computes_again(recipe: PolicyConfig) -> bool:
-    """Return whether a checkpoint around each layer computes its compiled parts again."""
-    return recipe.train.activation_checkpointing in ("full", "selective") and not is_selective_inside(recipe)
+def computes_again(train: Train) -> bool:
+    """Return whether a checkpoint around each layer recomputes its compiled parts in the backward."""
+    return train.activation_checkpointing in ("full", "selective") and not is_selective_inside(train)
 
 
-def checkpointed_outside(model: CausalLM, recipe: PolicyConfig) -> list[nn.Module] | None:
-    """Return the modules of `model` that are checkpointed as they are: beside compiled parts that do it themselves a
-    tower's layers and linear attention, which are not compiled. None: all layers."""
-    if model.uncompiled is not None or not is_selective_inside(recipe):
+def checkpointed_outside(model: CausalLM, train: Train) -> list[nn.Module] | None:
+    """Return the modules of `model` that activation checkpointing wraps. None means all layers.
+
+    If checkpointing is applied inside the compiled parts, only modules that are not compiled remain: the layers of a
+    vision tower and linear attention.
+    """
+    if model.uncompiled is not None or not is_selective_inside(train):
         return None
     mixers = [layer.mixer for layer in cast(list[Layer], list(model.model.layers))]
     return [*model.model.vision_layers, *(mixer for mixer in mixers if not isinstance(mixer, Attention))]

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.errors import UserError
+from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.parallel.apply import Plan, apply_plan, find_plan
-from dtrain.parallel.checkpointing import checkpoint_activations
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.tensor import ParallelModel
