@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from dtrain.base.dealing import deal
 from dtrain.base.errors import Interrupted
@@ -25,9 +24,7 @@ from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, PromptKey, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.parallel.fsdp import unsharded
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.placement import reshard_model
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.policy import Policy
 
@@ -62,7 +59,7 @@ class NativeEngine(RolloutEngine):
         self._flash, note = choose(self.model.config, policy.precision.compute, self.device, self.mesh.tp.size())
         if note:
             say(f"note: {note}")
-        self._is_sharded = any(isinstance(module, FSDPModule) for module in self.model.modules())
+        self._sharding = policy.sharding
 
     @torch.no_grad()
     def generate(
@@ -88,7 +85,7 @@ class NativeEngine(RolloutEngine):
                 self._offloader.offload_before_refit()
                 stack.callback(self._offloader.prepare_for_training)
             gathers_once = self._gathers_once()
-            if self._steps is not None and self._is_sharded and not gathers_once:
+            if self._steps is not None and self._sharding.is_sharded and not gathers_once:
                 self._steps.give_up(
                     "graphs need the whole weights on every rank, which take more than half of the free memory; "
                     "grpo.unshard=true gathers them all the same"
@@ -97,12 +94,12 @@ class NativeEngine(RolloutEngine):
             stack.enter_context(whole_sequences(self.model))
             if gathers_once:
                 before = [] if self._steps is None else self._steps.weights()
-                stack.enter_context(unsharded(self.model))
+                stack.enter_context(self._sharding.unsharded())
                 if self._steps is not None:
                     self._steps.refresh(before)
             else:
-                stack.callback(reshard_model, self.model)
-            in_step = self.mesh.ep is not None or (self._is_sharded and ranks > 1 and not gathers_once)
+                stack.callback(self._sharding.reshard)
+            in_step = self.mesh.ep is not None or (self._sharding.is_sharded and ranks > 1 and not gathers_once)
             peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
             engine = self._engine(requests, peers)
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
@@ -160,8 +157,8 @@ class NativeEngine(RolloutEngine):
 
     def _gathers_once(self) -> bool:
         """Return whether weights are gathered once, the same on every rank. Collective where it depends on memory."""
-        if not self._is_sharded or self._unshard != "auto":
-            return self._is_sharded and bool(self._unshard)
+        if not self._sharding.is_sharded or self._unshard != "auto":
+            return self._sharding.is_sharded and bool(self._unshard)
         whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
         per_rank = whole // self.mesh.tp.size()
         return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))

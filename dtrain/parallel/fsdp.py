@@ -1,4 +1,9 @@
-"""FSDP2 over a decoder: which modules form one unit, in which dtypes, and the sum (never the mean) of gradients."""
+"""FSDP2 over a decoder, and the only place that knows FSDP.
+
+`shard_model` decides which modules form one unit, in which dtypes, and that gradients are summed (never averaged).
+`Sharding` is what the rest of dtrain uses afterwards: it gathers and frees weights, and decides when gradients are
+reduced.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.placement import local_tensor, reshard_model
+from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, exact_modules
 
 
@@ -89,8 +94,8 @@ def shard_model(
     offload: OffloadPolicy | None = None,
     reshard_after_forward: bool | str = "default",
     expert_mesh: DeviceMesh | None = None,
-) -> None:
-    """Shard `model` in place by its units.
+) -> "Sharding":
+    """Shard `model` in place by its units, and return its `Sharding`.
 
     mesh: one dimension, or (replicate, shard) for HSDP; expert_mesh: the same of experts that lie over ep, whose layer
     then has two messages where it has one. By default a layer is gathered before its forward and again
@@ -127,6 +132,7 @@ def shard_model(
     register_fsdp_forward_method(model.head, "with_weight")  # for nothing where it is no unit
     for name in ("with_head", "next_logits"):
         register_fsdp_forward_method(model, name)
+    return Sharding(model)
 
 
 def _left_whole(
@@ -203,20 +209,104 @@ def _own_unit(
     return unit
 
 
-@contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Inside, every unit of `model` keeps its weights gathered, all at once, through any number of forwards, which then
-    send nothing for them; after, it holds shards and gathers as it was built to, whatever happens.
+class Sharding:
+    """The FSDP units of one model: gathers and frees their weights, and controls when gradients are reduced.
 
-    For forwards without a backward. One all-gather per unit at the beginning. Nothing where there is no FSDP.
+    FSDP gathers a unit's weights for its forward and frees them afterwards. The last layers of a forward stay gathered,
+    because a backward usually follows. If none follows, as in an evaluation, `reshard` frees them. Until then
+    `model.parameters()` are the gathered copies: values written to them are lost, and a save would see no shards.
+
+    Works for a model without FSDP, too, which has no units.
+
+    Args:
+        model: A model that `shard_model` has sharded, or one that is not sharded.
+
+    Attributes:
+        is_sharded: Whether the model has FSDP units.
+
+    Example:
+        with torch.no_grad():
+            loss = model(batch)
+        sharding.reshard()
+        with sharding.writing():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
     """
-    units = [cast(_Unit, module) for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.is_sharded = len(self._units) > 0
+
+    def reshard(self) -> None:
+        """Free every gathered weight, so that parameters are this rank's shards. No collective."""
+        for unit in self._units:
+            unit.reshard()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Keep the weights of all units gathered, for any number of forwards without a backward.
+
+        Collectives:
+            One all-gather per unit at the beginning. The forwards inside gather nothing.
+        """
+        units = [cast(_Unit, unit) for unit in self._units]
+        try:
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
+            self.reshard()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Context for code that writes parameters in place.
+
+        Frees gathered weights before, because values written to gathered copies are lost. Refreshes the device's copies
+        of host masters (`memory.host_masters`) after, also if the code inside raises an error. No collective.
+        """
+        self.reshard()
+        try:
+            yield
+        finally:
+            for parameter in self._model.parameters():
+                refresh = getattr(local_tensor(parameter), "refresh", None)  # only host masters have it
+                if refresh is not None:
+                    refresh()
+
+    def sync_gradients(self, is_last: bool, reduce_each: bool = False) -> None:
+        """Set what the next backward does with its gradients.
+
+        Args:
+            is_last: Whether it is the backward of a step's last micro-batch, after which gradients are reduced over all
+                ranks. Before that they stay as this rank computed them.
+            reduce_each: Reduce gradients over the shards after every micro-batch. This saves the memory of unsharded
+                gradients. They are still reduced over replicas only after the last.
+        """
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(is_last or reduce_each)
+            self._model.set_requires_all_reduce(is_last)
+            self._model.set_is_last_backward(is_last)
+
+
+@contextmanager
+def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+    """Gather the weights of every FSDP unit of `model`, and free them when the context ends.
+
+    NeMo-RL's function. It is for reading weights, and accepts models that other code has sharded. A forward inside may
+    free weights again; use `Sharding.unsharded` for forwards.
+
+    Collectives:
+        One all-gather per unit.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for unit in units:
-            unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
     finally:
         for unit in units:
-            unit.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
-        reshard_model(model)
+            unit.reshard()

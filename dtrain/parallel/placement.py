@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
@@ -232,21 +231,3 @@ def _power_on_cpu(grad: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     parts = flat[:whole].view(-1, 128), flat[None, whole:]
     norms = [torch.linalg.vector_norm(part, norm_type, dim=1, dtype=dtype).double() for part in parts]
     return torch.cat(norms).pow(norm_type).sum()
-
-
-def reshard_model(model: nn.Module) -> None:
-    """Let go of every gathered weight, those too that stay for a backward, where none follows. No collective.
-
-    Until then `model.parameters()` are the gathered copies: what is written to them is lost, and saving sees no shards.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def weights_changed(model: nn.Module) -> None:
-    """Refresh the device's copies of host masters (`memory.host_masters`). Call it after writing parameters."""
-    for parameter in model.parameters():
-        refresh = getattr(local_tensor(parameter), "refresh", None)
-        if refresh is not None:
-            refresh()

@@ -18,8 +18,9 @@ worker                the policy under NeMo-RL's name and keywords, which traini
 from typing import TYPE_CHECKING
 
 from dtrain.base.exports import late_names
+from dtrain.parallel.fsdp import unshard_fsdp2_model
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
-from dtrain.policy.offloader import get_cpu_state_dict, unshard_fsdp2_model
+from dtrain.policy.offloader import get_cpu_state_dict
 from dtrain.policy.policy import Policy
 from dtrain.policy.weight_buckets import WeightReceiver
 

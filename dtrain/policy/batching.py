@@ -45,12 +45,32 @@ class Kind:
         return (self.dtype, True, *self.shape[1:]) if self.per_token else (self.dtype, False, *self.shape)
 
 
-class Taken(NamedTuple):
-    """Batch in full (`batch.complete`), streams of the same names, dtypes and kinds on every dp rank.
+class StepRows(NamedTuple):
+    """This dp rank's rows of one optimizer step.
 
-    by_row: the streams with a value for each row; the others are per token, with their pad value on padding. most_rows:
-    of all dp ranks. counted [n]: the rows that sample_mask leaves in, None for all. images: of the rows, None where the
-    caller gives none."""
+    Attributes:
+        batch: Every stream of the rows, [n, S, ..], or [n, ..] for a stream in `by_row`.
+        by_row: Names of the streams that have a value for each row instead of each token.
+        max_rows: The largest number of rows that any dp rank has in this step.
+        images: Images of the rows; None if the caller passes none.
+    """
+
+    batch: Batch
+    by_row: frozenset[str]
+    max_rows: int
+    images: RowImages | None
+
+
+class Taken(NamedTuple):
+    """A complete batch (`batch.complete`), whose streams have the same names, dtypes and kinds on every dp rank.
+
+    Attributes:
+        batch: Every stream, [n, S, ..] or [n, ..]. Streams per token have their pad value on padding.
+        by_row: Names of the streams that have a value for each row instead of each token.
+        most_rows: The largest number of rows that any dp rank has.
+        counted: Which rows `sample_mask` includes, bool [n]; None for all.
+        images: Images of the rows; None if the caller passes none.
+    """
 
     batch: Batch
     by_row: frozenset[str]
@@ -58,14 +78,27 @@ class Taken(NamedTuple):
     counted: Tensor | None
     images: RowImages | None = None
 
-    def of_step(self, rows: slice) -> tuple[Batch, RowImages | None]:
-        """Return the rows of one step that are counted, and their images."""
+    def steps(self, rows_per_step: int | None = None) -> list[StepRows]:
+        """Split the rows into optimizer steps, as many on every rank, without the rows that `sample_mask` excludes.
+
+        Args:
+            rows_per_step: Rows of this dp rank in one step. None makes one step of the whole batch.
+        """
+        total = max(self.most_rows, 1)
+        size = rows_per_step or total
+        return [self._step(start, size) for start in range(0, total, size)]
+
+    def _step(self, start: int, size: int) -> StepRows:
+        rows = slice(start, start + size)
+        max_rows = min(size, self.most_rows - start)
         if self.counted is None:
+            batch = {name: tensor[rows] for name, tensor in self.batch.items()}
             images = None if self.images is None else self.images.of(range(len(self.images))[rows])
-            return {name: tensor[rows] for name, tensor in self.batch.items()}, images
+            return StepRows(batch, self.by_row, max_rows, images)
         kept = torch.arange(len(self.counted))[rows][self.counted[rows]]
+        batch = {name: tensor[kept] for name, tensor in self.batch.items()}
         images = None if self.images is None else self.images.of(kept.tolist())
-        return {name: tensor[kept] for name, tensor in self.batch.items()}, images
+        return StepRows(batch, self.by_row, max_rows, images)
 
 
 def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:

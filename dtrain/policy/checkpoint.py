@@ -27,7 +27,8 @@ from dtrain.checkpoint.dcp.training_state import (
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
-from dtrain.parallel.placement import on_its_device, reshard_model, weights_changed
+from dtrain.parallel.fsdp import Sharding
+from dtrain.parallel.placement import on_its_device
 from dtrain.policy.reference import Reference
 
 
@@ -38,11 +39,21 @@ class PolicyCheckpoint:
     of the model's. holds_base: whether the frozen parameters are in no files but the run's checkpoints.
     """
 
-    def __init__(self, model: CausalLM, directory: Path, dtype: torch.dtype, *, template: str | None, holds_base: bool):
+    def __init__(
+        self,
+        model: CausalLM,
+        sharding: Sharding,
+        directory: Path,
+        dtype: torch.dtype,
+        *,
+        template: str | None,
+        holds_base: bool,
+    ):
         self.holds_base = holds_base
         self.base: Reference | None = None  # the model without its adapters, where these were loaded
         self.updater: Updater | None = None  # from `Policy.init_optimizer` on
-        self._model, self._directory, self._dtype, self._template = model, directory, dtype, template
+        self._model, self._sharding = model, sharding
+        self._directory, self._dtype, self._template = directory, dtype, template
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint holds of model and optimizer, under its names: those that are trained,
@@ -77,8 +88,8 @@ class PolicyCheckpoint:
         """
         restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep=keep)
         self.find_base(store, step)
-        store.load(step, self.tensors() | dict(beside), verified=verified)
-        weights_changed(self._model)
+        with self._sharding.writing():
+            store.load(step, self.tensors() | dict(beside), verified=verified)
         self._load_scalars(state)
 
     def find_base(self, store: CheckpointStore, step: int) -> None:
@@ -94,14 +105,14 @@ class PolicyCheckpoint:
         weights = weights_of(self._model, store, step)
         if weights.has_adapters:
             self.keep_base()
-        store.load(step, weights.wanted, only=True, cast=weights.cast)
-        weights_changed(self._model)
+        with self._sharding.writing():
+            store.load(step, weights.wanted, only=True, cast=weights.cast)
         self.holds_base |= weights.holds_frozen
         return weights.is_whole
 
     def keep_base(self) -> None:
         """Keep the model without its adapters, before these and the modules trained beside them are loaded."""
-        self.base = self.base or Reference(self._model, whole=False, adapters=False)
+        self.base = self.base or Reference(self._model, self._sharding, whole=False, adapters=False)
 
     def save_checkpoint(
         self,
@@ -136,7 +147,7 @@ class PolicyCheckpoint:
 
     def return_state_dict(self) -> dict[str, Any]:
         """Return the model's state dict, DTensors where it is sharded. No collective."""
-        reshard_model(self._model)
+        self._sharding.reshard()
         return {name: on_its_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:

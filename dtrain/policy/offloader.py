@@ -5,17 +5,16 @@ On a CPU everything lies where it is, and these functions only switch between tr
 """
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
-from dtrain.parallel.placement import local_tensor, reshard_model
+from dtrain.parallel.fsdp import Sharding
+from dtrain.parallel.placement import local_tensor
 
 
 class PolicyOffloader:
@@ -65,9 +64,11 @@ class PolicyOffloader:
                     state[key] = value.to(device)
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
-        """Return `model`, its parameters and buffers moved to `device`; gathered weights are resharded before. A model
-        whose masters lie on the host stays where it is, but for its buffers."""
-        reshard_model(model)
+        """Move the parameters and buffers of `model` to `device`, and return it.
+
+        Gathered weights are freed before. If masters are in host memory, only the buffers move.
+        """
+        Sharding(model).reshard()
         holds_masters = any(hasattr(local_tensor(parameter), "rounded") for parameter in model.parameters())
         return self.move_buffer_to_device(model if holds_masters else model.to(device), device)
 
@@ -139,16 +140,3 @@ def get_cpu_state_dict(state_generator: Iterable[tuple[str, Tensor]], pin_memory
         local = local_tensor(tensor).detach()
         copied[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin_memory).copy_(local)
     return copied
-
-
-@contextmanager
-def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
-    """Context in which every FSDP unit of `model` holds its weights gathered, all at once; after it, its shards, errors
-    included. One all-gather per unit. A model without FSDP stays as it is."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    try:
-        for unit in units:
-            unit.unshard()
-        yield
-    finally:
-        reshard_model(model)

@@ -1,4 +1,4 @@
-"""The reference: other weights for the same model, frozen, that take the place of the trained ones for a while."""
+"""The reference model: a second, frozen set of weights that is swapped into the policy's model for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,20 +9,28 @@ from torch import Tensor
 from dtrain.adapters.config import is_adapter
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.placement import local_tensor, on_its_device, reshard_model, weights_changed
+from dtrain.parallel.fsdp import Sharding
+from dtrain.parallel.placement import local_tensor, on_its_device
 
 
 class Reference:
-    """Copy of `model`'s weights as they are now, sharded as they are, on their device. No collective, ever.
+    """Copy of a model's current weights, sharded like them and on their device. No method communicates.
 
-    whole: of the frozen ones too, which are the model's own otherwise. adapters: with the adapters that the model has;
-    without, they are switched off while the reference is in place, and nothing of them is copied. `tensors` are plain
-    tensors, or DTensors like the parameters', by the parameters' names; tied ones once.
+    Args:
+        model: The model whose weights are copied, and into which they are swapped.
+        sharding: Sharding of `model`.
+        whole: Copy the frozen weights too. Otherwise the reference shares them with the model.
+        adapters: Whether the reference has the model's adapters. Without, adapters are switched off while the reference
+            is in place, and their weights are not copied.
+
+    Attributes:
+        tensors: The copied weights by parameter name: plain tensors, or DTensors like the parameters. Tied weights
+            appear once.
     """
 
-    def __init__(self, model: CausalLM, *, whole: bool, adapters: bool = True):
-        self._model, self._adapters = model, adapters
-        reshard_model(model)
+    def __init__(self, model: CausalLM, sharding: Sharding, *, whole: bool, adapters: bool = True):
+        self._model, self._sharding, self._adapters = model, sharding, adapters
+        sharding.reshard()
         left_out = set() if whole else frozen_names(model)
         self.tensors: dict[str, Tensor] = {
             name: on_its_device(tensor).clone()
@@ -33,8 +41,13 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the model holds the reference's weights; after it, its own again, errors included. Shard by
-        shard the two are swapped, so that no third copy exists."""
+        """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
+
+        The weights are swapped shard by shard, so no third copy exists.
+
+        Raises:
+            RuntimeError: If the reference is in place already.
+        """
         from dtrain.adapters.lora import adapters_off  # a run without a reference needs none of it
 
         if self._is_in:
@@ -51,19 +64,19 @@ class Reference:
     @torch.no_grad()
     def follow(self, mix: float) -> None:
         """Set reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
-        reshard_model(self._model)
+        self._sharding.reshard()
         for own, tensor in self._pairs():
-            own.lerp_(tensor.to(own.device), mix)  # a master may lie on the host
+            own.lerp_(tensor.to(own.device), mix)  # a master may be in host memory
 
     @torch.no_grad()
     def _swap(self) -> None:
-        reshard_model(self._model)  # what is gathered is of the other weights
-        for own, tensor in self._pairs():
-            kept = tensor.clone()
-            tensor.copy_(own)
-            own.copy_(kept)
-        weights_changed(self._model)
+        with self._sharding.writing():
+            for own, tensor in self._pairs():
+                kept = tensor.clone()
+                tensor.copy_(own)
+                own.copy_(kept)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the local shards of each weight of the reference and of the model."""
         tensors = model_tensors(self._model)
         return [(local_tensor(own), local_tensor(tensors[name]).detach()) for name, own in self.tensors.items()]

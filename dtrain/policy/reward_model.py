@@ -15,7 +15,7 @@ from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.text.template import choose_template
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
-from dtrain.parallel.placement import reshard_model
+from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.batching import DynamicShapes, gather_rows, micro_batches
 from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
@@ -33,6 +33,7 @@ class RewardModel:
     def __init__(self, policy: Policy, path: str, build: Callable[..., CausalLM] = build_model):
         self._policy, config = policy, read_config(path, labels=0)
         self.model = beside(policy, path, config, build)
+        self._sharding = Sharding(self.model)
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
         self._pad, recipe = config.pad_token_id, policy.recipe
         tokenizer = Tokenizer.from_directory(path)
@@ -56,7 +57,7 @@ class RewardModel:
                 scores = self._scorer.at_head(scored, lambda source, _: source.scores())
                 if index < len(plan):
                     own_scores[plan[index]] = scores[:, 0].double().cpu()
-        reshard_model(self.model)
+        self._sharding.reshard()
         gathered, _ = gather_rows(own_scores, policy.mesh.dp)
         dp_size = policy.mesh.dp_size
         order = [index for rank in range(dp_size) for index in range(rank, len(prompts), dp_size)]

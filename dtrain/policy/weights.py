@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.placement import reshard_model
+from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.weight_buckets import BUCKET_BYTES, Info, buckets, flatten, weight_group
 
 
@@ -22,8 +22,9 @@ class WeightSender:
     """Sender of the weights of `model`, which every rank has on its `device`; dtype: where none is asked for. Every
     rank calls each function: the shards are gathered."""
 
-    def __init__(self, model: CausalLM, rank: int, device: torch.device, dtype: torch.dtype):
-        self._model, self._rank, self._device, self._dtype = model, rank, device, dtype
+    def __init__(self, model: CausalLM, sharding: Sharding, rank: int, device: torch.device, dtype: torch.dtype):
+        self._model, self._sharding = model, sharding
+        self._rank, self._device, self._dtype = rank, device, dtype
         self._ipc_dtype: torch.dtype | None = None  # after `prepare_weights_for_ipc`
         self.close()
 
@@ -46,7 +47,7 @@ class WeightSender:
         `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
         from dtrain.checkpoint.huggingface.merged import whole_weights, wider
 
-        reshard_model(self._model)
+        self._sharding.reshard()
         dtype = dtype or self._dtype
         weights = whole_weights(self._model)
         for name in weights if names is None else names:

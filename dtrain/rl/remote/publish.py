@@ -28,7 +28,7 @@ from dtrain.checkpoint.huggingface.merged import folded, gathered
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import reshard_model
+from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.weight_buckets import BUCKET_BYTES, MEETING, Info, buckets, flatten, weight_group
 from dtrain.policy.weights import WeightSender
 from dtrain.rl.remote.dialects import AdapterVersion, Dialect, Post
@@ -329,7 +329,7 @@ def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mappi
     Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
     rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
     """
-    reshard_model(model)
+    Sharding(model).reshard()
     tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
     is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
     if is_plain or config.dora:

@@ -1,0 +1,110 @@
+"""What a step of the policy returns: `StepResult` for the losses, `UpdateResult` for the optimizer's step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from dtrain.models.common.routing import Routing
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts of one step's global batch, summed over all dp ranks.
+
+    Attributes:
+        trained_tokens: Tokens with a label.
+        documents: Documents, also called sequences. A packed row has several.
+        tokens: Tokens that are not padding.
+        pairs: Pairs of a token and a token of its document, for the FLOPs of attention.
+        windowed_pairs: Those pairs of which a sliding window shows at most its size per token.
+        vision_flops: FLOPs of the vision tower; 0 for text and in evaluations.
+    """
+
+    trained_tokens: int
+    documents: int
+    tokens: int
+    pairs: int
+    windowed_pairs: int
+    vision_flops: int
+
+
+class Totals:
+    """Totals of a step over all ranks, on the device until they are read.
+
+    Reading waits for the device. `Policy.optimizer_step` waits for the gradient norm anyway, so it reads the totals in
+    the same copy; after that `read` costs nothing.
+
+    Args:
+        on_device: Float64 [n], the same on every rank.
+    """
+
+    def __init__(self, on_device: Tensor):
+        self.on_device = on_device
+        self._on_host: Tensor | None = None
+
+    def set(self, on_host: Tensor) -> None:
+        """Accept the host's copy, [n], that the caller has read together with something else."""
+        self._on_host = on_host
+
+    def read(self) -> Tensor:
+        """Return the totals on the host, float64 [n]."""
+        if self._on_host is None:
+            self._on_host = self.on_device.cpu()
+        return self._on_host
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss and metrics of one global batch, the same on every rank except for `micro_batch_metrics`.
+
+    `loss`, `metrics` and `routing_metrics` wait for the device when one of them is first read. After
+    `Policy.optimizer_step` they are on the host already.
+
+    Attributes:
+        counts: Counts of the global batch, known before the backward.
+        totals: The loss, then the metrics in the order of `names`, then what the routers of a mixture of experts saw.
+        names: Names of the loss function's metrics.
+        routing: Routing of a mixture of experts that was trained; None for dense models and in evaluations.
+        micro_batch_metrics: This rank's metrics of each micro-batch, scalars on the device.
+    """
+
+    counts: StepCounts
+    totals: Totals
+    names: Sequence[str]
+    routing: Routing | None
+    micro_batch_metrics: Sequence[Mapping[str, Tensor]]
+
+    @cached_property
+    def loss(self) -> float:
+        """The step's loss: the sum of the loss function's values over all micro-batches and ranks, and a mixture's
+        balance loss."""
+        return self.totals.read()[0].item()
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Each metric of the loss function, summed over all micro-batches and ranks."""
+        values = self.totals.read()[1 : 1 + len(self.names)].tolist()
+        return dict(zip(self.names, values, strict=True))
+
+    @cached_property
+    def routing_metrics(self) -> dict[str, float]:
+        """Loads of a mixture's experts (`Routing.measures`); empty for dense models and in evaluations."""
+        if self.routing is None:
+            return {}
+        seen = self.totals.read()[1 + len(self.names) :]
+        return {name: value.item() for name, value in self.routing.measures(seen).items()}
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: Norm of the gradient of the whole model, before clipping. Not finite if the step was skipped.
+        lr: Learning rate of the first parameter group that this step used.
+    """
+
+    grad_norm: float
+    lr: float
