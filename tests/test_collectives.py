@@ -66,7 +66,12 @@ def a_step(rank, recipe, world_size, eval_mode):
     for _ in range(2):
         counted = Counted()
         with counted:
-            policy.train({k: v.clone() for k, v in batch.items()}, loss, eval_mode, gbs=recipe.train.global_batch)
+            rows_of_step = {name: stream.clone() for name, stream in batch.items()}
+            if eval_mode:
+                policy.evaluate(rows_of_step, loss)
+            else:
+                policy.forward_backward(rows_of_step, loss)
+                policy.optimizer_step()
     return dict(counted.found)
 
 

@@ -25,6 +25,7 @@ from dtrain.training.trainer import Trainer
 from tests.cases import run_cases
 from tests.models.oracle import VARIANTS
 from tests.running import assert_parity, assert_same, assert_same_rows, metrics, run, run_all, trajectory, weights
+from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -215,9 +216,9 @@ def replayed_on_rank(rank, recipe, world_size, batching):
         batch = {name: tensor[mine] for name, tensor in whole.items()}
         said = []
         for _ in range(2):
-            found = policy.train(batch, log_likelihood, mbs=batching)
-            said += [found["global_loss"].item(), float(found["grad_norm"])]
-            said += [value.item() for value in found["loads"].values()]
+            found = train_step(policy, batch, log_likelihood, batching)
+            said += [found.loss, found.grad_norm]
+            said += [*found.result.routing_metrics.values()]
         logprobs = torch.zeros(2, 6, 20, dtype=torch.float64)
         logprobs[0, mine] = policy.get_logprobs(batch, batching)["logprobs"]
         policy.init_reference_model()

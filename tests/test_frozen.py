@@ -82,12 +82,13 @@ def test_weights_of_another_run_are_taken_in_the_dtype_of_frozen_ones(tmp_path):
 
 
 def test_a_frozen_policy_s_reference_is_a_copy_of_what_is_trained(tmp_path):
+    from dtrain.parallel.fsdp import Sharding
     from dtrain.policy.reference import Reference
 
     model = models.build(models.read_config(write_model(tmp_path / "model")), dtype=torch.float64)
     models.init_weights(model, 0)
     choose_trained(model, tiny_recipe(tmp_path, "train.train_only=['*norm*']"), torch.float64)
-    reference = Reference(model, whole=False)
+    reference = Reference(model, Sharding(model), whole=False)
     assert reference.tensors and all("norm" in name for name in reference.tensors)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     with torch.no_grad():

@@ -144,7 +144,7 @@ class Trainer:
             places = {"position_ids": torch.arange(count), "seq_ids": torch.zeros(count, dtype=torch.int64)}
             rows.append({"input_ids": ids[:-1], "labels": labels[1:], **places})
         filters = TrainingSamplingParams(sampling.top_k, sampling.top_p, sampling.temperature or 1.0)
-        values = self.policy.label_logprobs(collate(rows), 8, filters)
+        values = self.policy.logprobs(collate(rows), 8, filters)
         distances = []
         for row, request, completion in zip(values, requests, completions, strict=True):
             start = len(request.prompt) - 1

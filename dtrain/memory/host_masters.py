@@ -2,7 +2,7 @@
 holds copies of them, rounded to the dtype of computation, and FSDP gathers the copies.
 
 A parameter stays one of float32 to everybody else: its gradient is reduced and kept in float32 on the device, and who
-reads or writes its local tensor reads and writes the master. Who writes tells (`placement.weights_changed`).
+reads or writes its local tensor reads and writes the master. Code that writes uses `fsdp.Sharding.writing`.
 """
 
 from collections.abc import Iterator

@@ -271,7 +271,7 @@ class DpoMethod(MethodWithReference):
             batch["token_weights"] = length_desensitised_weights(ids, batch["labels"], self.section.ld_alpha)
         if policy.reference is not None:
             with policy.use_reference_model():
-                batch["reference_logprobs"] = policy.label_logprobs(batch, self.micro_rows)
+                batch["reference_logprobs"] = policy.logprobs(batch, self.micro_rows)
         chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, nor counted
         if self.objective.sft_weight:
             chosen_tokens = all_reduced(_labels_of_chosen(batch).sum(), policy.mesh.dp).clamp(min=1)
@@ -301,7 +301,7 @@ class DpoMethod(MethodWithReference):
     def _weighted(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
         """The gradient as a weighted sum of log-probabilities, the weights being the derivative of the global batch's
         loss by them; exact, for the weights stay what they are within a step."""
-        logprobs = policy.label_logprobs(batch, self.micro_rows)
+        logprobs = policy.logprobs(batch, self.micro_rows)
         streams = PairSums.streams(batch, logprobs)  # [4, n, S]
         count, ids = documents(batch), document_ids(batch)
         local = sum_by_document(streams, ids, count)

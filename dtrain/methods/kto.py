@@ -152,13 +152,13 @@ class KtoMethod(MethodWithReference):
         rank's mismatched replies `others` with their number, [2], zeros where nothing is estimated."""
         total = torch.zeros(2, dtype=torch.float64)
         others = others if self._estimates else None
-        logprobs = None if others is None else policy.label_logprobs(others, self.micro_rows).double()
+        logprobs = None if others is None else policy.logprobs(others, self.micro_rows).double()
         with policy.use_reference_model():
             if others is not None and logprobs is not None:
-                logprobs -= policy.label_logprobs(others, self.micro_rows).double()
+                logprobs -= policy.logprobs(others, self.micro_rows).double()
                 total[0], total[1] = logprobs.sum(), documents(others)
             if own is not None:
-                own["reference_logprobs"] = policy.label_logprobs(own, self.micro_rows)
+                own["reference_logprobs"] = policy.logprobs(own, self.micro_rows)
         return total
 
     def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class Method:
     name models, whose ends say of which kind (`training.registry.TEACHER`, `REWARD_MODEL`). references: what else a
     reference may be.
 
-    A step goes before_step → source.batches → batch → prepare → Policy.train with the loss that prepare gives → fields.
+    A step goes before_step → source.batches → batch → prepare → Policy.forward_backward with the loss that prepare
+    returns → Policy.optimizer_step → fields.
 
     What a method keeps from step to step and a resumed run needs goes through three functions; one that keeps nothing
     leaves them as they are.
@@ -313,8 +314,8 @@ class Method:
         """A validation row's fields: the loss over all of `rows`, summed over all batches and ranks, divided once."""
         sums: dict[str, float] = {}
         for batch, loss in self.validation(policy, rows):
-            for name, value in policy.train(batch, loss, eval_mode=True, mbs=self.micro_rows)["sums"].items():
-                sums[name] = sums.get(name, 0.0) + value.item()
+            for name, value in policy.evaluate(batch, loss, self.micro_rows).metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
         return self.val_fields(sums)
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:

@@ -90,7 +90,7 @@ def _score(method: "DpoMethod", policy: Policy, rows: Rows, samples: range, tabl
     mine = bins[policy.mesh.dp_rank :: policy.mesh.dp_size]
     built = [row for members in mine for row in rows.build(members)]
     batch: Batch = collate(built) if rows.images is None else collate_with_images(built)
-    logprobs = policy.label_logprobs(batch, method.micro_rows).double()
+    logprobs = policy.logprobs(batch, method.micro_rows).double()
     ids, ld_alpha = document_ids(batch), method.section.ld_alpha
     if ld_alpha is not None:
         logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)

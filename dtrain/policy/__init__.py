@@ -7,6 +7,7 @@ parallelize           models on a user's own meshes, under NeMo-RL's names
 trained               which of its parameters are trained, a vision tower's too
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
+results               what a step returns
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
 checkpoint            what it saves and reads

@@ -162,9 +162,9 @@ class Policy:
             ValueError: If the batch does not fit (`batching.take`), on every rank.
 
         Collectives:
-            Those of `batching.take`. One all-reduce over dp if the number of rows per micro-batch varies. One all-reduce
-            of the counts over dp before the backward. The model's own. One all-reduce of loss and metrics over dp × cp
-            after the backward. With images an all-gather of their sizes over dp for each micro-batch.
+            Those of `batching.take`. One all-reduce over dp if the number of rows per micro-batch varies. One
+            all-reduce of the counts over dp before the backward. The model's own. One all-reduce of loss and metrics
+            over dp × cp after the backward. With images an all-gather of their sizes over dp for each micro-batch.
         """
         (step,) = take(batch, self.mesh.dp, self.model.config.vocab_size).steps()
         return self._forward_backward(step, loss_fn, micro_batch_size)
@@ -337,9 +337,7 @@ class Policy:
             raise RuntimeError(f"Policy.{caller} needs init_optimizer first; Policy.evaluate does not")
         return self.updater
 
-    def _forward_backward(
-        self, step: StepRows, loss_fn: Loss, micro_batch_size: int | Batching | None
-    ) -> StepResult:
+    def _forward_backward(self, step: StepRows, loss_fn: Loss, micro_batch_size: int | Batching | None) -> StepResult:
         """Compute loss and gradients of one step's rows. See `forward_backward`."""
         updater = self._required_updater("forward_backward")
         self.model.train()

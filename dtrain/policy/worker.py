@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -21,9 +22,14 @@ from dtrain.parallel import context
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
+from dtrain.policy.batching import Batching, take
 from dtrain.policy.build import build_model
+from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
+from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.policy import Policy
+from dtrain.policy.results import StepResult, UpdateResult
+from dtrain.policy.weights import WeightSender
 from dtrain.recipe.rollouts import RolloutSection
 
 MIB = 2**20
@@ -42,6 +48,11 @@ def _taking_data(method: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__doc__ = method.__doc__
     return call
+
+
+def _method_of(part: str, method: Callable[..., Any]) -> property:
+    """Return `method` of a policy's `part`, such as `checkpoint`, as a method of the worker."""
+    return property(attrgetter(f"{part}.{method.__name__}"), doc=method.__doc__)
 
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
@@ -84,27 +95,46 @@ class DTensorPolicyWorker(Policy):
         if init_optimizer and recipe.train.steps is None:
             raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")
         super().__init__(recipe, config, mesh, runtime, build)
-        self._runtime, self._temperature = runtime, _temperature_of(recipe)
+        self._temperature = _temperature_of(recipe)
         if init_reference_model:
             self.init_reference_model()
         if init_optimizer:
             assert recipe.train.steps is not None
             self.init_optimizer(recipe.train.steps)
         if weights_path is not None:
-            self.load_checkpoint(weights_path, optimizer_path)
+            self.checkpoint.load_checkpoint(weights_path, optimizer_path)
 
-    def train(  # type: ignore[override]  # `data` for `batch`
+    def train(
         self,
         data: Any,
         loss_fn: Callable[..., Any],
         eval_mode: bool = False,
         gbs: int | None = None,
-        mbs: int | None = None,
+        mbs: int | Batching | None = None,
     ) -> dict[str, Any]:
-        """Call `Policy.train` on `data`, a mapping of tensors as a BatchedDataDict; gbs: default `train.global_batch`.
+        """Train on a batch, in one or more optimizer steps.
 
-        Returns also `gpu_name` and `model_dtype`; `grad_norm` is a tensor [1], or None. Raises NotImplementedError for
-        a loss of NeMo-RL's, known by its `loss_type`.
+        Args:
+            data: This dp rank's rows, a mapping of tensors such as a BatchedDataDict. See `Policy.forward_backward`.
+            loss_fn: A loss as `Policy.forward_backward` takes it.
+            eval_mode: Compute the losses only, without gradients or an optimizer.
+            gbs: Rows of one optimizer step over all dp ranks. None uses `train.global_batch`.
+            mbs: Rows of a micro-batch, or another way to form them. None uses the recipe's.
+
+        Returns:
+            On the host `global_loss` [steps], `sums` (each metric's total, float64 [steps]), `tokens` int64 [steps, 3]
+            (trained tokens, documents, tokens), `pairs` int64 [steps, 2] (of a token and a token of its document, and
+            of those within the window), `vision_flops` [steps], `loads` (each metric of a mixture's routing, [steps]),
+            `grad_norm` (of the last step, before clipping: a tensor [1], or None), `lr` (of the last step, or None),
+            `rank`, `all_mb_metrics` (each metric of this rank, a list by micro-batch), `gpu_name` and `model_dtype`.
+
+        Raises:
+            NotImplementedError: For a loss of NeMo-RL's, recognised by its `loss_type`.
+            ValueError: If `gbs` is not the same number of rows for every dp rank, or the batch does not fit.
+            RuntimeError: Without an optimizer, unless `eval_mode`.
+
+        Collectives:
+            Those of `batching.take` once, then per step the others of `Policy.forward_backward` and `optimizer_step`.
         """
         if hasattr(loss_fn, "loss_type"):
             raise NotImplementedError(
@@ -114,13 +144,45 @@ class DTensorPolicyWorker(Policy):
             )
         batch_size = self.recipe.train.global_batch
         gbs = self.recipe.train.batch if gbs is None and batch_size != "auto" else gbs
-        result = super().train(data, loss_fn, eval_mode, gbs, mbs)
-        norm = result["grad_norm"]
-        return result | {
-            "grad_norm": None if norm is None else torch.tensor([norm]),
+        dp_size = self.mesh.dp_size
+        if gbs is not None and (gbs < 1 or gbs % dp_size):
+            raise ValueError(f"gbs={gbs} must be a multiple of the {dp_size} data-parallel ranks")
+        if not eval_mode:
+            self._required_updater("train")
+        taken = take(data, self.mesh.dp, self.model.config.vocab_size)
+        results: list[StepResult] = []
+        update: UpdateResult | None = None
+        for step in taken.steps(gbs // dp_size if gbs else None):
+            if eval_mode:
+                results.append(self._evaluate(step, loss_fn, mbs))
+            else:
+                results.append(self._forward_backward(step, loss_fn, mbs))
+                update = self.optimizer_step()
+        return _as_dict(results) | {
+            "grad_norm": None if update is None else torch.tensor([update.grad_norm]),
+            "lr": None if update is None else update.lr,
+            "rank": self.rank,
             "gpu_name": self.monitor.get_gpu_info()["name"],
             "model_dtype": self.precision.compute,
         }
+
+    # Methods of the policy's parts that NeMo-RL's users call on the worker.
+    save_checkpoint = _method_of("checkpoint", PolicyCheckpoint.save_checkpoint)
+    load_checkpoint = _method_of("checkpoint", PolicyCheckpoint.load_checkpoint)
+    return_state_dict = _method_of("checkpoint", PolicyCheckpoint.return_state_dict)
+    prepare_for_lp_inference = _method_of("offloader", PolicyOffloader.prepare_for_lp_inference)
+    offload_before_refit = _method_of("offloader", PolicyOffloader.offload_before_refit)
+    offload_after_refit = _method_of("offloader", PolicyOffloader.offload_after_refit)
+    move_optimizer_to_device = _method_of("offloader", PolicyOffloader.move_optimizer_to_device)
+    move_to_device = _method_of("offloader", PolicyOffloader.move_to_device)
+    move_to_cpu = _method_of("offloader", PolicyOffloader.move_to_cpu)
+    move_to_cuda = _method_of("offloader", PolicyOffloader.move_to_cuda)
+    move_buffer_to_device = _method_of("offloader", PolicyOffloader.move_buffer_to_device)
+    prepare_refit_info = _method_of("weights", WeightSender.prepare_refit_info)
+    broadcast_weights_for_collective = _method_of("weights", WeightSender.broadcast_weights_for_collective)
+    reset_peak_memory_stats = _method_of("monitor", DeviceMonitor.reset_peak_memory_stats)
+    start_gpu_profiling = _method_of("monitor", DeviceMonitor.start_gpu_profiling)
+    stop_gpu_profiling = _method_of("monitor", DeviceMonitor.stop_gpu_profiling)
 
     get_logprobs = _taking_data(Policy.get_logprobs)
     get_reference_policy_logprobs = _taking_data(Policy.get_reference_policy_logprobs)
@@ -164,7 +226,7 @@ class DTensorPolicyWorker(Policy):
     def get_free_memory_bytes(self) -> int:
         """Return the bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a
         share of its memory."""
-        return free_memory(self.device, self._runtime.world_size)
+        return free_memory(self.device, self.runtime.world_size)
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Return this rank's numbers and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.
@@ -172,7 +234,7 @@ class DTensorPolicyWorker(Policy):
         env_vars has a launcher's variables of the rank, and the process's CUDA_VISIBLE_DEVICES, None if that is not
         set. global_device_id is None: CUDA_VISIBLE_DEVICES may name devices by UUID or MIG instance.
         """
-        rank, info, is_gpu = self._runtime, self.monitor.get_gpu_info(), self.device.type == "cuda"
+        rank, info, is_gpu = self.runtime, self.monitor.get_gpu_info(), self.device.type == "cuda"
         reserved = (torch.cuda.memory_reserved, torch.cuda.max_memory_reserved)
         sample = next(((name, p) for name, p in self.model.named_parameters() if p.requires_grad), None)
         return {
@@ -211,13 +273,14 @@ class DTensorPolicyWorker(Policy):
         The noise of an element depends on its place in the unsharded weight and on the recipe's seed, so all ranks and
         meshes agree. A second call adds the same noise again. No collective.
         """
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                weight = local_tensor(parameter)
-                noise = torch.empty_like(weight)
-                number = key(self.recipe.run.seed, "noise", name)
-                fill_normal(noise, parameter.shape, local_slices(parameter), number, NOISE)
-                weight.add_(noise)
+        with self.sharding.writing():
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    weight = local_tensor(parameter)
+                    noise = torch.empty_like(weight)
+                    number = key(self.recipe.run.seed, "noise", name)
+                    fill_normal(noise, parameter.shape, local_slices(parameter), number, NOISE)
+                    weight.add_(noise)
 
     def report_device_id(self) -> str:
         """Return the UUID of this rank's GPU, "GPU-...", as nvidia-smi has it; "cpu" on a CPU."""
@@ -236,6 +299,30 @@ class DTensorPolicyWorker(Policy):
     def shutdown(self) -> None:
         """Leave the receivers of `init_collective` and let go of shared weights. The process goes on."""
         self.weights.close()
+
+
+def _as_dict(results: list[StepResult]) -> dict[str, Any]:
+    """Return the results of a batch's steps under NeMo-RL's keys; see `DTensorPolicyWorker.train`."""
+    first = results[0]
+    counts = [result.counts for result in results]
+
+    def by_step(values: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([each[name] for each in values], dtype=torch.float64) for name in values[0]}
+
+    by_micro_batch: dict[str, list[Tensor]] = {name: [] for name in first.names}
+    for result in results:
+        for metrics in result.micro_batch_metrics:
+            for name in first.names:
+                by_micro_batch[name].append(metrics[name])
+    return {
+        "global_loss": torch.tensor([result.loss for result in results], dtype=torch.float64),
+        "sums": by_step([result.metrics for result in results]),
+        "loads": by_step([result.routing_metrics for result in results]),
+        "tokens": torch.tensor([[each.trained_tokens, each.documents, each.tokens] for each in counts]),
+        "pairs": torch.tensor([[each.pairs, each.windowed_pairs] for each in counts]),
+        "vision_flops": torch.tensor([each.vision_flops for each in counts]),
+        "all_mb_metrics": by_micro_batch,
+    }
 
 
 def _temperature_of(recipe: PolicyConfig) -> float:

@@ -285,7 +285,7 @@ class GrpoMethod(MethodWithReference):
         quantile, threshold = self.loss_spec.options["top_entropy_quantile"], None
         high = None
         if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
-            entropies = policy.label_entropies(batch, self.micro_rows, self.sampling)
+            entropies = policy.entropies(batch, self.micro_rows, self.sampling)
             gathered, _ = gather_rows(entropies[batch["labels"] != IGNORE], policy.mesh.dp)
             result = top_entropy_threshold(gathered, quantile)
             threshold, high = (value.to(policy.device, non_blocking=True) for value in result)
@@ -356,7 +356,7 @@ class GrpoMethod(MethodWithReference):
         buffer = self.source.buffer
         shares = self.source.shares(self.policy, buffer, range(len(buffer)))
         mine = shares[self.policy.mesh.dp_rank]
-        values = self.policy.label_logprobs(buffer.batch(mine, self.source.data), self.micro_rows, self.sampling)
+        values = self.policy.logprobs(buffer.batch(mine, self.source.data), self.micro_rows, self.sampling)
         gathered, _ = gather_rows(buffer.flat(values, mine), self.policy.mesh.dp)
         buffer.place(name, gathered, [index for share in shares for index in share])
 

@@ -6,9 +6,9 @@ The files that a batch passes through:
     data/formats → text → rows/cache                      rows of files to token ids and a trained mask, once
     data/rows/rows                                        the endless row sequence; a dp rank's rows of a global batch
     methods: batch, prepare                               rows to a batch [n, S] on the host, and what its loss reads
-    policy.Policy.train → policy/batching                 counts over all ranks, micro-batches; backward
+    policy.Policy.forward_backward → policy/batching      micro-batches, counts over all ranks; backward
     policy/score → models → losses/head                   hidden states, the loss inside the root's forward
-    optim → parallel/placement                            norm, clip, update
+    policy.Policy.optimizer_step → optim                  norm, clip, update
     metrics                                               the row of metrics.jsonl
 """
 
@@ -40,6 +40,7 @@ from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.build import build_model
+from dtrain.policy.results import StepResult, UpdateResult
 from dtrain.recipe.schema import Recipe
 from dtrain.training import metrics, resume
 from dtrain.training.directory import ABOUT, DATA
@@ -205,11 +206,12 @@ class Trainer:
                 break
             data_time = time.perf_counter() - fetch_began
             rows, loss = self.method.prepare(self.policy, self.method.batch(batch))
-            result = self.policy.train(rows, loss, mbs=self.method.micro_rows)
+            result = self.policy.forward_backward(rows, loss, self.method.micro_rows)
+            update = self.policy.optimizer_step()
             step += 1
             self._cursor = batch.cursor
             self.method.after_step(self.policy, step)
-            self._log(step, batch.epoch, result, clock, data_time)
+            self._log(step, batch.epoch, result, update, clock, data_time)
             if step - self.start.step == 1:
                 self._tell_space()
             last = step == self.total_steps
@@ -323,27 +325,38 @@ class Trainer:
         is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
         return self.recipe.checkpoint.export != "none" and is_due
 
-    def _log(self, step: int, epoch: float, result: dict, began: float, data_time: float) -> None:
-        """Write the step's row. began: the time at which the step did; data_time: seconds until its batch was there."""
+    def _log(
+        self, step: int, epoch: float, result: StepResult, update: UpdateResult, began: float, data_time: float
+    ) -> None:
+        """Write the step's row to metrics.jsonl.
+
+        Args:
+            step: Number of the step, from 1.
+            epoch: Epochs of the data after this step.
+            result: Loss, metrics and counts of the step.
+            update: The optimizer's step.
+            began: `time.perf_counter` at the step's beginning.
+            data_time: Seconds that the step waited for its batch.
+        """
         step_time = time.perf_counter() - began
-        tokens = result["tokens"][0, 2].item()
-        pairs, windowed_pairs = result["pairs"][0].tolist()
-        of_text = self._text_flops
-        flops = of_text.token * tokens + of_text.pair * pairs + of_text.windowed_pair * windowed_pairs
+        counts, of_text = result.counts, self._text_flops
+        flops = (
+            of_text.token * counts.tokens + of_text.pair * counts.pairs + of_text.windowed_pair * counts.windowed_pairs
+        )
         self._measured = {}
-        self._see({"loss": result["global_loss"][0].item()})
+        self._see({"loss": result.loss})
         self.metrics.train_row(
             step,
             epoch=epoch,
             loss=self._measured["loss"],
-            **self.method.fields({name: value[0].item() for name, value in result["sums"].items()}),
-            **{name: value[0].item() for name, value in result["loads"].items()},
-            grad_norm=result["grad_norm"],
-            lr=result["lr"],
-            tokens=tokens,
-            tokens_per_sec=tokens / step_time,
+            **self.method.fields(result.metrics),
+            **result.routing_metrics,
+            grad_norm=update.grad_norm,
+            lr=update.lr,
+            tokens=counts.tokens,
+            tokens_per_sec=counts.tokens / step_time,
             mfu=metrics.model_flops_utilisation(
-                (flops + result["vision_flops"][0].item()) / step_time,
+                (flops + counts.vision_flops) / step_time,
                 self.runtime.world_size,
                 self.runtime.device,
                 self.policy.precision.compute,

@@ -6,6 +6,7 @@ import torch
 from dtrain import models
 from dtrain.adapters.config import is_adapter
 from dtrain.adapters.lora import adapted_layers, adapters_off, init_adapters
+from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
 from dtrain.training.preflight import preflight
@@ -47,7 +48,7 @@ def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path
     model, ids = adapted(tmp_path, "{rank: 2, modules_to_save: [norm]}"), torch.arange(12).view(2, 6)
     with adapters_off(model):
         expected = model(ids)
-    reference = Reference(model, whole=False, adapters=False)
+    reference = Reference(model, Sharding(model), whole=False, adapters=False)
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in reference.tensors} <= {
         "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"
     }  # fmt: skip

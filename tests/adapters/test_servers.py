@@ -15,6 +15,7 @@ from dtrain.methods.sft import SftMethod
 from tests.adapters.test_nf4 import SIZES
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import policy_of
+from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -51,7 +52,7 @@ def trained(rank, recipe, world_size):
     """Two steps, after which neither A nor B is what it began with."""
     policy = policy_of(rank, recipe, world_size)
     for _ in range(2):
-        policy.train(collate(rows(recipe.train.global_batch)), SftMethod(recipe).loss)
+        train_step(policy, collate(rows(recipe.train.global_batch)), SftMethod(recipe).loss)
     return policy
 
 
@@ -75,7 +76,7 @@ def dense(model):
 def merge_and_compare(rank, recipe, world_size, out):
     policy = trained(rank, recipe, world_size)
     before = {name: tensor.detach().clone() for name, tensor in model_tensors(policy.model).items()}
-    expected, info = dense(policy.model), policy.prepare_refit_info()
+    expected, info = dense(policy.model), policy.weights.prepare_refit_info()
     distances = {}
     for name, tensor in policy.weights.full_tensors():
         assert (tensor.shape, tensor.dtype) == info[name]

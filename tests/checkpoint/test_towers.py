@@ -21,6 +21,7 @@ from dtrain.training import load_recipe
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
 from tests.models.vision.oracle import WideIslands
 from tests.policy.test_images import batch_of, recipe_of
+from tests.stepping import train_step
 from tests.world import run_world
 
 STEPS = 2
@@ -41,7 +42,7 @@ def policy_of(rank, recipe, world_size=1, **sizes):
 
 def train(policy, name):
     batch, images = batch_of(CASES[name], policy.model.config)
-    policy.train(batch | {"images": images}, SftMethod(load_recipe({})).loss)
+    train_step(policy, batch | {"images": images}, SftMethod(load_recipe({})).loss)
 
 
 def rows_of(name, model_config):

@@ -22,6 +22,7 @@ from dtrain.training import load_recipe
 from dtrain.training.preflight import preflight
 from tests.policy.test_policy import rows
 from tests.running import MESHES, assert_parity, distance, metrics, overrides_of, run, trajectory, weights
+from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -141,8 +142,8 @@ def gradients_of_one_step(rank, recipe, batch):
     right.backward()
     policy.optimizer.step = lambda: None  # the weights stay
     policy.optimizer.zero_grad = lambda set_to_none: None  # and so do the gradients
-    result = policy.train(*method.prepare(policy, batch))
-    errors = [abs(result["global_loss"][0].item() - right.item()) / abs(right.item())]
+    result = train_step(policy, *method.prepare(policy, batch))
+    errors = [abs(result.loss - right.item()) / abs(right.item())]
     for (name, parameter), expected in zip(policy.model.named_parameters(), dense.parameters(), strict=True):
         size = expected.grad.abs().max()
         errors.append(((parameter.grad - expected.grad).abs().max() / size).item())
@@ -239,7 +240,7 @@ def teacher_after_a_step(rank, recipe, world_size):
     policy = policy_of(recipe, rank, world_size)
     method = DistillMethod(recipe)
     method.begin(policy, {}, None)
-    policy.train(*method.prepare(policy, collate(rows(4)[rank::world_size])))
+    train_step(policy, *method.prepare(policy, collate(rows(4)[rank::world_size])))
     parameters = list(method.teacher.model.parameters())
     assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in parameters)
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}

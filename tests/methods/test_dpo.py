@@ -14,6 +14,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from dtrain.training import method_of
+from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -71,10 +72,10 @@ def steps(rank, recipe, world_size, count=2):
     for number in range(count):
         rows = rows_of(mesh.dp_rank, mesh.dp_size, recipe.data.packing)
         batch, loss = method.prepare(policy, collate(rows))
-        result = policy.train(batch, loss, mbs=method.micro_rows)
+        result = train_step(policy, batch, loss, method.micro_rows)
         method.after_step(policy, number + 1)
-        fields = method.fields({name: value[0].item() for name, value in result["sums"].items()})
-        found += [result["global_loss"].item(), result["grad_norm"], *fields.values()]
+        fields = method.fields(result.result.metrics)
+        found += [result.loss, result.grad_norm, *fields.values()]
     return found
 
 

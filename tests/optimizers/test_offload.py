@@ -83,12 +83,12 @@ def given(recipe, rank, size):
     given["again"] = policy.get_logprobs(batch)["logprobs"]
     policy.reference.follow(0.5)
     given["followed"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    policy.offload_after_refit()
-    policy.prepare_for_training()
+    policy.offloader.offload_after_refit()
+    policy.offloader.prepare_for_training()
     given["moved"] = policy.get_logprobs(batch)["logprobs"]
     for dtype in (None, torch.float32):
         given |= {f"{name} in {dtype}": tensor.cpu() for name, tensor in policy.weights.full_tensors(dtype)}
-    return given | {name: local_tensor(tensor).cpu() for name, tensor in policy.return_state_dict().items()}
+    return given | {name: local_tensor(tensor).cpu() for name, tensor in policy.checkpoint.return_state_dict().items()}
 
 
 def differing(rank, recipe, on_host, size):
@@ -119,7 +119,7 @@ def placed(rank, recipe):
     policy = policy_on(recipe, rank, 1, runtime_of(rank, 1).device)
     give_gradients(policy, 0)
     policy.optimizer.step()
-    policy.prepare_for_training()
+    policy.offloader.prepare_for_training()
     state = [value for of in policy.optimizer.state.values() for value in of.values()]
     return [(value.device.type, value.is_pinned() or value.dim() == 0) for value in state]
 

@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.parallel.fsdp import mixed_precision, shard_model
-from dtrain.parallel.placement import local_tensor, reshard_model
-from dtrain.policy.policy import sync_gradients
+from dtrain.parallel.fsdp import Sharding, mixed_precision, shard_model
+from dtrain.parallel.placement import local_tensor
 from tests.cases import run_cases
 from tests.parallel.dense import assert_gradients, config_of, dense_gradients, dense_loss, random_batch, random_model
 from tests.world import run_world
@@ -35,9 +34,9 @@ def steps_between_evaluations(rank, config, reshard):
             with torch.no_grad():
                 loss = dense_loss(model, batches[rank])
                 assert abs(loss - dense_loss(oracle, batches[rank])) <= 1e-12 * abs(loss)
-            reshard_model(model)
+            Sharding(model).reshard()
         for index, batch in enumerate(batches[2 * rank : 2 * rank + 2]):
-            sync_gradients(model, index == 1)
+            Sharding(model).sync_gradients(index == 1)
             dense_loss(model, batch).backward()
         _, expected = dense_gradients(oracle, batches)
         assert_gradients(model, expected)
@@ -139,14 +138,14 @@ def written_in_place(rank, config):
     with torch.no_grad():
         dense_loss(model, batch)
         assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        reshard_model(model)
+        Sharding(model).reshard()
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         for parameter in [*model.parameters(), *oracle.parameters()]:
             local_tensor(parameter).mul_(0.5)
         for _ in range(2):
             found, expected = dense_loss(model, batch), dense_loss(oracle, batch)
             assert abs(found - expected) <= 1e-12 * abs(expected)
-            reshard_model(model)
+            Sharding(model).reshard()
 
 
 def test_weights_written_in_place_after_an_evaluation_are_seen(tmp_path):
@@ -154,8 +153,8 @@ def test_weights_written_in_place_after_an_evaluation_are_seen(tmp_path):
 
 
 def without_fsdp(model, batch):
-    sync_gradients(model, False)
-    reshard_model(model)
+    Sharding(model).sync_gradients(False)
+    Sharding(model).reshard()
     return dense_loss(model, batch)
 
 

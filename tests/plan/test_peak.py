@@ -21,6 +21,7 @@ from dtrain.policy import Policy
 from dtrain.training import method_of
 from tests.cases import run_cases
 from tests.pictures import picture_recipe
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe, write_model
 
 SHAPE = {
@@ -87,7 +88,7 @@ def peaks_of_a_step(rank, recipe, world_size):
     def step():
         rows = full_rows(method, sizes.accumulation, spec)
         batch, loss = method.prepare(policy, batch_of(rows, images_of(spec, len(rows))))
-        policy.train(batch, loss, mbs=method.micro_rows)
+        train_step(policy, batch, loss, method.micro_rows)
 
     step()
     kept = [parameter.detach() for parameter in policy.model.parameters()]

@@ -7,6 +7,7 @@ from dtrain.base.batch import IGNORE, collate, rows_in, trained_tokens
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed, assemble, row_lengths, scatter
 from tests.policy.test_policy import policy_of, rows
+from tests.stepping import train_step
 from tests.test_batch import row
 from tests.tiny import tiny_recipe
 from tests.world import run_world
@@ -64,10 +65,10 @@ def with_each(rank, recipe, world_size):
         batch = collate(made)
         logprobs = policy.get_logprobs(batch, making)["logprobs"]
         top = policy.get_topk_logits(batch, 3, making)
-        result = policy.train(batch, SftMethod(recipe).loss, mbs=making)
+        result = train_step(policy, batch, SftMethod(recipe).loss, making)
         assert rows_in(batch) == len(made)
         found.append(
-            [result["global_loss"].item(), result["grad_norm"], *logprobs.flatten().tolist()]
+            [result.loss, result.grad_norm, *logprobs.flatten().tolist()]
             + top["topk_logits"].flatten().tolist()
             + top["topk_indices"].flatten().tolist()
         )
@@ -97,8 +98,8 @@ def masked(rank, recipe):
     for batch in (bare, {name: tensor[::2] for name, tensor in made.items()}):
         policy = policy_of(recipe)
         policy.init_optimizer(4)
-        result = policy.train(batch, SftMethod(recipe).loss)
-        results.append((result["global_loss"].item(), result["grad_norm"], result["tokens"][0, 0].item()))
+        result = train_step(policy, batch, SftMethod(recipe).loss)
+        results.append((result.loss, result.grad_norm, result.result.counts.trained_tokens))
     return results
 
 

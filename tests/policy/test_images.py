@@ -17,6 +17,7 @@ from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.models.oracle import save
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe
 
 LAYOUTS = {
@@ -74,10 +75,10 @@ def trained(rank, recipe, name, world_size, sizes, packs):
     batch, images = batch_of(CASES[name], config)
     mine = list(range(len(images)))[mesh.dp.get_local_rank() :: mesh.dp.size()]
     rows = {key: stream[mine] for key, stream in batch.items()} | {"images": images.of(mine)}
-    result = policy.train(rows, SftMethod(load_recipe({})).loss, mbs=Packed(70) if packs else None)
+    result = train_step(policy, rows, SftMethod(load_recipe({})).loss, Packed(70) if packs else None)
     named = policy.model.named_parameters()
     weights = {key: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for key, value in named}
-    return result["global_loss"].item(), result["grad_norm"], weights, sum(patches)
+    return result.loss, result.grad_norm, weights, sum(patches)
 
 
 def recipe_of(root, name, *overrides):

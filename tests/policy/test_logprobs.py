@@ -11,6 +11,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from tests.cases import run_cases
+from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
 
 transformers = pytest.importorskip("transformers")
@@ -67,7 +68,7 @@ def score(rank, recipe, world_size, packing, other):
         return values[real].tolist()
 
     before = flat(policy.get_logprobs(batch, micro_batch_size=2)["logprobs"])
-    policy.train(batch, SftMethod(recipe).loss)
+    train_step(policy, batch, SftMethod(recipe).loss)
     after = flat(policy.get_logprobs(batch)["logprobs"])
     reference = flat(policy.get_reference_policy_logprobs(batch)["reference_logprobs"])
     assert flat(policy.get_logprobs(batch)["logprobs"]) == after  # the policy's own weights are back

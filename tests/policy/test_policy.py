@@ -1,4 +1,4 @@
-"""`Policy.train` by itself: several optimizer steps in one batch, ranks without rows, evaluation, float16's scale."""
+"""A policy by itself: several optimizer steps in one batch, ranks without rows, evaluation, float16's scale."""
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ from dtrain.models.read_config import read_config
 from dtrain.optim.update import LossScale, Schedule, Updater
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy import Policy
+from dtrain.policy import DTensorPolicyWorker, Policy
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import sizes
 from dtrain.training import load_recipe
+from tests.stepping import bare_worker, train_step
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
@@ -35,11 +36,11 @@ def rows(count, seed=0):
     return made
 
 
-def policy_of(recipe, rank=0, world_size=1):
+def policy_of(recipe, rank=0, world_size=1, kind=Policy):
     derived = sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard)
-    return Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    return kind(recipe, read_config(recipe.model.path), mesh, runtime)
 
 
 def weights_of(policy):
@@ -47,19 +48,19 @@ def weights_of(policy):
 
 
 def steps_in_one_call(rank, recipe):
-    policy = policy_of(recipe)
+    policy = policy_of(recipe, kind=bare_worker)
     policy.init_optimizer(4)
     made = rows(10)
     whole = policy.train(collate(made), SftMethod(load_recipe({})).loss, gbs=4)
     one_by_one = policy_of(recipe)
     one_by_one.init_optimizer(4)
     losses = [
-        one_by_one.train(collate(made[start : start + 4]), SftMethod(load_recipe({})).loss, gbs=4)["global_loss"]
+        train_step(one_by_one, collate(made[start : start + 4]), SftMethod(load_recipe({})).loss).loss
         for start in (0, 4, 8)
     ]
     assert whole["global_loss"].shape == (3,)
     # Widths differ with the longest row of the batch, and with them nothing but rounding.
-    torch.testing.assert_close(whole["global_loss"], torch.cat(losses), rtol=1e-12, atol=0)
+    assert whole["global_loss"].tolist() == pytest.approx(losses, rel=1e-12, abs=0)
     for name, value in weights_of(policy).items():
         torch.testing.assert_close(value, weights_of(one_by_one)[name], rtol=0, atol=1e-12)
 
@@ -74,8 +75,8 @@ def uneven_ranks(rank, recipe, counts):
     policy.init_optimizer(4)
     made = rows(sum(counts))
     start = sum(counts[:rank])
-    result = policy.train(collate(made[start : start + counts[rank]]), SftMethod(load_recipe({})).loss)
-    return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist()
+    result = train_step(policy, collate(made[start : start + counts[rank]]), SftMethod(load_recipe({})).loss)
+    return result.loss, result.grad_norm, result.result.counts
 
 
 @pytest.mark.trap(
@@ -95,7 +96,7 @@ def test_ranks_may_have_any_number_of_rows_and_none(tmp_path):
 
 
 def uneven_steps(rank, recipe, counts):
-    policy = policy_of(recipe, rank, len(counts))
+    policy = policy_of(recipe, rank, len(counts), bare_worker)
     policy.init_optimizer(4)
     made = rows(sum(counts))
     start = sum(counts[:rank])
@@ -113,21 +114,20 @@ def evaluation(rank, recipe):
     policy = policy_of(recipe, rank, 2)
     made = rows(5)
     with pytest.raises(RuntimeError, match="init_optimizer"):
-        policy.train(collate(made[rank::2]), SftMethod(load_recipe({})).loss)
+        train_step(policy, collate(made[rank::2]), SftMethod(load_recipe({})).loss)
     before = weights_of(policy)
-    result = policy.train(collate(made[rank::2]), SftMethod(load_recipe({})).loss, eval_mode=True)
-    assert result["grad_norm"] is None
+    result = policy.evaluate(collate(made[rank::2]), SftMethod(load_recipe({})).loss)
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     for name, value in weights_of(policy).items():
         assert torch.equal(value.to_local(), before[name].to_local())
-    return result["global_loss"].item()
+    return result.loss
 
 
 def test_evaluation_needs_no_optimizer_and_changes_nothing(tmp_path):
     recipe = tiny_recipe(tmp_path)
     losses = run_world(evaluation, 2, recipe)
     assert losses[0] == losses[1]
-    assert losses[0] == pytest.approx(run_world(uneven_ranks, 1, recipe, [5])[0][0][0], rel=1e-12)
+    assert losses[0] == pytest.approx(run_world(uneven_ranks, 1, recipe, [5])[0][0], rel=1e-12)
 
 
 def nothing_trained(rank, recipe):
@@ -135,8 +135,8 @@ def nothing_trained(rank, recipe):
     policy.init_optimizer(2)
     batch = collate(rows(2))
     batch["labels"].fill_(-100)
-    result = policy.train(batch, SftMethod(load_recipe({})).loss)
-    assert result["global_loss"].item() == 0.0 and result["grad_norm"] == 0.0
+    result = train_step(policy, batch, SftMethod(load_recipe({})).loss)
+    assert result.loss == 0.0 and result.grad_norm == 0.0
 
 
 def test_a_step_without_a_trained_token_has_loss_zero(tmp_path):
@@ -151,10 +151,10 @@ def poisoned(rank, recipe, skip):
     before = weights_of(policy)
     for _ in range(skip):
         assert not torch.isfinite(
-            torch.tensor(policy.train(collate(rows(2)), SftMethod(load_recipe({})).loss)["grad_norm"])
+            torch.tensor(train_step(policy, collate(rows(2)), SftMethod(load_recipe({})).loss).grad_norm)
         )
     with pytest.raises(UserError, match="model.embed_tokens.weight"):
-        policy.train(collate(rows(2)), SftMethod(load_recipe({})).loss)
+        train_step(policy, collate(rows(2)), SftMethod(load_recipe({})).loss)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(policy).items())
     assert not policy.optimizer.state
 
@@ -212,11 +212,11 @@ KNOWN = {
 
 
 def strange_names(rank, recipe):
-    policy = policy_of(recipe)
+    policy = policy_of(recipe, kind=bare_worker)
     names = [(part, name) for part, of_part in KNOWN.items() for name in of_part.split()]
     return [name for part, name in names if getattr(policy, name) != getattr(getattr(policy, part), name)]
 
 
 def test_names_known_to_users_are_the_parts_own_methods(tmp_path):
     assert run_world(strange_names, 1, tiny_recipe(tmp_path)) == [[]]
-    assert "host" in Policy.offload_before_refit.__doc__
+    assert "host" in DTensorPolicyWorker.offload_before_refit.__doc__

@@ -12,6 +12,7 @@ from dtrain.recipe import sizes
 from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.policy.test_policy import rows
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe
 
 
@@ -35,8 +36,8 @@ def two_steps(rank, recipe, world_size, loss_fn):
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
     loss_fn = SftMethod(load_recipe({})).loss if loss_fn == "sft" else loss_fn
-    results = [policy.train(collate(rows(4)), loss_fn) for _ in range(2)]
-    return [(result["global_loss"].tolist(), result["grad_norm"]) for result in results]
+    results = [train_step(policy, collate(rows(4)), loss_fn) for _ in range(2)]
+    return [([result.loss], result.grad_norm) for result in results]
 
 
 def flat(results):

@@ -1,4 +1,4 @@
-"""A caller's own streams through `Policy.train`: any mesh, any number of rows on a rank, any making of micro-batches
+"""A caller's own streams through a policy: any mesh, any number of rows on a rank, any making of micro-batches
 give the loss and the norm of one process, or every rank says what is wrong."""
 
 import re
@@ -17,6 +17,7 @@ from dtrain.recipe import sizes
 from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.policy.test_policy import rows
+from tests.stepping import bare_worker, train_step
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world
 
@@ -52,11 +53,11 @@ def loss_of_streams(source, batch, global_seqs, global_tokens):
     return -(tokens * of_document).sum() / global_tokens, {"flags": batch["flag"].sum()}
 
 
-def build(rank, recipe, world_size):
+def build(rank, recipe, world_size, kind=Policy):
     derived = sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
-    return Policy(recipe, read_config(recipe.model.path), mesh, runtime), mesh
+    return kind(recipe, read_config(recipe.model.path), mesh, runtime), mesh
 
 
 def with_streams(rank, recipe, world_size, counts, width):
@@ -68,11 +69,11 @@ def with_streams(rank, recipe, world_size, counts, width):
         batch = {"input_ids": batch["input_ids"], "flag": torch.empty(0), "other": torch.empty(0, 3)}
     found = []
     for making in MAKINGS:
-        losses = policy.train(batch, loss_of_streams, mbs=making, eval_mode=True)
-        result = policy.train(batch, loss_of_streams, mbs=making)
+        losses = policy.evaluate(batch, loss_of_streams, making)
+        result = train_step(policy, batch, loss_of_streams, making)
         assert policy.get_logprobs(batch, making)["logprobs"].shape == batch["input_ids"].shape
-        found.append([losses["global_loss"].item(), result["global_loss"].item(), result["grad_norm"]])
-        found[-1].append(result["sums"]["flags"].item())
+        found.append([losses.loss, result.loss, result.grad_norm])
+        found[-1].append(result.result.metrics["flags"])
     assert batch.get("weight") is None or batch["weight"].grad is None
     return found
 
@@ -122,29 +123,32 @@ def by_sequence(source, batch, global_seqs, global_tokens):
 
 
 def with_masked_rows(rank, recipe, world_size, kept, drops, gbs):
-    policy, mesh = build(rank, recipe, world_size)
+    policy, mesh = build(rank, recipe, world_size, bare_worker)
     policy.init_optimizer(20)
     batch = collate(rows(ROWS)) | {"reward": torch.arange(1.0, ROWS + 1), "sample_mask": torch.tensor(kept).float()}
     if drops:
         chosen = batch.pop("sample_mask").bool()
         batch = {name: tensor[chosen] for name, tensor in batch.items()}
     part = slice(mesh.dp_rank * 4, mesh.dp_rank * 4 + 4) if world_size > 1 else slice(None)
-    result = policy.train({name: tensor[part] for name, tensor in batch.items()}, by_sequence, gbs=gbs)
-    sequences = result["sums"]["sequences"].tolist()
-    return result["global_loss"].tolist(), result["grad_norm"], result["tokens"].tolist(), sequences
+    mine = {name: tensor[part] for name, tensor in batch.items()}
+    if gbs is not None:
+        return policy.train(mine, by_sequence, gbs=gbs)["tokens"].tolist()
+    step = train_step(policy, mine, by_sequence)
+    counts = step.result.counts
+    return step.loss, step.grad_norm, [counts.trained_tokens, counts.documents, counts.tokens], step.result.metrics
 
 
 def test_rows_that_sample_mask_leaves_out_are_no_sequences(tmp_path):
     kept = [1, 0, 1, 1, 0, 0, 0]
     recipe = tiny_recipe(tmp_path, "train.global_batch=12", "optimizer.lr=1e-30")
     losses, norm, tokens, sums = run_world(with_masked_rows, 1, recipe, 1, kept, True, None)[0]
-    assert sums == [sum(kept)] and tokens[0][1] == sum(kept)
+    assert sums == {"sequences": sum(kept)} and tokens[1] == sum(kept)
     for world_size in (1, 2):
         for found in run_world(with_masked_rows, world_size, recipe, world_size, kept, False, None):
             assert found[:2] == (pytest.approx(losses, rel=1e-12), pytest.approx(norm, rel=1e-12))
             assert found[2] == tokens
     steps = run_world(with_masked_rows, 1, recipe, 1, kept, False, 4)[0]
-    assert [step[1] for step in steps[2]] == [sum(kept[:4]), sum(kept[4:])]  # a step's rows are those of the batch
+    assert [step[1] for step in steps] == [sum(kept[:4]), sum(kept[4:])]  # a step's rows are those of the batch
 
 
 def with_positions(rank, recipe, world_size, gap, fill):
@@ -155,8 +159,8 @@ def with_positions(rank, recipe, world_size, gap, fill):
     positions = torch.arange(batch["input_ids"].shape[1])
     positions = positions + gap * (positions > 1)
     batch["position_ids"] = torch.where(batch["seq_ids"] >= 0, positions, fill)
-    results = [policy.train(batch, SftMethod(load_recipe({})).loss, mbs=making) for making in MAKINGS]
-    return [(result["global_loss"].item(), result["grad_norm"]) for result in results]
+    results = [train_step(policy, batch, SftMethod(load_recipe({})).loss, making) for making in MAKINGS]
+    return [(result.loss, result.grad_norm) for result in results]
 
 
 def test_positions_are_the_caller_s_on_every_mesh_whatever_stands_on_padding(tmp_path):
@@ -201,7 +205,7 @@ def what_is_wrong(count):
 
 
 def refused(rank, recipe):
-    policy, _ = build(rank, recipe, 2)
+    policy, _ = build(rank, recipe, 2, bare_worker)
     policy.init_optimizer(20)
     good = {"input_ids": torch.ones(2, 4, dtype=torch.int64), "weight": torch.ones(2, 4)}
 
@@ -214,7 +218,7 @@ def refused(rank, recipe):
         if change.get("weight") == "left out" and rank:
             del batch["weight"]
         with pytest.raises(ValueError) as error:
-            policy.train(batch, loss)
+            train_step(policy, batch, loss)
         told.append(str(error.value))
     for change in ({"input_ids": good["input_ids"][0]}, {"seq_ids": good["input_ids"]}):
         for call in (policy.get_logprobs, lambda batch: policy.get_topk_logits(batch, 2)):

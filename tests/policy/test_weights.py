@@ -15,10 +15,11 @@ from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
+from dtrain.policy import WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.weights import buckets
 from dtrain.recipe import sizes
 from tests.policy.test_policy import rows
+from tests.stepping import bare_worker, train_step
 from tests.tiny import tiny_recipe
 from tests.world import fork, run_world
 
@@ -27,7 +28,7 @@ def policy_of(rank, recipe, world_size):
     derived = sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
-    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy = bare_worker(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
     return policy
 
@@ -45,7 +46,7 @@ def free_port():
 def send(rank, recipe, world_size, port, dtype, bucket_bytes, at):
     """Sends the weights after a step, and gives what they are."""
     policy = policy_of(rank, recipe, world_size)
-    policy.train(collate(rows(4)), SftMethod(recipe).loss)
+    train_step(policy, collate(rows(4)), SftMethod(recipe).loss)
     info = policy.prepare_refit_info(dtype)
     if rank == 0:
         torch.save(info, at.with_suffix(".part"))
@@ -123,7 +124,7 @@ def moved(rank, recipe, world_size):
     for moves in (False, True):
         policy = policy_of(rank, recipe, world_size)
         batch = collate(rows(4 * world_size)[rank::world_size])
-        first = policy.train(batch, SftMethod(recipe).loss)
+        first = train_step(policy, batch, SftMethod(recipe).loss)
         if moves:
             policy.offload_before_refit()
             policy.offload_after_refit()
@@ -132,8 +133,8 @@ def moved(rank, recipe, world_size):
             policy.get_logprobs(batch)
             policy.prepare_for_training()
             assert policy.model.training
-        second = policy.train(batch, SftMethod(recipe).loss)
-        found.append([first["global_loss"].item(), second["global_loss"].item(), second["grad_norm"]])
+        second = train_step(policy, batch, SftMethod(recipe).loss)
+        found.append([first.loss, second.loss, second.grad_norm])
     assert policy.get_gpu_info()["device"] == "cpu"
     return found
 
@@ -148,7 +149,7 @@ def test_what_was_offloaded_comes_back(tmp_path, world_size):
 def saved_and_loaded(rank, recipe, world_size, at):
     policy = policy_of(rank, recipe, world_size)
     batch = collate(rows(4 * world_size)[rank::world_size])
-    policy.train(batch, SftMethod(recipe).loss)
+    train_step(policy, batch, SftMethod(recipe).loss)
     policy.save_checkpoint(at / "weights", at / "optimizer", at / "tokenizer")
     with unshard_fsdp2_model(policy.model):
         whole = get_cpu_state_dict(state_generator=policy.model.named_parameters())
@@ -158,7 +159,7 @@ def saved_and_loaded(rank, recipe, world_size, at):
     assert other.return_state_dict().keys() == policy.return_state_dict().keys()
     with pytest.raises(UserError, match="already"):
         policy.save_checkpoint(at / "weights")
-    return [one.train(batch, SftMethod(recipe).loss)["global_loss"].item() for one in (policy, policy, other, other)]
+    return [train_step(one, batch, SftMethod(recipe).loss).loss for one in (policy, policy, other, other)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -10,6 +10,7 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import DTensorPolicyWorker, Policy
 from dtrain.recipe import sizes
+from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_grpo, tiny_recipe
 from tests.world import run_world
 
@@ -54,11 +55,18 @@ def same_numbers(rank, recipe, world_size):
     dp, place = policy.mesh.dp_size, policy.mesh.dp_rank
     batch = {name: value[place::dp] for name, value in nemo_batch(12).items()}
     data = UserDict(batch)  # as a BatchedDataDict is one
-    expected, found = policy.train(batch, nll, gbs=8), worker.train(data=data, loss_fn=nll)
-    assert torch.equal(expected["global_loss"], found["global_loss"]) and found["global_loss"].shape == (2,)
-    assert found["grad_norm"].tolist() == torch.tensor([expected["grad_norm"]]).tolist()
+    found = worker.train(data=data, loss_fn=nll, gbs=8)
+    per_step = 8 // dp
+    parts = [slice(0, per_step), slice(per_step, None)]
+    steps = [train_step(policy, {name: value[rows] for name, value in batch.items()}, nll) for rows in parts]
+    assert found["global_loss"].tolist() == [step.loss for step in steps]
+    assert found["grad_norm"].tolist() == torch.tensor([steps[-1].grad_norm]).tolist()
     assert (found["rank"], found["model_dtype"], found["gpu_name"]) == (rank, torch.float64, "cpu")
-    assert found["all_mb_metrics"].keys() == expected["all_mb_metrics"].keys()
+    assert found["tokens"][:, 0].tolist() == [step.result.counts.trained_tokens for step in steps]
+    assert {name: values.tolist() for name, values in found["sums"].items()} == {
+        name: [step.result.metrics[name] for step in steps] for name in steps[0].result.names
+    }
+    assert found["all_mb_metrics"].keys() == set(steps[0].result.names)
     evaluated = worker.train(data=data, loss_fn=nll, eval_mode=True, gbs=12, mbs=1)
     assert evaluated["grad_norm"] is None and evaluated["global_loss"].shape == (1,)
     logprobs = worker.get_logprobs(data=data, micro_batch_size=3)["logprobs"]

@@ -20,6 +20,7 @@ from tests.pretend.runs import rows_of, runtime_of
 from tests.pretend.worlds import run_pretend
 from tests.remote.test_publish import sha256
 from tests.serve.serving import Process, ask, controlled, key_file, make_model
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe
 
 
@@ -52,7 +53,7 @@ def published(rank, recipe, url, key, shared):
     init_one_process_group("cuda")
     policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime), runtime)
     policy.init_optimizer(4)
-    policy.train(collate(rows(4)), SftMethod(recipe).loss)
+    train_step(policy, collate(rows(4)), SftMethod(recipe).loss)
     engine = HttpEngine([url], timeout=60.0, start_timeout=10.0, api_key_file=key)
     DirectoryPublisher(shared, Path(recipe.model.path), engine).publish(policy.model, 1)
     ours = {name: sha256(tensor.cpu()) for name, tensor in policy.weights.full_tensors(torch.float32)}

@@ -18,6 +18,7 @@ from dtrain.training import method_of
 from tests.policy.test_compile import by_aot_eager
 from tests.pretend.runs import runtime_of
 from tests.pretend.worlds import run_pretend
+from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 CLOSE = 0.01
@@ -52,7 +53,7 @@ def peak_of_a_step(rank, recipe, size):
         torch.cuda.reset_peak_memory_stats()
         rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
-        policy.train(batch, loss, mbs=method.micro_rows)
+        train_step(policy, batch, loss, method.micro_rows)
         peaks.append(torch.cuda.max_memory_allocated())
     return min(peaks[1:])
 

@@ -17,6 +17,7 @@ from tests.policy.test_weights import free_port
 from tests.pretend.runs import runtime_of
 from tests.pretend.test_sft import EXACT, assert_close, on_card, on_cpu
 from tests.pretend.worlds import run_pretend
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe
 from tests.world import fork
 
@@ -58,13 +59,13 @@ def sent(rank, recipe):
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
-    info = policy.prepare_refit_info(torch.bfloat16)
+    info = policy.weights.prepare_refit_info(torch.bfloat16)
     port = free_port()
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = fork(received, info, port, theirs)  # before the backward, whose threads a fork does not take along
-    policy.train(collate(rows(4)), SftMethod(recipe).loss)
-    policy.init_collective("127.0.0.1", port, 2)
-    policy.broadcast_weights_for_collective(torch.bfloat16, 5000)
+    train_step(policy, collate(rows(4)), SftMethod(recipe).loss)
+    policy.weights.init_collective("127.0.0.1", port, 2)
+    policy.weights.broadcast_weights_for_collective(torch.bfloat16, 5000)
     full = [(name, tensor) for name, tensor in policy.weights.full_tensors(torch.bfloat16) if name in info]
     assert all(tensor.is_cuda for _, tensor in full) and ours.poll(60)
     assert ours.recv() == digests(full)
@@ -83,16 +84,16 @@ def moved(rank, recipe, size):
         policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime, dp_shard=size), runtime)
         policy.init_optimizer(4)
         batch = collate(rows(4 * size)[rank::size])
-        policy.train(batch, SftMethod(recipe).loss)
+        train_step(policy, batch, SftMethod(recipe).loss)
         if moves:
-            policy.offload_before_refit()
-            policy.offload_after_refit()
+            policy.offloader.offload_before_refit()
+            policy.offloader.offload_after_refit()
             assert not any(parameter.is_cuda for parameter in policy.model.parameters())
-            policy.prepare_for_lp_inference()
+            policy.offloader.prepare_for_lp_inference()
             policy.get_logprobs(batch)
-            policy.prepare_for_training()
-        result = policy.train(batch, SftMethod(recipe).loss)
-        found.append([result["global_loss"].item(), result["grad_norm"]])
+            policy.offloader.prepare_for_training()
+        result = train_step(policy, batch, SftMethod(recipe).loss)
+        found.append([result.loss, result.grad_norm])
     return found
 
 

@@ -24,6 +24,7 @@ from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of
 from tests.remote.fakes import FakeVllm
 from tests.serve.serving import Process, ask, controlled, events, key_file, make_model, naive, wait_until
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 
@@ -54,7 +55,7 @@ def sha256(tensor):
 
 def trained(rank, recipe, world_size):
     policy = policy_of(rank, recipe, world_size)
-    policy.train(collate(rows(4)), SftMethod(recipe).loss)
+    train_step(policy, collate(rows(4)), SftMethod(recipe).loss)
     return policy
 
 
@@ -69,7 +70,7 @@ def publish(rank, recipe, world_size, urls, how, versions, shared):
         publisher = StreamPublisher(engine, bucket_bytes=5000, dtype=torch.float32)
     found = []
     for version in versions:
-        policy.train(collate(rows(4)), SftMethod(recipe).loss)
+        train_step(policy, collate(rows(4)), SftMethod(recipe).loss)
         publisher.publish(policy.model if how == "directory" else policy.weights, version)
         ours = {name: sha256(tensor) for name, tensor in policy.weights.full_tensors(torch.float32)}
         if rank == 0:

@@ -21,7 +21,7 @@ from dtrain.inference.request import Request, SamplingParams
 from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.experts import spread_experts
-from dtrain.parallel.fsdp import mixed_precision, shard_model
+from dtrain.parallel.fsdp import Sharding, mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -53,7 +53,8 @@ def build(variant, dtype=torch.float64):
 def policy_of(model, mesh):
     """Return what the engine needs of a policy."""
     precision = SimpleNamespace(compute=next(model.parameters()).dtype)
-    return SimpleNamespace(model=model, mesh=mesh, device=torch.device("cpu"), precision=precision)
+    sharding, device = Sharding(model), torch.device("cpu")
+    return SimpleNamespace(model=model, sharding=sharding, mesh=mesh, device=device, precision=precision)
 
 
 def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, compute=torch.float64):

@@ -147,10 +147,10 @@ def stream_rank(rank: int, size: int, recipe: Recipe, port: int, store: str) -> 
         receiver = WeightReceiver("127.0.0.1", port, 1, 2, device=torch.device("cuda", rank))
         return _digests(receiver.receive(info, 5000))
     policy, *_ = opened(0, 1, recipe)
-    info = policy.prepare_refit_info(torch.bfloat16)
+    info = policy.weights.prepare_refit_info(torch.bfloat16)
     infos.set("info", json.dumps({name: list(shape) for name, (shape, _) in info.items()}))
-    policy.init_collective("127.0.0.1", port, 2)
-    policy.broadcast_weights_for_collective(torch.bfloat16, 5000)
+    policy.weights.init_collective("127.0.0.1", port, 2)
+    policy.weights.broadcast_weights_for_collective(torch.bfloat16, 5000)
     return _digests(policy.weights.full_tensors(torch.bfloat16))
 
 

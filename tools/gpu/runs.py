@@ -111,7 +111,8 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
     def step() -> None:
         rows = full_rows(method, sizes.accumulation)
         batch, loss = method.prepare(policy, collate(rows, list(rows[0])))
-        policy.train(batch, loss, mbs=method.micro_rows)
+        policy.forward_backward(batch, loss, method.micro_rows)
+        policy.optimizer_step()
 
     return policy, method, step
 

@@ -73,7 +73,7 @@ class PlannedPolicy(Policy):
         if method.holds_reference():
             has_path = any(key.endswith(".reference") for key, _ in method.other_models())
             if has_path or not isinstance(method, MethodWithReference):
-                self.reference = Reference(self.model, whole=True, adapters=False)
+                self.reference = Reference(self.model, self.sharding, whole=True, adapters=False)
             else:
                 method.keep_reference(self)
             self.see_all(self.reference.tensors.values() if self.reference else (), "reference")

@@ -1,8 +1,8 @@
-"""A training step on stand-in tensors, traced: memory, messages and arithmetic of `Policy.train` on one rank.
+"""A training step on stand-in tensors, traced: memory, messages and arithmetic of a `Policy` on one rank.
 
-The step is the trainer's own: the method's `prepare`, then `Policy.train`, on a model that `policy.build.lay_out` laid
-out over a process group of as many ranks as are planned, of which this process is one and the only one. On a planned
-CPU the host's tensors lie in the same memory: the step's rows are counted too.
+The step is the trainer's own: the method's `prepare`, then `Policy.forward_backward` and `optimizer_step`, on a model
+that `policy.build.lay_out` laid out over a process group of as many ranks as are planned, of which this process is one
+and the only one. On a planned CPU the host's tensors lie in the same memory: the step's rows are counted too.
 
 Few layers and micro-batches of it are traced, for everything in it grows evenly with either. Layers of one kind are
 alike, so a peak within the third layer's forward, say, or within the last layer's backward is so many bytes and so many
@@ -97,7 +97,8 @@ def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
         with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))
             batch, loss = method.prepare(policy, batch_of(rows, images))
-            policy.train(batch, loss, mbs=method.micro_rows)
+            policy.forward_backward(batch, loss, method.micro_rows)
+            policy.optimizer_step()
     parameters = list(policy.model.parameters())
     table = getattr(policy.model.model, "embed_tokens_per_layer", None)
     held = Counter(
