@@ -15,11 +15,11 @@ from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy import WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
+from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.weights import buckets
 from dtrain.recipe import sizes
 from tests.policy.test_policy import rows
-from tests.stepping import bare_worker, train_step
+from tests.stepping import train_step
 from tests.tiny import tiny_recipe
 from tests.world import fork, run_world
 
@@ -28,7 +28,7 @@ def policy_of(rank, recipe, world_size):
     derived = sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
-    policy = bare_worker(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
     return policy
 
@@ -47,12 +47,12 @@ def send(rank, recipe, world_size, port, dtype, bucket_bytes, at):
     """Sends the weights after a step, and gives what they are."""
     policy = policy_of(rank, recipe, world_size)
     train_step(policy, collate(rows(4)), SftMethod(recipe).loss)
-    info = policy.prepare_refit_info(dtype)
+    info = policy.weights.prepare_refit_info(dtype)
     if rank == 0:
         torch.save(info, at.with_suffix(".part"))
         at.with_suffix(".part").rename(at)
-    policy.init_collective("127.0.0.1", port, 2)
-    policy.broadcast_weights_for_collective(dtype, bucket_bytes)
+    policy.weights.init_collective("127.0.0.1", port, 2)
+    policy.weights.broadcast_weights_for_collective(dtype, bucket_bytes)
     names = dict(policy.model.named_parameters())
     full = policy.weights.full_tensors(dtype)
     return {name: (digest(tensor), str(tensor.dtype)) for name, tensor in full if name in names}, len(info)
@@ -94,8 +94,8 @@ def test_buckets_hold_every_name_once_and_no_more_than_they_may():
 def share(rank, recipe, pipe):
     policy = policy_of(rank, recipe, 1)
     expected = {name: digest(tensor) for name, tensor in policy.weights.full_tensors(torch.float32)}
-    for names in policy.prepare_weights_for_ipc(torch.float32, 5000):
-        pipe.send_bytes(bytes(ForkingPickler.dumps(policy.get_weights_ipc_handles(names))))
+    for names in policy.weights.prepare_weights_for_ipc(torch.float32, 5000):
+        pipe.send_bytes(bytes(ForkingPickler.dumps(policy.weights.get_weights_ipc_handles(names))))
         assert pipe.recv() == {name: expected[name] for name in names}
     pipe.send_bytes(b"")
     return True
@@ -126,16 +126,16 @@ def moved(rank, recipe, world_size):
         batch = collate(rows(4 * world_size)[rank::world_size])
         first = train_step(policy, batch, SftMethod(recipe).loss)
         if moves:
-            policy.offload_before_refit()
-            policy.offload_after_refit()
-            policy.prepare_for_lp_inference()
+            policy.offloader.offload_before_refit()
+            policy.offloader.offload_after_refit()
+            policy.offloader.prepare_for_lp_inference()
             assert not policy.model.training
             policy.get_logprobs(batch)
-            policy.prepare_for_training()
+            policy.offloader.prepare_for_training()
             assert policy.model.training
         second = train_step(policy, batch, SftMethod(recipe).loss)
         found.append([first.loss, second.loss, second.grad_norm])
-    assert policy.get_gpu_info()["device"] == "cpu"
+    assert policy.monitor.get_gpu_info()["device"] == "cpu"
     return found
 
 
@@ -150,15 +150,15 @@ def saved_and_loaded(rank, recipe, world_size, at):
     policy = policy_of(rank, recipe, world_size)
     batch = collate(rows(4 * world_size)[rank::world_size])
     train_step(policy, batch, SftMethod(recipe).loss)
-    policy.save_checkpoint(at / "weights", at / "optimizer", at / "tokenizer")
+    policy.checkpoint.save_checkpoint(at / "weights", at / "optimizer", at / "tokenizer")
     with unshard_fsdp2_model(policy.model):
         whole = get_cpu_state_dict(state_generator=policy.model.named_parameters())
-    assert all(policy.prepare_refit_info()[name][0] == tensor.shape for name, tensor in whole.items())
+    assert all(policy.weights.prepare_refit_info()[name][0] == tensor.shape for name, tensor in whole.items())
     other = policy_of(rank, recipe, world_size)
-    other.load_checkpoint(at / "weights", at / "optimizer")
-    assert other.return_state_dict().keys() == policy.return_state_dict().keys()
+    other.checkpoint.load_checkpoint(at / "weights", at / "optimizer")
+    assert other.checkpoint.return_state_dict().keys() == policy.checkpoint.return_state_dict().keys()
     with pytest.raises(UserError, match="already"):
-        policy.save_checkpoint(at / "weights")
+        policy.checkpoint.save_checkpoint(at / "weights")
     return [train_step(one, batch, SftMethod(recipe).loss).loss for one in (policy, policy, other, other)]
 
 
