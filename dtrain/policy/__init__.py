@@ -10,7 +10,7 @@ score                 what a loss may ask of the model
 results               what a step returns
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
-checkpoint            what it saves and reads
+checkpoint            saving and loading, of one model or of several under their names
 offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
 weights, weight_buckets  full tensors for an engine; the buckets in which they travel
 worker                the policy under NeMo-RL's name and keywords, which training never loads
@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 from dtrain.base.exports import late_names
 from dtrain.parallel.fsdp import unshard_fsdp2_model
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
+from dtrain.policy.checkpoint import load_models, save_models
 from dtrain.policy.offloader import get_cpu_state_dict
 from dtrain.policy.policy import Policy
+from dtrain.policy.results import StepResult, UpdateResult
 from dtrain.policy.weight_buckets import WeightReceiver
 
 if TYPE_CHECKING:
@@ -37,7 +39,11 @@ __all__ = [
     "Fixed",
     "Packed",
     "Policy",
+    "StepResult",
+    "UpdateResult",
     "WeightReceiver",
     "get_cpu_state_dict",
+    "load_models",
+    "save_models",
     "unshard_fsdp2_model",
 ]

@@ -4,7 +4,8 @@ A checkpoint holds what is trained and its optimizer's state. Frozen parameters 
 checkpoint holds them only where they came from elsewhere: drawn, or from `checkpoint.init_from`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,16 +87,38 @@ class PolicyCheckpoint:
         recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
         fit.
         """
-        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep=keep)
-        self.find_base(store, step)
-        with self._sharding.writing():
+        with self.restoring(store, step, state, keep=keep):
             store.load(step, self.tensors() | dict(beside), verified=verified)
+
+    @contextmanager
+    def restoring(
+        self, store: CheckpointStore, step: int, state: Mapping[str, Any], prefix: str = "", keep: Collection[str] = ()
+    ) -> Iterator[None]:
+        """Context in which the caller fills `tensors()` from a checkpoint. Allocates the optimizer's state before.
+
+        Args:
+            store: The checkpoints.
+            step: The step that is loaded.
+            state: What `state()` returned at the save.
+            prefix: What the names of this model's tensors begin with in the checkpoint.
+            keep: Options of the optimizer that stay as the recipe has them.
+        """
+        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep=keep)
+        self.find_base(store, step, prefix)
+        with self._sharding.writing():
+            yield
         self._load_scalars(state)
 
-    def find_base(self, store: CheckpointStore, step: int) -> None:
-        """Find where the frozen parameters are that `load` will fill: in this checkpoint, or in files."""
+    def find_base(self, store: CheckpointStore, step: int, prefix: str = "") -> None:
+        """Find where the frozen parameters are that `load` will fill: in this checkpoint, or in files.
+
+        Args:
+            store: The checkpoints.
+            step: The step that will be loaded.
+            prefix: What the names of this model's tensors begin with in the checkpoint.
+        """
         stored = store.tensors(step)
-        self.holds_base = any(f"model.{name}" in stored for name in frozen_names(self._model))
+        self.holds_base = any(f"{prefix}model.{name}" in stored for name in frozen_names(self._model))
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
         """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone
@@ -230,6 +253,74 @@ class PolicyCheckpoint:
         self._updating.scheduler.load_state_dict(state["scheduler"])
         if self._updating.loss_scale is not None and state["loss_scale"] is not None:
             self._updating.loss_scale.load_state_dict(state["loss_scale"])
+
+
+MAIN = "policy"  # the model whose tensors have no prefix in a checkpoint, as in a run that trains one model
+
+
+def save_models(
+    store: CheckpointStore, step: int, models: Mapping[str, PolicyCheckpoint], state: Mapping[str, Any]
+) -> None:
+    """Save several models with their optimizers as one step of a store.
+
+    Args:
+        store: The checkpoints. A step is never overwritten.
+        step: Number of the step.
+        models: `Policy.checkpoint` of each model by name. Tensors of "policy" keep the names that a run with one model
+            uses, such as `model.norm.weight`. Those of a model "critic" are `critic.model.norm.weight` and so on.
+        state: What else the caller wants back from `load_models`, as JSON.
+
+    Raises:
+        UserError: If the step exists, or the disk is full.
+
+    Collectives:
+        Those of `CheckpointStore.save`.
+    """
+    tensors: dict[str, Tensor] = {}
+    states = {}
+    for name, checkpoint in models.items():
+        for key, tensor in checkpoint.tensors().items():
+            tensors[f"{_prefix(name)}{key}"] = tensor
+        states[name] = checkpoint.state()
+    store.save(step, tensors, {"models": states, "state": dict(state)})
+
+
+def load_models(store: CheckpointStore, step: int, models: Mapping[str, PolicyCheckpoint]) -> dict[str, Any]:
+    """Load every model and optimizer that `save_models` has saved, on any mesh.
+
+    Args:
+        store: The checkpoints.
+        step: Number of the step.
+        models: `Policy.checkpoint` of each model, under the names of the save. Each needs its optimizer.
+
+    Returns:
+        The caller's own state.
+
+    Raises:
+        UserError: If the checkpoint has other models, or a model does not fit. Then no weight was changed.
+
+    Collectives:
+        Those of `CheckpointStore.load`.
+    """
+    saved = store.read_state(step)
+    states = saved.get("models", {})
+    if states.keys() != models.keys():
+        raise UserError(
+            f"{store.path(step)} has the models {', '.join(sorted(states)) or 'none'}, and "
+            f"{', '.join(sorted(models))} are to be loaded: pass the same names as to save_models"
+        )
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for name, checkpoint in models.items():
+            stack.enter_context(checkpoint.restoring(store, step, states[name], _prefix(name)))
+            for key, tensor in checkpoint.tensors().items():
+                tensors[f"{_prefix(name)}{key}"] = tensor
+        store.load(step, tensors)
+    return saved["state"]
+
+
+def _prefix(name: str) -> str:
+    return "" if name == MAIN else f"{name}."
 
 
 class Weights(NamedTuple):

@@ -11,6 +11,7 @@ inference engines, `monitor` reads the device's memory.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths,
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.read_config import read_config
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import Sharding
 from dtrain.parallel.mesh import Mesh
@@ -34,9 +36,11 @@ from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
-from dtrain.policy.score import Loss, Scorer
+from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
 from dtrain.recipe.automatic import without_auto
+from dtrain.recipe.schema import Model
+from dtrain.recipe.schema import Optimizer as OptimizerSection
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
@@ -115,6 +119,38 @@ class Policy:
         if recipe.lora is not None and recipe.lora.path is not None:
             self.checkpoint.keep_base()
             self._read_adapter(recipe.lora.path)
+
+    def another(
+        self, path: str | None = None, *, labels: int | None = None, optimizer: OptimizerSection | None = None
+    ) -> "Policy":
+        """Build a second model that is trained next to this one, on the same mesh and by the same recipe.
+
+        It has no adapters. Call its `init_optimizer` to train it, and save it together with this policy by
+        `save_models` (`policy/checkpoint.py`).
+
+        Args:
+            path: Directory of the model. None builds it from this policy's own files.
+            labels: Outputs of a new head, for a critic or a classifier. None keeps the head of a language model.
+            optimizer: Its optimizer. None uses the recipe's.
+
+        Raises:
+            UserError: If the model cannot be read.
+
+        Collectives:
+            Those of building a policy.
+
+        Example:
+            critic = policy.another(labels=1, optimizer=Optimizer(lr=1e-5))
+            critic.init_optimizer(total_steps=100)
+        """
+        recipe = replace(
+            self.recipe,
+            model=self.recipe.model if path is None else Model(path=path),
+            optimizer=optimizer or self.recipe.optimizer,
+            lora=None,
+        )
+        config = read_config(recipe.model.directory, labels=labels)
+        return Policy(recipe, config, self.mesh, self.runtime)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -241,6 +277,28 @@ class Policy:
             Those of `batching.take` and of the forward.
         """
         return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows, sampling)])[0]
+
+    @torch.no_grad()
+    def token_values(
+        self,
+        batch: Batch,
+        value_fn: Callable[[LogprobSource], Tensor],
+        micro_batch_size: int | Batching | None = None,
+    ) -> Tensor:
+        """Compute a value for every token, such as a critic's, without gradients.
+
+        Args:
+            batch: This dp rank's rows, as for `forward_backward`.
+            value_fn: Returns the values [B, S/cp] of a micro-batch's positions on this rank, from its source.
+            micro_batch_size: As for `forward_backward`.
+
+        Returns:
+            [n, S] on the CPU, 0 on padding.
+
+        Collectives:
+            Those of `batching.take` and of the forward.
+        """
+        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.of_labels(rows, value_fn)])[0]
 
     def entropies(
         self, batch: Batch, micro_batch_size: int | Batching | None, sampling: "TrainingSamplingParams"

@@ -303,14 +303,14 @@ class Scorer:
         from dtrain.losses.head.logprobs import TrainingSamplingParams
 
         sampling = sampling or TrainingSamplingParams()
-        return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
+        return self.of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
 
     @torch.no_grad()
     def entropies(self, batch: Batch, sampling: "TrainingSamplingParams") -> Tensor:
         """Return, by position as `logprobs`, the entropy where there is a label, else 0, [B, S]."""
-        return self._of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
+        return self.of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
-    def _of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:
+    def of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:
         """Return `fn`'s values [B, S/cp] as [B, S] on every rank."""
         local = self.at_head(batch, lambda source, _: fn(source))
         cp = self.mesh.cp

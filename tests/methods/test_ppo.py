@@ -1,0 +1,148 @@
+"""PPO with a critic (arXiv:1707.06347), written as a user would write it: two trained models and one checkpoint, with
+nothing but what dtrain's own objects offer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dtrain.base.batch import IGNORE, collate
+from dtrain.checkpoint.dcp.store import CheckpointStore
+from dtrain.inference.native import NativeEngine
+from dtrain.inference.request import Request, SamplingParams
+from dtrain.models import read_config
+from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy, load_models, save_models
+from dtrain.recipe.schema import Optimizer
+from tests.tiny import tiny_recipe
+from tests.world import run_world
+
+PROMPTS = [[3, 5, 7], [11, 13], [2, 17, 19, 23], [29, 31, 37]]
+SAMPLES = 2  # completions of a prompt
+NEW_TOKENS = 6
+GAMMA, LAMBDA = 1.0, 0.95
+CLIP, VALUE_CLIP = 0.2, 0.2
+EPOCHS = 2  # updates on the same completions
+
+
+def reward_of(ids):
+    """Scripted reward: the share of even tokens in a completion."""
+    return sum(token % 2 == 0 for token in ids) / len(ids)
+
+
+def values_of(source):
+    """The critic's value of every position, [B, S], from its head of one output."""
+    head = source.head_input
+    return F.linear(head.hidden, head.weight).view(source.inputs["input_ids"].shape)
+
+
+def critic_loss(source, batch, global_sequences, global_tokens):
+    """Half the squared error of values, clipped as PPO clips the ratio."""
+    values, old, returns = values_of(source), batch["old_values"], batch["returns"]
+    clipped = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+    errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    total = 0.5 * (errors * (batch["labels"] != IGNORE)).sum()
+    return total / global_tokens, {"value_error": total}
+
+
+def actor_loss(source, batch, global_sequences, global_tokens):
+    """PPO's clipped surrogate."""
+    ratio = (source.logprobs().logprobs - batch["old_logprobs"]).exp()
+    advantages, trained = batch["advantages"], batch["labels"] != IGNORE
+    gains = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -(gains * trained).sum() / global_tokens, {"clipped": ((ratio - 1).abs() > CLIP).logical_and(trained).sum()}
+
+
+def row_of(prompt, completion):
+    ids = torch.tensor([*prompt, *completion.ids])
+    labels = ids[1:].clone()
+    labels[: len(prompt) - 1] = IGNORE
+    length = len(labels)
+    positions, documents = torch.arange(length), torch.zeros(length, dtype=torch.int64)
+    return {"input_ids": ids[:-1], "labels": labels, "position_ids": positions, "seq_ids": documents}
+
+
+def advantages_of(values, labels, rewards):
+    """Generalised advantage estimation (arXiv:1506.02438) over the completion's tokens; the reward is at its end."""
+    advantages = torch.zeros_like(values)
+    for row, reward in enumerate(rewards):
+        places = (labels[row] != IGNORE).nonzero().flatten().tolist()
+        following_value, advantage, gain = 0.0, 0.0, reward
+        for place in reversed(places):
+            error = gain + GAMMA * following_value - values[row, place]
+            advantage = error + GAMMA * LAMBDA * advantage
+            advantages[row, place] = advantage
+            following_value, gain = values[row, place], 0.0
+    return advantages
+
+
+class Ppo:
+    def __init__(self, rank, recipe, world_size):
+        runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
+        mesh = build_mesh(runtime, dp_shard=world_size)
+        self.policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+        self.critic = self.policy.another(labels=1, optimizer=Optimizer(lr=3e-3))
+        for model in (self.policy, self.critic):
+            model.init_optimizer(total_steps=100)
+        self.engine = NativeEngine(self.policy)
+        self.models = {"policy": self.policy.checkpoint, "critic": self.critic.checkpoint}
+
+    def step(self, number):
+        """Sample, judge, and update both models; return the numbers of the last update."""
+        sampling = SamplingParams(NEW_TOKENS)
+        asked = [(index, sample) for index in range(len(PROMPTS)) for sample in range(SAMPLES)]
+        requests = [Request(PROMPTS[index], sampling, 1000 + number, index, sample) for index, sample in asked]
+        completions = self.engine.generate(requests)
+        mesh = self.policy.mesh
+        mine = range(mesh.dp_rank, len(asked), mesh.dp_size)
+        batch = collate([row_of(PROMPTS[asked[index][0]], completions[index]) for index in mine])
+        rewards = [reward_of(completions[index].ids) for index in mine]
+        values = self.critic.token_values(batch, values_of)
+        batch["old_values"], batch["old_logprobs"] = values, self.policy.logprobs(batch)
+        batch["advantages"] = advantages_of(values, batch["labels"], rewards)
+        batch["returns"] = batch["advantages"] + values
+        for _ in range(EPOCHS):
+            results = []
+            for model, loss in ((self.policy, actor_loss), (self.critic, critic_loss)):
+                result = model.forward_backward(batch, loss)
+                update = model.optimizer_step()
+                results += [result.loss, update.grad_norm, *result.metrics.values()]
+        return [*results, *(token for completion in completions for token in completion.ids)]
+
+
+def trained(rank, recipe, world_size, steps):
+    ppo = Ppo(rank, recipe, world_size)
+    return [ppo.step(number) for number in range(steps)]
+
+
+def resumed(rank, recipe, world_size, at):
+    first, store = Ppo(rank, recipe, world_size), CheckpointStore(at)
+    for number in range(2):
+        first.step(number)
+    save_models(store, 2, first.models, {"step": 2})
+    second = Ppo(rank, recipe, world_size)
+    state = load_models(store, 2, second.models)
+    names = {name.split(".")[0] for name in store.tensors(2)}
+    return [first.step(2), first.step(3)], [second.step(state["step"]), second.step(3)], sorted(names)
+
+
+def recipe_at(tmp_path):
+    return tiny_recipe(
+        tmp_path, "train.global_batch=8", "train.micro_batch=2", "optimizer.lr=1e-3", "scheduler.warmup_steps=0"
+    )
+
+
+def test_two_ranks_have_the_numbers_of_one(tmp_path):
+    recipe = recipe_at(tmp_path)
+    (expected,) = run_world(trained, 1, recipe, 1, 4)
+    for found in run_world(trained, 2, recipe, 2, 4):
+        for own, others in zip(found, expected, strict=True):
+            assert own == pytest.approx(others, rel=1e-9, abs=1e-12)
+    assert expected[0][4] != expected[-1][4]  # the critic learns
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_both_models_are_resumed_exactly(tmp_path, world_size):
+    for expected, found, names in run_world(resumed, world_size, recipe_at(tmp_path), world_size, tmp_path / "saved"):
+        assert found == expected
+        assert names == ["critic", "model", "optim"]
