@@ -272,6 +272,7 @@ def save_models(
 
     Raises:
         UserError: If the step exists, or the disk is full.
+        ValueError: If a name is no word, or is `model`, `optim` or `method`, with which other tensors' names begin.
 
     Collectives:
         Those of `CheckpointStore.save`.
@@ -320,7 +321,12 @@ def load_models(store: CheckpointStore, step: int, models: Mapping[str, PolicyCh
 
 
 def _prefix(name: str) -> str:
-    return "" if name == MAIN else f"{name}."
+    """Return what the names of a model's tensors begin with in a checkpoint of several models."""
+    if name == MAIN:
+        return ""
+    if name in ("model", "optim", "method") or not name.isidentifier():
+        raise ValueError(f"a model named {name!r}: tensors would be confused with others; use a word such as critic")
+    return f"{name}."
 
 
 class Weights(NamedTuple):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from dtrain.base.batch import IGNORE, collate
+from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Request, SamplingParams
@@ -123,6 +124,10 @@ def resumed(rank, recipe, world_size, at):
     second = Ppo(rank, recipe, world_size)
     state = load_models(store, 2, second.models)
     names = {name.split(".")[0] for name in store.tensors(2)}
+    with pytest.raises(UserError, match="has the models critic, policy, and policy are to be loaded"):
+        load_models(store, 2, {"policy": second.policy.checkpoint})
+    with pytest.raises(ValueError, match="a model named 'model'"):
+        save_models(store, 3, {"model": first.critic.checkpoint}, {})
     return [first.step(2), first.step(3)], [second.step(state["step"]), second.step(3)], sorted(names)
 
 
