@@ -1,6 +1,7 @@
 """Attention: the causal mask of documents, the kernels, and the exchange of keys under context parallel.
 
-kernels        the keys that a query sees; the kernels that compute attention, and the choice of one
+visibility     the keys that a query sees
+kernels        the kernels that compute attention, and the choice of one
 packing        cu_seqlens of a micro-batch on the host, and the kernel calls that they make
 varlen         variable-length flash attention, on CUDA
 blocks         queries over one block of keys, and merging blocks

@@ -11,15 +11,13 @@ multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from dtrain.attention.kernels import Hidden
-    from dtrain.attention.varlen import VarlenBlocks
+from dtrain.attention.visibility import Hidden
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -91,7 +89,14 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tup
     return out * shares[0] + block_out * shares[1], total
 
 
-def with_sinks(attention: "MaskedBlocks | VarlenBlocks", whole: Partial, sinks: Tensor | None) -> Partial:
+class ByHead(Protocol):
+    """Attention to blocks of keys (`MaskedBlocks`, `varlen.VarlenBlocks`), of which only the layout is needed."""
+
+    def by_head(self, out: Tensor) -> Tensor:
+        """Return an output, or its gradient, as [.., H, Q, hd] if it is stored in another layout, and the reverse."""
+
+
+def with_sinks(attention: ByHead, whole: Partial, sinks: Tensor | None) -> Partial:
     """`whole` merged with the sinks [H] of its heads; they may be None."""
     if sinks is None:
         return whole
@@ -100,9 +105,7 @@ def with_sinks(attention: "MaskedBlocks | VarlenBlocks", whole: Partial, sinks: 
     return attention.by_head(attention.by_head(out) * (lse - total).exp()[..., None]), total
 
 
-def sinks_grad(
-    attention: "MaskedBlocks | VarlenBlocks", grad: Tensor, whole: Partial, sinks: Tensor | None
-) -> Tensor | None:
+def sinks_grad(attention: ByHead, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
     """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
     if sinks is None:
         return None
@@ -121,7 +124,7 @@ class MaskedBlocks:
     scale: float
     most: int = 2**28
 
-    def forward(self, q: Tensor, kv: Tensor, hidden: "Hidden", so_far: Partial | None) -> Partial:
+    def forward(self, q: Tensor, kv: Tensor, hidden: Hidden, so_far: Partial | None) -> Partial:
         """`so_far`, whose tensors may be written over, merged with the output over this block."""
         partials = [
             self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
@@ -131,7 +134,7 @@ class MaskedBlocks:
         return (out, lse) if so_far is None else merge(*so_far, out, lse)
 
     def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: "Hidden", q_grad: Tensor, kv_grad: Tensor
+        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: Hidden, q_grad: Tensor, kv_grad: Tensor
     ) -> None:
         """Adds this block's part to `q_grad` and `kv_grad`; whole: over all blocks, the output in q's dtype and the
         log-sum-exp."""
@@ -142,7 +145,7 @@ class MaskedBlocks:
             q_grad[:, :, run] += block_q
             kv_grad[:, :, :, keys] += torch.stack(block_kv)
 
-    def _parts(self, q: Tensor, kv: Tensor, hidden: "Hidden") -> Iterator[tuple[slice, slice, Tensor]]:
+    def _parts(self, q: Tensor, kv: Tensor, hidden: Hidden) -> Iterator[tuple[slice, slice, Tensor]]:
         """Runs of queries, the keys that they may see, and the bias of the two."""
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize

@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
-from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
+from dtrain.attention.kernels import Kernel, SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import Flash, VarlenBlocks, VarlenKernel, put
+from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 _LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding

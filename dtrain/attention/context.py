@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.kernels import Gathering, Kernel, Visibility
+from dtrain.attention.kernels import Gathering, Kernel
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
+from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import SequenceGather, gather_sequence
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.kernels import Gathering, Kernel, Visibility
+from dtrain.attention.kernels import Gathering, Kernel
 from dtrain.attention.packing import Packing
+from dtrain.attention.visibility import Visibility
 
 
 class GroupedKernel(Kernel):

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.blocks import BlockByBlock, Blocks, MaskedBlocks, blocks_for
 from dtrain.attention.context import ContextKernel, PackedContextKernel
-from dtrain.attention.kernels import Hidden, Kernel, Visibility, additive
+from dtrain.attention.kernels import Kernel
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.varlen import Steps, VarlenBlocks, VarlenKernel
+from dtrain.attention.visibility import Hidden, Visibility, additive
 from dtrain.parallel.context.batch import shard_sequence
 
 

@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import BlockByBlock, Partial
-from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel, Visibility
+from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
 from dtrain.attention.packing import Call, Packing
+from dtrain.attention.visibility import Visibility
 
 # torch 2.11 has no such argument, and takes fewer key heads as they come.
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -115,11 +116,13 @@ class VarlenBlocks:
                 continue
             out, lse = so_far
             sizes = [piece.stop - piece.start for piece in call.queries]
-            for at, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
-                total = torch.logaddexp(lse[:, at], more_lse)
-                shares = ((some_lse - total).exp().t()[..., None] for some_lse in (lse[:, at], more_lse))  # [t, H, 1]
-                out[at].mul_(next(shares)).add_(more * next(shares))
-                lse[:, at] = total
+            for rows, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
+                # Merge two partial softmax results by their log-sum-exp (arXiv:2205.14135, section 3.1).
+                new_lse = torch.logaddexp(lse[:, rows], more_lse)
+                old_scale = (lse[:, rows] - new_lse).exp().t().unsqueeze(-1)  # [tokens, heads, 1]
+                more_scale = (more_lse - new_lse).exp().t().unsqueeze(-1)
+                out[rows] = out[rows] * old_scale + more * more_scale
+                lse[:, rows] = new_lse
         assert so_far is not None  # the first step is never empty
         return so_far
 

@@ -277,8 +277,8 @@ def _download(arguments: argparse.Namespace) -> None:
         meant = f": write {address[1]}" if address else ", or a directory has that name"
         raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
     if arguments.data:
-        from dtrain.data.sources.files import Pick
         from dtrain.data.sources.hub import download
+        from dtrain.data.sources.hub_splits import Pick
 
         files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))

@@ -6,6 +6,7 @@ images, image_prompts  images of prompts as a batch; a prompt with images, as a 
 kv_cache               keys and values of running sequences, and the memory that they may take
 cached_attention       the attention of a forward over them
 varlen_decode          that of a decoding step by variable-length flash attention
+slot_flash             its operation, to the slots of the cache
 check_varlen_decode    the check of a device before that is used
 graphs                 a decoding step as a CUDA graph
 sampling               the next token; sequences, and their ends by stop texts

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dtrain.attention.blocks import CpuFlash
-from dtrain.attention.kernels import SdpaKernel, Visibility, additive
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.linear.layer import LinearMask
+from dtrain.attention.visibility import Visibility, additive
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
 ROWS_AS_FAST_AS_ONE = 8

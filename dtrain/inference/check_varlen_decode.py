@@ -1,4 +1,4 @@
-"""The check of a device before a decoding step attends by `varlen_decode.SlotFlash`: a small step of all that it will
+"""The check of a device before a decoding step attends by `slot_flash.SlotFlash`: a small step of all that it will
 compute, against the numbers of `cached_attention.Decode`'s products."""
 
 import torch
@@ -8,7 +8,8 @@ from dtrain.attention.check_varlen import UNSUPPORTED, difference, does_not_run
 from dtrain.attention.kernels import HALF
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.kv_cache import KeyValues
-from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
+from dtrain.inference.slot_flash import SlotFlash
+from dtrain.inference.varlen_decode import VarlenDecode
 from dtrain.models.common.config import ModelConfig
 
 _PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each

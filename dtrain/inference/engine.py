@@ -20,7 +20,8 @@ from dtrain.inference.images import check_images, joined, no_images, rotary_shif
 from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, PromptKey, choose_budget, slot_size
 from dtrain.inference.request import Completion, Request
 from dtrain.inference.sampling import RunningSequence, Sampler, check_request
-from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
+from dtrain.inference.slot_flash import SlotFlash
+from dtrain.inference.varlen_decode import VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 

@@ -251,7 +251,10 @@ class DpoMethod(MethodWithReference):
         if not self.section.precompute:
             self.keep_reference(policy)
             return
-        self._tables = {split: reference_table(self, policy, rows, run.identities) for split, rows in splits.items()}
+        tables = {}
+        for split, rows in splits.items():
+            tables[split] = reference_table(self, policy, rows, run.identities, self.section.ld_alpha)
+        self._tables = tables
         policy.reference = None
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:

@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,20 +20,37 @@ from dtrain.base.row_images import collate_with_images
 from dtrain.data import Rows
 from dtrain.data.rows.rows import pack
 from dtrain.losses.preference.losses import length_desensitised_weights
+from dtrain.methods.method import MethodWithReference
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
-
-if TYPE_CHECKING:
-    from dtrain.methods.dpo import DpoMethod
 
 WINDOW = 1024  # pairs scored between looks at how many rows they make
 
 
-def reference_table(method: "DpoMethod", policy: Policy, rows: Rows, identities: Mapping[str, str]) -> Tensor:
-    """The table [pairs, 2] of `rows`' pairs, from the file beside their cache, or made now and written there, by the
-    method's reference, which the policy gets where it has none. Collective."""
+def reference_table(
+    method: MethodWithReference,
+    policy: Policy,
+    rows: Rows,
+    identities: Mapping[str, str],
+    ld_alpha: float | None,
+) -> Tensor:
+    """Return the table of `rows`' pairs, from the file next to their cache, or compute and write it.
+
+    Args:
+        method: Builds the reference if the policy has none and the table has to be computed.
+        policy: The policy that is trained.
+        rows: Rows of pairs.
+        identities: Digests of what the run reads at its start; the file's name depends on the reference's.
+        ld_alpha: Length desensitisation of the token weights (`dpo.ld_alpha`). None: every weight is 1.
+
+    Returns:
+        Sums of the reference's log-probabilities of the chosen and the rejected completion, float64 [pairs, 2].
+
+    Collectives:
+        One gather of objects; if the table is computed, those of the forwards and one all-reduce over dp.
+    """
     depends_on = [identities["dpo.reference"], identities["model.config"], str(policy.precision.compute)]
-    name = f"reference-{digest([*depends_on, method.section.ld_alpha])[:16]}.bin"
+    name = f"reference-{digest([*depends_on, ld_alpha])[:16]}.bin"
     file = rows.samples.directory / name
     shape = (len(rows.samples), 2)
     kept = _kept(file, 16 * shape[0])
@@ -46,7 +62,7 @@ def reference_table(method: "DpoMethod", policy: Policy, rows: Rows, identities:
     table = torch.zeros(shape, dtype=torch.float64)
     with policy.use_reference_model():
         for start in range(0, shape[0], WINDOW):
-            _score(method, policy, rows, range(start, min(start + WINDOW, shape[0])), table)
+            _score(method, policy, rows, range(start, min(start + WINDOW, shape[0])), table, ld_alpha)
     all_reduced(table, policy.mesh.dp)  # each pair was scored by one rank
     if policy.rank == 0:
         partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
@@ -80,8 +96,10 @@ def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:
     return stream.view(batch["labels"].shape)
 
 
-def _score(method: "DpoMethod", policy: Policy, rows: Rows, samples: range, table: Tensor) -> None:
-    """Fill this dp rank's share of the samples' places in `table`."""
+def _score(
+    method: MethodWithReference, policy: Policy, rows: Rows, samples: range, table: Tensor, ld_alpha: float | None
+) -> None:
+    """Write the sums of this dp rank's share of `samples` to their rows of `table`."""
     if rows.packing:
         lengths = rows.samples.lengths(torch.arange(samples.start, samples.stop)).tolist()
         bins = [[samples[index] for index in members] for members in pack(lengths, rows.capacity)]
@@ -91,7 +109,7 @@ def _score(method: "DpoMethod", policy: Policy, rows: Rows, samples: range, tabl
     built = [row for members in mine for row in rows.build(members)]
     batch: Batch = collate(built) if rows.images is None else collate_with_images(built)
     logprobs = policy.logprobs(batch, method.micro_rows).double()
-    ids, ld_alpha = document_ids(batch), method.section.ld_alpha
+    ids = document_ids(batch)
     if ld_alpha is not None:
         logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)
     sums = sum_by_document(logprobs, ids, documents(batch))

@@ -4,6 +4,7 @@ grpo                            method grpo
 on_policy                       method distill with completions of the student
 rollouts                        rollouts as the source of a method's batches
 collect                         a rollout: prompts to judged completions; its engine and rewards
+samples                         a sampled completion
 rewards                         functions that judge completions
 environments                    completions in several turns
 remote                          servers that draw completions; another model as a judge

@@ -22,8 +22,9 @@ from dtrain.data.formats.prompts import PromptOptions
 from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
 from dtrain.policy import Policy
-from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, Sample, lengths_of, prompts_from, prompts_of
+from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
 from dtrain.rl.rollouts import Buffer, Rollouts
+from dtrain.rl.samples import Sample
 
 
 @dataclass

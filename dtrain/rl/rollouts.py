@@ -20,7 +20,8 @@ from dtrain.data.rows.rows import permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy
-from dtrain.rl.collect import Rollout, Sample
+from dtrain.rl.collect import Rollout
+from dtrain.rl.samples import Sample
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord

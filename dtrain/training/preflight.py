@@ -12,7 +12,8 @@ from types import ModuleType
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
 from dtrain.base.ranges import beside
-from dtrain.data.sources.files import Pick, absent_ids, entries, files_to_copy, is_url, paths_of
+from dtrain.data.sources.files import absent_ids, entries, files_to_copy, is_url, paths_of
+from dtrain.data.sources.hub_splits import Pick
 from dtrain.recipe import Recipe, redact, saved
 from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import DataSource, Source

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtrain.attention.blocks import BlockByBlock, CpuFlash, Products, blocks_for, merge
-from dtrain.attention.kernels import additive
+from dtrain.attention.visibility import additive
 from tests.attention.dense import attention, packed_rows, tensors, visible
 
 WAYS = [CpuFlash(), Products()]

@@ -8,10 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
 from dtrain.attention.context import GatherKernel, VarlenGatherKernel
-from dtrain.attention.kernels import SdpaKernel, Visibility
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
+from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import shard_sequence
 from tests.attention.dense import attention, packed_rows, tensors, visible
 from tests.attention.flash import WrittenFlash

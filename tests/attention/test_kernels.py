@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dtrain.attention.blocks import MaskedBlocks, Products
-from dtrain.attention.kernels import SdpaKernel, Span, Visibility
+from dtrain.attention.kernels import SdpaKernel, Span
+from dtrain.attention.visibility import Visibility
 
 
 def written_out(q, k, v, seen, scale, sinks=None):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dtrain.attention.check_varlen import Case, gathered, in_ring
-from dtrain.attention.kernels import Visibility
 from dtrain.attention.packing import Packing
+from dtrain.attention.visibility import Visibility
 from tests.attention.dense import attention, tensors, visible
 from tests.attention.flash import WrittenFlash
 

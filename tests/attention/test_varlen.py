@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend
 
 from dtrain.attention import kernels
 from dtrain.attention.check_varlen import prove
-from dtrain.attention.kernels import Visibility
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import Flash, Segments, VarlenKernel
+from dtrain.attention.visibility import Visibility
 from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out
 

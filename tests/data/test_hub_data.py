@@ -10,9 +10,9 @@ from huggingface_hub import constants
 
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
-from dtrain.data.sources.files import Pick, is_data_id
+from dtrain.data.sources.files import is_data_id
 from dtrain.data.sources.hub import cached, download, read_card
-from dtrain.data.sources.hub_splits import choose_files
+from dtrain.data.sources.hub_splits import Pick, choose_files
 from dtrain.launch import launch
 from dtrain.training.preflight import load, not_here, preflight
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)

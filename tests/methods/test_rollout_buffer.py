@@ -9,8 +9,8 @@ import torch
 from dtrain.base.batch import IGNORE
 from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
-from dtrain.rl.collect import Sample
 from dtrain.rl.rollouts import Buffer, Rollouts
+from dtrain.rl.samples import Sample
 
 SAMPLES = [
     Sample([5, 6], [7, 8, 9], [True, False, True], [-0.1, 0.0, -0.3], "stop"),

@@ -125,7 +125,7 @@ def test_local_heads_are_counted_from_the_projections():
     """One of two tensor-parallel ranks: half the heads, half of o_proj's columns; the two sum to the whole."""
     whole = build("qwen3")
     attention = whole.model.layers[0].self_attn
-    from dtrain.attention.kernels import Visibility
+    from dtrain.attention.visibility import Visibility
     from dtrain.models.common.functions import tables
 
     hidden = torch.randn(2, 10, 48, dtype=torch.float64)

@@ -6,10 +6,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.context import VarlenGatherKernel
-from dtrain.attention.kernels import SdpaKernel, Visibility
+from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
+from dtrain.attention.visibility import Visibility
 from dtrain.parallel.runtime import Runtime
 from dtrain.training.trainer import train
 from tests.pretend import journal

@@ -5,7 +5,7 @@ import torch
 from dtrain import models
 from dtrain.inference.check_varlen_decode import choose, prove
 from dtrain.inference.engine import Engine
-from dtrain.inference.varlen_decode import SlotFlash
+from dtrain.inference.slot_flash import SlotFlash
 from dtrain.models.read_config import read_config
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card

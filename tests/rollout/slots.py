@@ -1,10 +1,10 @@
-"""`varlen_decode.SlotFlash` written out from the documentation of what it calls, on every device and in every dtype."""
+"""`slot_flash.SlotFlash` written out from the documentation of what it calls, on every device and in every dtype."""
 
 import math
 
 import torch
 
-from dtrain.inference.varlen_decode import SlotFlash
+from dtrain.inference.slot_flash import SlotFlash
 
 
 class WrittenSlotFlash(SlotFlash):

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from dtrain.attention.context import ContextKernel, GatherKernel
 from dtrain.attention.foreign.local_masks import Buffer, LocalMasks, position_buffer
 from dtrain.attention.foreign.running_modules import RunningModules, kernels_of
-from dtrain.attention.kernels import Kernel, SdpaKernel, Visibility
+from dtrain.attention.kernels import Kernel, SdpaKernel
 from dtrain.attention.ring import RingKernel
+from dtrain.attention.visibility import Visibility
 from dtrain.base.torch_functions import without_torch_functions
 from dtrain.parallel.collectives import all_gather
 from dtrain.parallel.context.batch import gather_sequence, mesh_rank, shard_sequence

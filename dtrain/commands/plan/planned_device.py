@@ -22,7 +22,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dtrain.attention.kernels import HALF, SdpaKernel, Visibility
+from dtrain.attention.kernels import HALF, SdpaKernel
+from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.fused import Fused, rounds
 from dtrain.commands.plan.meta_kernels import META

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
@@ -26,6 +26,7 @@ from dtrain.data.formats import formats
 from dtrain.data.formats.formats import ENDINGS, ending_of
 from dtrain.data.sources.chunk import CHUNK_BYTES, CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
+from dtrain.data.sources.hub_splits import Pick
 from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
@@ -39,26 +40,6 @@ T = TypeVar("T")
 
 def is_url(path: str) -> bool:
     return "://" in path
-
-
-class Pick(NamedTuple):
-    """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
-
-    split: str = "train"
-    subset: str | None = None
-    revision: str | None = None
-
-    @classmethod
-    def of(cls, source: Any) -> "Pick":
-        """Return the part that a source of the recipe names."""
-        default = cls()
-        split, subset, revision = (getattr(source, name, getattr(default, name)) for name in cls._fields)
-        return cls(str(split), subset, revision)
-
-    def options(self) -> str:
-        """Return the options of `dtrain download` for this part."""
-        options = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return "".join(f" --{name} {value}" for name, value in options.items())
 
 
 def is_data_id(path: str) -> bool:

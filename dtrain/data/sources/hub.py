@@ -9,16 +9,13 @@ import glob
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from dtrain.base.errors import UserError, first_line
 from dtrain.base.hub import cached_listing, cached_snapshot, hub_errors, incomplete
-from dtrain.data.sources.hub_splits import choose_files
-
-if TYPE_CHECKING:
-    from dtrain.data.sources.files import Pick
+from dtrain.data.sources.hub_splits import Pick, choose_files
 
 README = "README.md"
 
@@ -44,7 +41,7 @@ class CachedSplit:
         return [path for path in self.paths if not (self.directory / path).is_file()]
 
 
-def find_cached(name: str, pick: "Pick", key: str = "data.train") -> CachedSplit | None:
+def find_cached(name: str, pick: Pick, key: str = "data.train") -> CachedSplit | None:
     """Return a split as far as it is in the cache; None if no download of the dataset began. No network.
 
     Args:
@@ -59,13 +56,13 @@ def find_cached(name: str, pick: "Pick", key: str = "data.train") -> CachedSplit
     return None if directory is None else _split_in(directory, name, pick, key)
 
 
-def cached(name: str, pick: "Pick", key: str = "data.train") -> list[Path] | None:
+def cached(name: str, pick: Pick, key: str = "data.train") -> list[Path] | None:
     """Return the files of a split; None unless all are in the cache. No network. Raises as `find_cached` does."""
     split = find_cached(name, pick, key)
     return None if split is None or split.missing else split.files
 
 
-def absent(name: str, pick: "Pick", key: str) -> str:
+def absent(name: str, pick: Pick, key: str) -> str:
     """Return the message for a dataset that `cached` does not find. key: of the recipe."""
     command = f"dtrain download --data {name}{pick.options()}"
     if missing := _missing(name, pick, key.removesuffix(".path")):
@@ -76,7 +73,7 @@ def absent(name: str, pick: "Pick", key: str) -> str:
     )
 
 
-def look(name: str, pick: "Pick", key: str = "data.train") -> CachedSplit:
+def look(name: str, pick: Pick, key: str = "data.train") -> CachedSplit:
     """Download the README.md and the listing of a dataset, and return the split, whose files may be still to come.
 
     Raises:
@@ -85,7 +82,7 @@ def look(name: str, pick: "Pick", key: str = "data.train") -> CachedSplit:
     return _split_in(_fetch(name, pick, key, [README], pick.revision), name, pick, key)
 
 
-def download(name: str, pick: "Pick", key: str = "data.train") -> list[Path]:
+def download(name: str, pick: Pick, key: str = "data.train") -> list[Path]:
     """Download the files of a split that are not in the cache, and return them all.
 
     Several processes may call this at once, because huggingface_hub locks each file. Raises as `look` does.
@@ -112,13 +109,13 @@ def read_card(readme: Path, name: str) -> dict[str, Any]:
         raise UserError(f"{name}: the YAML in front of its README.md is broken ({first_line(error)})") from error
 
 
-def _missing(name: str, pick: "Pick", key: str) -> list[str]:
+def _missing(name: str, pick: Pick, key: str) -> list[str]:
     """Return the files of a split that an interrupted download did not reach; [] if it never began."""
     split = find_cached(name, pick, key)
     return [] if split is None else split.missing
 
 
-def _fetch(name: str, pick: "Pick", key: str, patterns: list[str], revision: str | None) -> Path:
+def _fetch(name: str, pick: Pick, key: str, patterns: list[str], revision: str | None) -> Path:
     """Download the files of a dataset that match `patterns`, and return its directory in the cache."""
     from huggingface_hub import snapshot_download
 
@@ -127,7 +124,7 @@ def _fetch(name: str, pick: "Pick", key: str, patterns: list[str], revision: str
         return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 
-def _split_in(directory: Path, name: str, pick: "Pick", key: str) -> CachedSplit:
+def _split_in(directory: Path, name: str, pick: Pick, key: str) -> CachedSplit:
     readme = directory / README
     card = read_card(readme, name) if readme.is_file() else {}
     listing = cached_listing(name, "dataset", directory.name)

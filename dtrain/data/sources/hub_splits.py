@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import ENDINGS, ending_of
@@ -24,6 +24,26 @@ WORDS = {
 SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
 _SHARD = re.compile(r"(.+?)-\d{5}-of-(\d{5})(-[0-9a-f]+)?")
 _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+
+
+class Pick(NamedTuple):
+    """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
+
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def of(cls, source: Any) -> "Pick":
+        """Return the part that a source of the recipe names."""
+        default = cls()
+        split, subset, revision = (getattr(source, name, getattr(default, name)) for name in cls._fields)
+        return cls(str(split), subset, revision)
+
+    def options(self) -> str:
+        """Return the options of `dtrain download` for this part."""
+        options = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return "".join(f" --{name} {value}" for name, value in options.items())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.attention.kernels import Kernel, Visibility
+from dtrain.attention.kernels import Kernel
+from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope

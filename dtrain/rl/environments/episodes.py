@@ -20,9 +20,9 @@ from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.recipe.schema import Data
-from dtrain.rl.collect import Sample
 from dtrain.rl.environments.stepping import EnvironmentReply, Environments, Observation, Turn
 from dtrain.rl.rewards.find import find
+from dtrain.rl.samples import Sample
 from dtrain.rl.tools import tool_schemas
 
 # Of a text that is far too long its beginning is tokenised: so many characters for each id that is needed, and so many

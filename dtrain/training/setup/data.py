@@ -10,7 +10,6 @@ from dtrain.base.errors import UserError
 from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import (
-    Pick,
     absent_ids,
     entries,
     files_to_copy,
@@ -20,6 +19,7 @@ from dtrain.data.sources.files import (
     paths_of,
 )
 from dtrain.data.sources.files import resolve as find_files
+from dtrain.data.sources.hub_splits import Pick
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.training.host import Host, problems_of
