@@ -18,7 +18,8 @@ from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import GatedMLP, Linear, PlainWeight, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
-from dtrain.models.common.routing import Routing
+from dtrain.models.common.micro_batch import LayerContext
+from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
 
@@ -138,10 +139,14 @@ class GatedExperts(Experts):
 
 
 class SparseMLP(Block):
-    """Σ over a token's experts of weight · expert(x), and σ(gate(x)) · shared(x) of an expert of all tokens, where
-    there is one. routing, layer: set when the model is built."""
+    """Σ over a token's experts of weight · expert(x), plus σ(gate(x)) · shared(x) if there is a shared expert.
 
-    routing: Routing
+    Attributes:
+        routing: Settings that all sparse layers of the model share.
+        layer: Number of this layer among the sparse layers.
+    """
+
+    routing: Routing  # set, as `layer`, by `share_routing`
     layer: int
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
@@ -151,14 +156,25 @@ class SparseMLP(Block):
         self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
 
-    def forward(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
+    def forward(
+        self, hidden: Tensor, is_real: Tensor | None = None, micro_batch: MicroBatchRouting | None = None
+    ) -> Tensor:
+        """Compute the experts' weighted sum, [B, S, D].
+
+        Args:
+            hidden: [B, S, D].
+            is_real: Which tokens are not padding, [B, S] bool. None if all are.
+            micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
+        """
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
-        chosen, weights, shares = self.route(x, partial(self.routing.choose, self.layer))
-        order, counts = by_expert(chosen, self.experts.count, real, self.routing.real_tokens)
-        self.routing.see(self.layer, counts)
-        weights = self.routing.balanced(self.layer, weights, shares, chosen)
+        choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
+        chosen, weights, shares = self.route(x, choose)
+        num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
+        order, counts = by_expert(chosen, self.experts.count, is_real, num_real_tokens)
+        if micro_batch is not None:
+            micro_batch.record.counts[self.layer] = counts
+            weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
         results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
@@ -166,8 +182,8 @@ class SparseMLP(Block):
             mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
-    def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the router gives of x [T, D]: [T, k], [T, k], [T, E]; choose: as `Router` takes it."""
+    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
         return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
@@ -175,10 +191,169 @@ class SparseMLP(Block):
         return x
 
 
-def share_routing(model: nn.Module, experts: int) -> Routing:
-    """Give the sparse layers of `model` their numbers and one Routing."""
+def share_routing(model: nn.Module, num_experts: int) -> Routing:
+    """Number the sparse layers of `model` and give them one `Routing`, which is returned."""
     sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
-    routing = Routing(experts, len(sparse))
+    routing = Routing(num_experts, len(sparse))
+    for number, mlp in enumerate(sparse):
+        mlp.routing, mlp.layer = routing, number
+    return routing
+
+
+def likeliest(shares: Tensor, top: int) -> Tensor:
+    """The experts [T, top] of the largest of shares [T, E], none below 0; ascending. Of equal ones the lower expert."""
+    if shares.dtype != torch.float32:
+        return shares.sort(stable=True, dim=-1, descending=True).indices[:, :top].sort(-1).values
+    count = shares.shape[1]
+    lower_first = torch.arange(count, 0, -1, device=shares.device)
+    keys = shares.view(torch.int32).long() * (count + 1) + lower_first  # the bits of floats from 0 are in their order
+    return keys.topk(top, sorted=False).indices.sort(-1).values
+
+
+def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+    """The places of chosen [T, k], counted row by row, sorted by their expert, [n] int64, and how many each of `count`
+    experts has, [count] int64. Those of tokens that are not real are left out; tokens: how many are, for which the host
+    waits where it is not known."""
+    flat = chosen.flatten()
+    if real is not None:
+        flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
+    if real is None:
+        return order, counts
+    return order[: sum(on_host(counts, len(flat))) if tokens is None else tokens * chosen.shape[1]], counts
+
+
+class SparseLayer(PreNormLayer):
+    """A layer whose MLP is sparse, where the config has it so."""
+
+    def add_mlp(self, config: ModelConfig, index: int) -> None:
+        self.is_sparse = config.is_sparse(index)
+        if self.is_sparse and config.experts is not None:
+            self.mlp = SparseMLP(config, config.experts)
+        else:
+            super().add_mlp(config, index)
+
+    def feed_forward(self, normed: Tensor, context: LayerContext | None) -> Tensor:
+        """Override `PreNormLayer.feed_forward`: [B, S, D] -> [B, S, D]"""
+        if context is None:  # a dense layer
+            return super().feed_forward(normed, context)
+        return cast(Tensor, self.mlp(normed, context.is_real, context.routing))
+
+
+def grouped(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]"""
+        return grouped(x, read("weight"), counts)
+
+
+class ExpertLinear(LocalParameters):
+    """A matrix of every expert, and its bias, where it has one. held: its weight, as its parameters hold it. adapter:
+    what it adds (`adapters.lora`)."""
+
+    held: "PlainStack | NF4Stack" = PlainStack()
+    adapter: "ParameterAdapter | None" = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, count: int, columns: int, rows: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, rows, columns))
+        self.register_parameter("bias", nn.Parameter(torch.empty(count, rows)) if bias else None)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
+        out = self.held.grouped(x, counts, self.local)
+        out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
+        return out if self.adapter is None else self.adapter(self, x, out, counts)
+
+    def extra_repr(self) -> str:
+        count, rows, columns = getattr(self.held, "shape", None) or self.weight.shape
+        return f"{count} of {columns} -> {rows}"
+
+    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """W [E, out, in], as `Linear.matrix`"""
+        return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
+
+
+class GatedExperts(Experts):
+    """down(act(gate(x)) · up(x)) of every expert."""
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.count = sizes.count
+        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
+        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size, sizes.biased)
+        self.gated = partial(gated, activation=ACTIVATIONS[config.hidden_act])
+        if sizes.clamp is not None:
+            self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D], as `on_their_ranks`"""
+        return self.on_their_ranks(rows, counts, self.compute)
+
+    def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [m, D] of this rank's experts, counts [E/ep] of each -> [m, D]"""
+        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
+
+
+class SparseMLP(Block):
+    """Σ over a token's experts of weight · expert(x), plus σ(gate(x)) · shared(x) if there is a shared expert.
+
+    Attributes:
+        routing: Settings that all sparse layers of the model share.
+        layer: Number of this layer among the sparse layers.
+    """
+
+    routing: Routing  # set, as `layer`, by `share_routing`
+    layer: int
+
+    def __init__(self, config: ModelConfig, sizes: Sizes):
+        super().__init__()
+        self.gate = Router(config, sizes)
+        self.experts = GatedExperts(config, sizes)
+        self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
+
+    def forward(
+        self, hidden: Tensor, is_real: Tensor | None = None, micro_batch: MicroBatchRouting | None = None
+    ) -> Tensor:
+        """Compute the experts' weighted sum, [B, S, D].
+
+        Args:
+            hidden: [B, S, D].
+            is_real: Which tokens are not padding, [B, S] bool. None if all are.
+            micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
+        """
+        hidden = self.enter(hidden)
+        x = hidden.flatten(0, 1)  # [T, D]
+        choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
+        chosen, weights, shares = self.route(x, choose)
+        num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
+        order, counts = by_expert(chosen, self.experts.count, is_real, num_real_tokens)
+        if micro_batch is not None:
+            micro_batch.record.counts[self.layer] = counts
+            weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
+        results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
+        own = collect(results, order, *chosen.shape)  # [T, k, D]
+        mixed = torch.bmm(weights[:, None], own).view_as(hidden)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+        return mixed if self.tp is None else self.tp.leave(mixed)
+
+    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
+        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
+
+    def seen(self, x: Tensor) -> Tensor:
+        """Return what experts see of x, [T, D]; a family may norm it."""
+        return x
+
+
+def share_routing(model: nn.Module, num_experts: int) -> Routing:
+    """Number the sparse layers of `model` and give them one `Routing`, which is returned."""
+    sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
+    routing = Routing(num_experts, len(sparse))
     for number, mlp in enumerate(sparse):
         mlp.routing, mlp.layer = routing, number
     return routing
