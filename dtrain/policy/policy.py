@@ -309,7 +309,7 @@ class Policy:
         say; after it, its own again, errors included. No collective."""
         if self.reference is None:
             raise RuntimeError("use_reference_model needs init_reference_model first")
-        with self.reference.in_place(), self.scorer.without_replay():
+        with self.reference.in_place():
             yield
 
     def get_reference_policy_logprobs(
