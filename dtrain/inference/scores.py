@@ -48,7 +48,9 @@ def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tenso
     with at_rest(model):
         for batch, ids in _batches(rows, together, weight.device):
             ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]
-            states = model.model(ids, MicroBatchContext())[torch.arange(len(batch), device=ids.device), torch.tensor(ends)]  # [B, D]
+            states = model.model(ids, MicroBatchContext())[
+                torch.arange(len(batch), device=ids.device), torch.tensor(ends)
+            ]  # [B, D]
             outputs[batch] = model.logits(states).to(outputs)
     return outputs
 

@@ -234,9 +234,7 @@ class Qwen3_5Decoder(Decoder):
         if context.cache is not None:
             return context.cache.linear_mask(width)
         num_tokens = context.num_tokens or length
-        return LinearMask.of(
-            context.seq_ids, num_tokens, width, self.kernel.group, self.flash_delta, context.packing
-        )
+        return LinearMask.of(context.seq_ids, num_tokens, width, self.kernel.group, self.flash_delta, context.packing)
 
 
 class Qwen3_5ForCausalLM(TextTower):

@@ -23,6 +23,7 @@ from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths,
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTotals
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import reshard_model, weights_changed
@@ -188,7 +189,7 @@ class Policy:
         per_step = gbs // self.mesh.dp_size if gbs else max(taken.most_rows, 1)
         totals, counts, metrics = [], [], []
         norm = lr = None
-        routing = self.model.routing
+        routing_settings = self.model.routing
         self.model.train(not eval_mode)
         for start in range(0, max(taken.most_rows, 1), per_step):
             rows, images = taken.of_step(slice(start, start + per_step))
@@ -198,23 +199,26 @@ class Policy:
             # Padding alone still divides by one: a step without a trained token has loss 0, not NaN.
             tokens, sequences, *_ = counts[-1].clamp(min=1)
             divisors = [count.to(self.device, non_blocking=True) for count in (sequences, tokens)]
+            routing: list[Tensor] = []
             if updater is None:
                 loss, measured = self._evaluate(batches, loss_fn, divisors)
             else:
                 lr = updater.scheduler.get_last_lr()[0]
                 if self.model.adapters is not None:
                     self.model.adapters.step = updater.scheduler.steps
-                loss, measured = self._backward(updater, batches, loss_fn, divisors)
+                loss, measured, routing = self._backward(updater, batches, loss_fn, divisors)
             metrics += measured
             names = list(measured[0])
-            seen = [] if updater is None or routing is None else [routing.seen()]
-            total = self._summed(loss, measured, seen)
+            total = self._summed(loss, measured, routing)
             if updater is not None:
                 norm, total = updater.update(total)
             totals.append(total)
         whole = torch.stack(totals, 1).cpu()  # [1 + metrics (+ layers · experts), steps]
+        routing_measures: dict[str, Tensor] = {}
+        if routing_settings is not None and updater is not None:
+            routing_measures = routing_settings.measures(whole[1 + len(names) :])
         return {
-            "loads": {} if routing is None or updater is None else routing.measures(whole[1 + len(names) :]),
+            "loads": routing_measures,
             "global_loss": whole[0],
             "sums": dict(zip(names, whole[1:], strict=False)),
             "tokens": torch.stack(counts)[:, :3],
@@ -338,6 +342,8 @@ class Policy:
         names = {*COMPLETED, *IMAGE_STREAMS, "images", "routed_experts"}
         if every_token:
             names -= {"labels", "token_mask", "sample_mask"}
+        if self.reference is not None and self.reference.is_in_place:
+            names -= {"routed_experts"}  # chosen by other weights: the reference's router decides itself
         read = {name: value for name, value in batch.items() if name in names}
         batch, _, most_rows, _, images = take(read, self.mesh.dp, self.model.config.vocab_size)
         if every_token:
@@ -354,34 +360,36 @@ class Policy:
 
     def _backward(
         self, updater: Updater, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
-    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    ) -> tuple[Tensor, list[dict[str, Tensor]], list[Tensor]]:
         """Add gradients of the sum of `loss_fn` over the micro-batches, times the loss scale, to `.grad`; reduced once,
         at the last, or with `parallel.reduce_each` over the shards at every one.
 
-        Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it) and the metrics of each
-        micro-batch.
+        Returns this rank's loss (a detached scalar, unscaled, a mixture's balance loss with it), the metrics of each
+        micro-batch, and in a mixture of experts the totals of its routing ([n] float64).
         """
         scale = updater.loss_scale.scale if updater.loss_scale is not None else 1.0
         total, metrics = torch.zeros((), device=self.device), []
-        routing, balance = self.model.routing, self.recipe.moe.balance
-        if routing is not None:
-            routing.begin(balance / (routing.layers * divisors[0]) if balance else None, scale)
+        routing, factor = self.model.routing, self.recipe.moe.balance
+        balance = None
+        if routing is not None and factor:
+            balance = BalanceLoss(factor / (routing.num_layers * divisors[0]), scale)
+        totals = RoutingTotals()
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             sync_gradients(self.model, is_last, bool(self.recipe.parallel.reduce_each))
             if self.sums is not None:
                 self.sums.begin(updater.scheduler.steps, index, is_last)
-            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors)
+            record = RoutingRecord()
+            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors, balance=balance, record=record)
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
             metrics.append(measured)
             if routing is not None:
-                total = total + routing.add()
-        if routing is not None:
-            routing.end()
+                total = total + record.balance_loss()
+                totals.add(record)
         if self.sums is not None:
             self.sums.finish()
-        return total, metrics
+        return total, metrics, [] if routing is None else [totals.flat()]
 
     @torch.no_grad()
     def _evaluate(

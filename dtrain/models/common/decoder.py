@@ -10,7 +10,7 @@ F are counted from the projections' outputs, which may be one rank's share.
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -328,9 +328,7 @@ class Decoder(Stack):
                 hidden = placed.add(index, hidden)
         return hidden
 
-    def layer_contexts(
-        self, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype
-    ) -> list[LayerContext]:
+    def layer_contexts(self, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype) -> list[LayerContext]:
         """Return the context of each layer. Layers of one type share tables and mask.
 
         Args:

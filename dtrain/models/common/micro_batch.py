@@ -1,21 +1,22 @@
 """Everything that belongs to one micro-batch's forward, passed down as an argument.
 
-Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be followed
-by their two backwards in any order, as a pipeline schedule does, with the same gradients as one after the other.
-Activation checkpointing calls a layer a second time with the same arguments, so it also recomputes with the micro-batch's
-own context.
+Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
+followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
+Activation checkpointing calls a layer a second time with the same arguments, so it also recomputes with the
+micro-batch's own context. The dropout of adapters is not part of the context yet (`adapters.lora.AdapterState`).
 
 Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 2 tokens of padding) on 2 cp ranks:
 
-1. `policy.score.Scorer` builds a `MicroBatchContext` from the host's batch. `position_ids` and `seq_ids` are this rank's
-   part, [2, 4]; `packing` describes the full rows (`begins=((0, 5), (0, 6))`). In a mixture of experts
+1. `policy.score.Scorer` builds a `MicroBatchContext` from the host's batch. `position_ids` and `seq_ids` are this
+   rank's part, [2, 4]; `packing` describes the full rows (`begins=((0, 5), (0, 6))`). In a mixture of experts
    `routing.document_ids` is [2, 4] with values 0 to 2 and -1, `routing.num_documents` is 3, and `routing.record` is
    empty. It calls `model.with_head(loss, input_ids, context)`.
 2. `Stack.forward` pads rows under sequence parallel, and calls `context.padded` so that all parts stay equally long.
 3. `Decoder.states` makes one `LayerContext` for each layer: rotary tables of [2, 4, 1, hd], the attention kernel's form
    of the mask, and `is_real` [2, 4], which is False on padding. Layers of one type share these tensors.
 4. A layer is called as `layer(hidden, layer_context)`. `hidden` stays a tensor argument of its own because FSDP2 and
-   activation checkpointing find the tensors of the graph among the arguments. Compiled parts of a layer get tensors only.
+   activation checkpointing find the tensors of the graph among the arguments. Compiled parts of a layer get tensors
+   only.
 5. A sparse layer reads `layer_context.routing` and stores its counts and its balance loss in `routing.record`.
 6. The policy reads the record after the forward.
 
@@ -91,7 +92,7 @@ class MicroBatchContext:
         )
 
     def of_another_model(self) -> "MicroBatchContext":
-        """Return the same rows for another model, such as a teacher: its own router decides, and nothing is recorded."""
+        """Return the same rows for another model, such as a teacher, whose own router decides."""
         return replace(self, routing=None)
 
 
