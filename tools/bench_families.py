@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dtrain import models
 from dtrain.losses.head.weighted_sum import weighted_logprob_sum
+from dtrain.models.common.micro_batch import MicroBatchContext
 from tests.models.oracle import grads
 
 SIDES = ("transformers", "dtrain")
@@ -99,7 +100,7 @@ def step(side: str, model: Any, ids: Tensor) -> Tensor:
         def of_head(hidden: Tensor, weight: Tensor) -> Tensor:
             return weighted_logprob_sum(hidden.flatten(0, 1), weight, ids[0, 1:], weights, index, softcap=cap)
 
-        loss = model.with_head(of_head, ids)
+        loss = model.with_head(of_head, ids, MicroBatchContext())
     loss.backward()
     return loss.detach()
 

@@ -24,6 +24,7 @@ from dtrain.inference.slot_flash import SlotFlash
 from dtrain.inference.varlen_decode import VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
+from dtrain.models.common.routing import RoutingRecord
 
 if TYPE_CHECKING:
     from dtrain.inference.graphs import Step, Steps
@@ -316,14 +317,11 @@ class Engine:
         self._peers.before_forward(images is not None)
         if images is None and self._peers.run_tower:
             images = no_images(tokens, self.model.config)
-        routing = self.model.routing
-        if not notes or routing is None:
+        if not notes:
             return self.model.next_logits(tokens, cache, images), None
-        routing.noted = {}
-        try:
-            return self.model.next_logits(tokens, cache, images), routing.last_choices(len(tokens))
-        finally:
-            routing.noted = None
+        record = RoutingRecord(notes_choices=True)
+        logits = self.model.next_logits(tokens, cache, images, record)
+        return logits, record.choices_by_row(len(tokens))
 
     def _lay_out(self, entering: list[RunningSequence], first_tokens: Tensor) -> DecodingRows | None:
         """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtrain.inference.engine import at_rest
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.micro_batch import MicroBatchContext
 
 LOGITS_AT_ONCE = 1 << 26  # elements, in float32
 
@@ -30,7 +31,7 @@ def score_prompts(model: CausalLM, prompts: Sequence[Sequence[int]], together: i
     scores: dict[int, TokenScores] = {}
     with at_rest(model):
         for batch, ids in _batches(prompts, together, next(model.parameters()).device):
-            hidden = model.model(ids)  # [B, S, D]
+            hidden = model.model(ids, MicroBatchContext())  # [B, S, D]
             for index, states, tokens in zip(batch, hidden, ids, strict=True):
                 length = len(prompts[index])
                 scores[index] = _scores(model, states[: length - 1], tokens[1:length])
@@ -47,7 +48,9 @@ def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tenso
     with at_rest(model):
         for batch, ids in _batches(rows, together, weight.device):
             ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]
-            states = model.model(ids)[torch.arange(len(batch), device=ids.device), torch.tensor(ends)]  # [B, D]
+            states = model.model(ids, MicroBatchContext())[
+                torch.arange(len(batch), device=ids.device), torch.tensor(ends)
+            ]  # [B, D]
             outputs[batch] = model.logits(states).to(outputs)
     return outputs
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dtrain.base.torch_functions import in_backward
+from dtrain.models.common.micro_batch import LayerContext
 from dtrain.parallel.placement import local_tensor
 
 SMALL = 2**14  # bytes of a storage that stays
@@ -229,8 +230,7 @@ class ActivationOffloader:
                 self._let_go(0)  # of a forward that an error ended, too
             if not torch.is_grad_enabled():
                 return
-            beside = (leaf for leaf in tree_leaves(inputs[1:]) if isinstance(leaf, Tensor))
-            stay = {storage_key(tensor) for tensor in beside}
+            stay = {storage_key(tensor) for tensor in _shared_tensors(inputs)}
             self._pass = _LayerPass(layer, self.memory, self._pass if index else None, stay, is_last)
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pass.pack, _unpack)
             self._hooks.__enter__()
@@ -251,6 +251,15 @@ class ActivationOffloader:
             mark, storages = self._leaving.popleft()
             self.memory.wait_for(mark)
             storages.clear()
+
+
+def _shared_tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors that a layer is called with besides its hidden states, which other layers read too."""
+    tensors = []
+    for argument in inputs[1:]:
+        values = argument.shared_values() if isinstance(argument, LayerContext) else argument
+        tensors += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -21,12 +21,11 @@ from dtrain.models.common.decoder import (
     QK_NORMS,
     Attention,
     Decoder,
-    Handed,
     Linear,
-    Rotary,
 )
 from dtrain.models.common.functions import ACTIVATIONS, gated, rounded, unit_rms
 from dtrain.models.common.images import PlacedFeatures
+from dtrain.models.common.micro_batch import LayerContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
 from dtrain.models.common.rope_config import KINDS, rope_of
@@ -126,7 +125,7 @@ class Gemma4Experts(SparseMLP):
         self.router = Gemma4Router(config, sizes)
         self.pre_feedforward_layernorm_2 = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
         return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
@@ -157,16 +156,18 @@ class Gemma4Layer(Gemma3Layer):
             self.per_layer_projection = Linear(config.per_layer.size, size, bias=False)
             self.post_per_layer_input_norm = OlmoRMSNorm(size, eps)
 
-    def after(  # type: ignore[override]  # it takes its own embeddings before what sparse layers take
-        self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, real: Tensor | None = None
+    def after(  # type: ignore[override]  # compiled parts get tensors first, so the layer's embeddings come before
+        self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, context: LayerContext | None = None
     ) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
-        [B, S, P]; real: as `SparseMLP` takes it"""
+        [B, S, P]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory
         mixed = self.mlp(self.pre_feedforward_layernorm(hidden))
-        if self.is_sparse:
-            of_experts = self.post_feedforward_layernorm_2(self.sparse(hidden, real))
+        if context is not None:  # a sparse layer
+            routed = self.sparse(hidden, context.is_real, context.routing)
+            of_experts = self.post_feedforward_layernorm_2(routed)
+            del routed
             mixed = self.post_feedforward_layernorm_1(mixed) + of_experts
         hidden = hidden + self.post_feedforward_layernorm(mixed)
         if own is not None:
@@ -175,17 +176,20 @@ class Gemma4Layer(Gemma3Layer):
         return hidden * self.layer_scalar.to(hidden.dtype)
 
     def forward(  # type: ignore[override]  # its decoder hands it more, and takes more
-        self,
-        hidden: Tensor,
-        rotary: Rotary,
-        mask: Any,
-        cache: Cached | None = None,
-        own: Tensor | None = None,
-        handed: Keys | None = None,
-        real: Tensor | None = None,
+        self, hidden: Tensor, context: LayerContext, own: Tensor | None = None, handed: Keys | None = None
     ) -> tuple[Tensor, Keys | None]:
-        """hidden [B, S, D], own [B, S, P], handed: keys and values of an earlier layer, real: as `SparseMLP` takes it
-        -> [B, S, D], and this layer's keys and values, where later ones read them"""
+        """Compute the layer.
+
+        Args:
+            hidden: [B, S, D].
+            context: The layer's context.
+            own: The layer's own embeddings, [B, S, P].
+            handed: Keys and values of an earlier layer, if this one has none.
+
+        Returns:
+            The output [B, S, D], and this layer's keys and values if later layers read them.
+        """
+        rotary, mask, cache = context.rotary, context.mask, context.cache
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
         if self.keys_first is not None and cache is None and handed is None:
             before, exchange = self.keys_first.under(mask)
@@ -195,7 +199,7 @@ class Gemma4Layer(Gemma3Layer):
             q, *fresh = before(hidden, *rotary)
         attended, keys = self.self_attn.among(q, tuple(fresh), mask, cache, handed)
         if self.is_sparse:
-            return after(hidden, attended, own, real), keys
+            return after(hidden, attended, own, context), keys
         return after(hidden, attended, *(() if own is None else (own,))), keys
 
 
@@ -211,17 +215,21 @@ class Gemma4Decoder(Decoder):
             self.per_layer_projection_norm = OlmoRMSNorm(config.per_layer.size, config.rms_norm_eps)
 
     def through(
-        self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        layer_contexts: list[LayerContext],
+        is_bare: bool,
+        placed: PlacedFeatures | None = None,
     ) -> Tensor:
         """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Image tokens have the padding token's columns."""
         if placed is not None:
             input_ids = input_ids.masked_fill(placed.is_image, self.config.pad_token_id or 0)
-        own, sources = self.per_layer(hidden, input_ids, bare), self.config.key_sources
+        own, sources = self.per_layer(hidden, input_ids, is_bare), self.config.key_sources
         made: dict[int, Keys] = {}  # by the number of the layer that made them
-        for index, layer in enumerate(self.layers):
-            run = layer.forward if bare else layer
-            rotary, mask, cache, *real = handed[index]
-            hidden, keys = run(hidden, rotary, mask, cache, own[index], made.get(sources[index]), *real)
+        for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
+            run = layer.forward if is_bare else layer
+            hidden, keys = run(hidden, context, own[index], made.get(sources[index]))
             if keys is not None:
                 made[index] = keys
         return hidden

@@ -12,6 +12,7 @@ from dtrain.models.common.config import FULL, ModelConfig
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
 from dtrain.models.common.functions import gated
+from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext
 from dtrain.models.common.model_fields import ModelFields
 
 
@@ -22,7 +23,7 @@ class GraniteLayer(PreNormLayer):
         super().__init__(config, index)
         self.multiplier = config.residual_multiplier
 
-    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.self_attn.o_proj(attended) * self.multiplier
         del attended  # the MLP needs its memory
@@ -37,9 +38,9 @@ class GraniteDecoder(Decoder):
     """A decoder whose hidden states are divided by the logits' divisor: the head, and every loss that reaches it by
     hidden states, then computes the logits as they are."""
 
-    def states(self, *args, **kwargs) -> Tensor:
-        """Override `Decoder.states`: [B, S, D]"""
-        return super().states(*args, **kwargs) / self.config.logits_scaling
+    def states(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
+        """Override `Decoder.states`: ids [B, S] -> [B, S, D]"""
+        return super().states(input_ids, context) / self.config.logits_scaling
 
     def _embedded(self, hidden: Tensor) -> Tensor:
         return hidden * self.config.embedding_multiplier

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dtrain.models.common.config import ModelConfig, Rope
-from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer, Rotary
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer
+from dtrain.models.common.micro_batch import Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.tower import TextTower

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
-from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer, Rotary
+from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer
 from dtrain.models.common.functions import RMSNorm, rms_norm, rotate
+from dtrain.models.common.micro_batch import LayerContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.parallel.collectives import enter_region, leave_region
@@ -74,7 +75,7 @@ class OlmoLayer(Layer):
         """Override `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
         return self.self_attn.project(hidden, rotary)
 
-    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
         del attended  # the MLP needs its memory

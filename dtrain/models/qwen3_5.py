@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
-from dtrain.attention.packing import Packing
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig
 from dtrain.models.common.config_fields import shown
@@ -23,14 +22,13 @@ from dtrain.models.common.decoder import (
     QK_NORMS,
     Attention,
     Decoder,
-    Handed,
     Linear,
     Mixer,
     PreNormLayer,
-    Rotary,
 )
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, unit_rms
 from dtrain.models.common.images import PlacedFeatures
+from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import Sections, read_rope
@@ -212,25 +210,31 @@ class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
 
     def through(
-        self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        layer_contexts: list[LayerContext],
+        is_bare: bool,
+        placed: PlacedFeatures | None = None,
     ) -> Tensor:
-        """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in the place of rotary
-        tables, from units of FSDP that are not theirs."""
-        for index, layer in enumerate(cast(list[Qwen3_5Layer], list(self.layers))):
+        """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in place of rotary tables,
+        because under FSDP the decays are units of their own."""
+        contexts = []
+        for layer, context in zip(cast(list[Qwen3_5Layer], list(self.layers)), layer_contexts, strict=True):
             if layer.is_linear:
                 decay = layer.linear_attn.decay
-                handed[index] = (decay.forward() if bare else decay(), *handed[index][1:])
-        return super().through(hidden, input_ids, handed, bare, placed)
+                context = replace(context, rotary=decay.forward() if is_bare else decay())
+            contexts.append(context)
+        return super().through(hidden, input_ids, contexts, is_bare, placed)
 
-    def linear_mask(
-        self, seq_ids: Tensor | None, tokens: int, cache: Cached | None, packing: Packing | None
-    ) -> LinearMask | None:
-        """Return the mask of the rows' documents; with a cache of its prompts, None where each row goes on by a
+    def linear_mask(self, context: MicroBatchContext, length: int) -> LinearMask | None:
+        """Override `Decoder.linear_mask`. With a cache, the mask of its prompts, or None if each row goes on by a
         token."""
         width = self.config.linear.width if self.config.linear else 0
-        if cache is not None:
-            return cache.linear_mask(width)
-        return LinearMask.of(seq_ids, tokens, width, self.kernel.group, self.flash_delta, packing)
+        if context.cache is not None:
+            return context.cache.linear_mask(width)
+        num_tokens = context.num_tokens or length
+        return LinearMask.of(context.seq_ids, num_tokens, width, self.kernel.group, self.flash_delta, context.packing)
 
 
 class Qwen3_5ForCausalLM(TextTower):

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.config_fields import shown
-from dtrain.models.common.decoder import Attention, CausalLM, PreNormLayer, Rotary
+from dtrain.models.common.decoder import Attention, CausalLM, PreNormLayer
+from dtrain.models.common.micro_batch import Rotary
 from dtrain.models.common.model_fields import ModelFields
 
 _DEFAULTS = {

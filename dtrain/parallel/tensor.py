@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +194,19 @@ class ScoreHead(LocalParameters, nn.Linear):
         return self.product(hidden, self.local("weight"))
 
 
+class RowContext(Protocol):
+    """What `Stack` needs of the context of a micro-batch (`models.common.micro_batch.MicroBatchContext`)."""
+
+    @property
+    def cache(self) -> Any:
+        """KV cache. None in training."""
+        ...
+
+    def padded(self, num_tokens: int, missing: int) -> Self:
+        """Return the context of rows of `num_tokens` with `missing` more tokens of padding at their ends."""
+        ...
+
+
 class Stack(nn.Module):
     """The embedding and layers of a decoder: `states` is one process's forward, `forward` the same over tp."""
 
@@ -201,48 +214,30 @@ class Stack(nn.Module):
     vision_layers: Iterable[nn.Module] = ()  # of a tower beside the decoder
     tp: TensorParallel | None = None  # set by the style `decoder`
 
-    def states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        seq_ids: Tensor | None = None,
-        cache: Any = None,
-        packing: Any = None,
-        tokens: int | None = None,
-        images: Any = None,
-    ) -> Tensor:
-        """[B, S] ids, positions and documents -> hidden states [B, S, D], cut as the styles of the modules within.
-        tokens: of a row, without what sequence parallel has padded; None: all."""
+    def states(self, input_ids: Tensor, context: Any) -> Tensor:
+        """Compute hidden states [B, S, D] of ids [B, S], sharded as the styles of the modules within.
+
+        Args:
+            input_ids: Token ids.
+            context: The context of the micro-batch.
+        """
         raise NotImplementedError
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        seq_ids: Tensor | None = None,
-        cache: Any = None,
-        packing: Any = None,
-        images: Any = None,
-    ) -> Tensor:
-        """Hidden states [B, S, D], complete on every tp rank. In the backward their gradients are summed over tp."""
-        tp, length = self.tp, input_ids.shape[1]
+    def forward(self, input_ids: Tensor, context: RowContext) -> Tensor:
+        """Compute hidden states [B, S, D], complete on every tp rank. In the backward, gradients are summed over tp."""
+        tp, num_tokens = self.tp, input_ids.shape[1]
         if tp is None:
-            return self.states(input_ids, position_ids, seq_ids, cache, packing, images=images)
+            return self.states(input_ids, context)
         if not tp.sequence:
-            return enter_region(self.states(input_ids, position_ids, seq_ids, cache, packing, images=images), tp.group)
-        if cache is not None:
+            return enter_region(self.states(input_ids, context), tp.group)
+        if context.cache is not None:
             raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
         # Context parallel cuts the padded sequence in two again.
-        missing = -length % math.lcm(2, tp.size)
+        missing = -num_tokens % math.lcm(2, tp.size)
         if missing:
-            # Beyond every position of every rank, and a document of their own: no token sees them.
             input_ids = F.pad(input_ids, (0, missing))
-            position_ids = None if position_ids is None else F.pad(position_ids, (0, missing), value=2**30)
-            seq_ids = None if seq_ids is None else F.pad(seq_ids, (0, missing), value=-1)
-            images = None if images is None else images.padded(missing)
-        # [B, (S + missing)/tp, D]
-        hidden = self.states(input_ids, position_ids, seq_ids, None, packing, length, images)
-        return gather_along(hidden, SEQUENCE, tp.group)[:, :length]
+        hidden = self.states(input_ids, context.padded(num_tokens, missing))  # [B, (S + missing)/tp, D]
+        return gather_along(hidden, SEQUENCE, tp.group)[:, :num_tokens]
 
 
 class ParallelModel(nn.Module):

@@ -23,6 +23,7 @@ from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths,
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTotals
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
 from dtrain.parallel.fsdp import Sharding
@@ -374,7 +375,7 @@ class Policy:
         """
         if self.reference is None:
             raise RuntimeError("use_reference_model needs init_reference_model first")
-        with self.reference.in_place(), self.scorer.without_replay():
+        with self.reference.in_place():
             yield
 
     def get_reference_policy_logprobs(
@@ -403,12 +404,10 @@ class Policy:
         counts = all_reduced(self._counts(step.batch, batches), self.mesh.dp)
         if self.model.adapters is not None:
             self.model.adapters.step = updater.scheduler.steps
-        loss, metrics = self._backward(updater, batches, loss_fn, self._divisors(counts))
-        routing = self.model.routing
-        seen = [] if routing is None else [routing.seen()]
-        totals = Totals(self._summed(loss, metrics, seen))
+        loss, metrics, routing_totals = self._backward(updater, batches, loss_fn, self._divisors(counts))
+        totals = Totals(self._summed(loss, metrics, routing_totals))
         self._unread.append(totals)
-        return StepResult(StepCounts(*counts.tolist()), totals, list(metrics[0]), routing, metrics)
+        return StepResult(StepCounts(*counts.tolist()), totals, list(metrics[0]), self.model.routing, metrics)
 
     @torch.no_grad()
     def _evaluate(self, step: StepRows, loss_fn: Loss, micro_batch_size: int | Batching | None) -> StepResult:
@@ -492,6 +491,8 @@ class Policy:
         names = {*COMPLETED, *IMAGE_STREAMS, "images", "routed_experts"}
         if every_token:
             names -= {"labels", "token_mask", "sample_mask"}
+        if self.reference is not None and self.reference.is_in_place:
+            names -= {"routed_experts"}  # chosen by other weights: the reference's router decides itself
         read = {name: value for name, value in batch.items() if name in names}
         batch, _, most_rows, _, images = take(read, self.mesh.dp, self.model.config.vocab_size)
         if every_token:
@@ -512,33 +513,35 @@ class Policy:
 
     def _backward(
         self, updater: Updater, batches: Sequence[Batch], loss_fn: Loss, divisors: Sequence[Tensor]
-    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    ) -> tuple[Tensor, list[dict[str, Tensor]], list[Tensor]]:
         """Add the gradient of the loss, times the loss scale, to `.grad`.
 
         Gradients are reduced once, at the last micro-batch; with `parallel.reduce_each` over the shards at every one.
 
         Returns:
-            This rank's loss, a detached scalar without the loss scale that includes a mixture's balance loss, and the
-            metrics of each micro-batch.
+            This rank's loss, a detached scalar without the loss scale that includes a mixture's balance loss, the
+            metrics of each micro-batch, and in a mixture of experts the totals of its routing, [n] float64.
         """
         scale = updater.loss_scale.scale if updater.loss_scale is not None else 1.0
         total, metrics = torch.zeros((), device=self.device), []
-        routing, balance = self.model.routing, self.recipe.moe.balance
-        if routing is not None:
-            routing.begin(balance / (routing.layers * divisors[0]) if balance else None, scale)
+        routing, factor = self.model.routing, self.recipe.moe.balance
+        balance = None
+        if routing is not None and factor:
+            balance = BalanceLoss(factor / (routing.num_layers * divisors[0]), scale)
+        totals = RoutingTotals()
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             self.sharding.sync_gradients(is_last, bool(self.recipe.parallel.reduce_each))
             if self.sums is not None:
                 self.sums.begin(updater.scheduler.steps, index, is_last)
-            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors)
+            record = RoutingRecord()
+            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors, balance=balance, record=record)
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
             metrics.append(measured)
             if routing is not None:
-                total = total + routing.add()
-        if routing is not None:
-            routing.end()
+                total = total + record.balance_loss()
+                totals.add(record)
         if self.sums is not None:
             self.sums.finish()
-        return total, metrics
+        return total, metrics, [] if routing is None else [totals.flat()]

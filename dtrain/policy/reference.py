@@ -37,7 +37,7 @@ class Reference:
             for name, tensor in model_tensors(model).items()
             if name not in left_out and (adapters or not is_adapter(name))
         }
-        self._is_in = False
+        self.is_in_place = False  # whether the model holds these weights now
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -50,16 +50,16 @@ class Reference:
         """
         from dtrain.adapters.lora import adapters_off  # a run without a reference needs none of it
 
-        if self._is_in:
+        if self.is_in_place:
             raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")
         self._swap()
-        self._is_in = True
+        self.is_in_place = True
         try:
             with nullcontext() if self._adapters else adapters_off(self._model):
                 yield
         finally:
             self._swap()
-            self._is_in = False
+            self.is_in_place = False
 
     @torch.no_grad()
     def follow(self, mix: float) -> None:

@@ -1,11 +1,10 @@
 """The interface of losses to the model: log-probabilities of a micro-batch's labels, from inside the root's forward,
 token by token or summed by document."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ from dtrain.losses.head.vocabulary import HeadInput, VocabShard, compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn, TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images, RankImages
+from dtrain.models.common.micro_batch import MicroBatchContext
+from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingRecord
 from dtrain.parallel import context
 from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, pad_right
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
     from dtrain.losses.policy.formulas import Documents
 
 
-class Inputs(TypedDict):
-    """Arguments of a model's forward: this rank's tokens [B, S/cp], with positions and documents where it needs them,
-    the packing of the whole rows where its decoder takes that, and the images of a model with a vision tower."""
+class Inputs(NamedTuple):
+    """Arguments of a model's forward.
+
+    Attributes:
+        input_ids: This rank's tokens, [B, S/cp].
+        context: The context of the micro-batch.
+    """
 
     input_ids: Tensor
-    position_ids: Tensor | None
-    seq_ids: Tensor | None
-    packing: Packing | None
-    images: Images | None
+    context: MicroBatchContext
 
 
 _ALIGNED = 16  # bytes: where a stream of any dtype may begin
@@ -199,14 +201,27 @@ class Scorer:
     def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device):
         self.model, self.mesh, self.device = model, mesh, device
         self._head = Head.of(model, mesh)
-        self._replays = True
 
-    def at_head(self, batch: Batch, fn: Callable[..., Any], *more: Any) -> Any:
-        """Return `fn(source, local, *more)`, called inside the root's forward of one host micro-batch, the graph ready
-        for backward: a `Loss` with the global counts, scalars on the device, gives its loss and metrics.
+    def at_head(
+        self,
+        batch: Batch,
+        fn: Callable[..., Any],
+        *more: Any,
+        balance: BalanceLoss | None = None,
+        record: RoutingRecord | None = None,
+    ) -> Any:
+        """Return `fn(source, local, *more)`, called inside the root's forward, with a graph that is ready for backward.
 
-        batch: whole rows; local: this rank's part of every stream, on the device. Rows of one document each, with
-        positions from 0, take the plain causal kernel.
+        A `Loss`, with the global counts in `more`, returns its loss and metrics. Several micro-batches may be in
+        flight: each call has a context of its own. Rows of one document each, with positions from 0, take the plain
+        causal kernel.
+
+        Args:
+            batch: One host micro-batch of full rows.
+            fn: Called with a `LogprobSource`, with this rank's part of every stream on the device, and with `more`.
+            more: Further arguments of `fn`.
+            balance: The balance loss of a mixture of experts. None if there is none.
+            record: Filled by the sparse layers of a mixture of experts. None if nobody reads it.
         """
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
         if self.model.config.experts is not None:  # padding is not routed
@@ -221,37 +236,32 @@ class Scorer:
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
-        routing, replayed = self.model.routing, local.pop("routed_experts", None)
-        if routing is not None:
-            routing.documents = local["document_ids"], count
-            routing.real_tokens = int((whole["seq_ids"] != PADDING_DOCUMENT).sum())
-            routing.replayed = replayed if self._replays else None
+        replayed = local.pop("routed_experts", None)
+        routing = None
+        if self.model.routing is not None:
+            routing = MicroBatchRouting(
+                document_ids=local["document_ids"],
+                num_documents=count,
+                num_real_tokens=int((whole["seq_ids"] != PADDING_DOCUMENT).sum()),
+                replayed_experts=replayed,
+                balance=balance,
+                record=record or RoutingRecord(),
+            )
         if adapters is not None:
             adapters.tokens = local.pop("dropped", None)
-        inputs: Inputs = {
-            "input_ids": local["input_ids"],
-            "position_ids": local["position_ids"] if by_position else None,
-            "seq_ids": local["seq_ids"] if is_packed else None,
-            "packing": self._packing(batch, is_packed) if self.model.model.takes_packing else None,
-            "images": self._images(batch, local),
-        }
+        context = MicroBatchContext(
+            position_ids=local["position_ids"] if by_position else None,
+            seq_ids=local["seq_ids"] if is_packed else None,
+            packing=self._packing(batch, is_packed) if self.model.model.takes_packing else None,
+            images=self._images(batch, local),
+            routing=routing,
+        )
+        inputs = Inputs(local["input_ids"], context)
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
             return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local, *more)
 
-        result = self.model.with_head(within, **inputs)
-        if routing is not None and not torch.is_grad_enabled():  # else layers may yet be computed again
-            routing.replayed = routing.real_tokens = None
-        return result
-
-    @contextmanager
-    def without_replay(self) -> Iterator[None]:
-        """Context in which the model's router decides alone: its weights are not those that `routed_experts` are of."""
-        self._replays = False
-        try:
-            yield
-        finally:
-            self._replays = True
+        return self.model.with_head(within, inputs.input_ids, inputs.context)
 
     def _images(self, batch: Batch, local: Batch) -> Images | None:
         """Return the images of a host micro-batch, and their places among this rank's tokens; of a model without a
@@ -344,7 +354,7 @@ def _check_routed(batch: Batch, model: CausalLM) -> None:
     sizes = model.config.experts
     if sizes is None or model.routing is None:
         raise ValueError("stream routed_experts: this model has no experts")
-    expected = [*batch["input_ids"].shape, model.routing.layers, sizes.top]
+    expected = [*batch["input_ids"].shape, model.routing.num_layers, sizes.top]
     if list(routed.shape) != expected or (
         routed.numel() and not -1 <= int(routed.min()) <= int(routed.max()) < sizes.count
     ):

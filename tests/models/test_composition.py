@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dtrain import models
 from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm
+from dtrain.models.common.micro_batch import MicroBatchContext
 from tests.cases import run_cases
 from tests.models.oracle import VARIANTS, packed_rows
 from tests.world import run_world
@@ -28,7 +29,7 @@ def loss_of(hidden, weight):
 
 
 def step(model):
-    loss = model.with_head(loss_of, *BATCH)
+    loss = model.with_head(loss_of, BATCH[0], MicroBatchContext(*BATCH[1:]))
     loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
@@ -117,7 +118,7 @@ def test_a_plan_can_trace_it_without_memory():
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         ids, positions, owners = (stream.new_empty(stream.shape) for stream in BATCH)
-        model.with_head(loss_of, ids, positions, owners).backward()
+        model.with_head(loss_of, ids, MicroBatchContext(positions, owners)).backward()
         assert model(ids).shape == (2, 90, 97)
 
 

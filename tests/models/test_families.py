@@ -14,6 +14,7 @@ from transformers.models.ministral3 import modeling_ministral3
 from dtrain import models
 from dtrain.models.common.flops import flops_per_token, text_flops
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
+from dtrain.models.common.micro_batch import MicroBatchContext
 from tests.models.oracle import VARIANTS, VOCAB, grads, make, packed_rows, save
 from tests.models.towers import make_multimodal
 
@@ -352,7 +353,9 @@ def test_with_head_is_forward_without_the_logits(tmp_path):
         return torch.tanh(hidden @ weight.T / 3.0) * 3.0
 
     with torch.no_grad():
-        assert torch.equal(model.with_head(head, ids, positions, owners), model(ids, positions, owners))
+        assert torch.equal(
+            model.with_head(head, ids, MicroBatchContext(positions, owners)), model(ids, positions, owners)
+        )
 
 
 def test_flops_follow_the_formula():

@@ -11,14 +11,24 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import Experts
 from dtrain.models.common.flops import flops_per_token
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_routing
-from dtrain.models.common.routing import loads
+from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, loads
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.training.preflight import preflight
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
 from tests.tiny import tiny_grpo, tiny_recipe
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
+
+
+BALANCE = BalanceLoss(torch.tensor(0.7, dtype=torch.float64))
+
+
+def totals_of(routing):
+    totals = RoutingTotals()
+    totals.add(routing.record)
+    return totals
 
 
 @pytest.fixture
@@ -87,9 +97,9 @@ def test_an_expert_without_a_token_has_a_gradient_of_zeros(mlp):
         mlp.gate.weight[:, 0] = torch.tensor([9.0, 9, 9, -99, 9, 9])
     x = hidden_states().detach()
     x[..., 0] = 1
-    mlp(x).sum().backward()
-    mlp.routing.add()
-    counts = mlp.routing.counts
+    routing = MicroBatchRouting()
+    mlp(x, None, routing).sum().backward()
+    counts = totals_of(routing).counts
     assert counts[0, 3] == 0 and counts.sum() == 2 * 14
     stacks = [one.grad for one in mlp.experts.parameters()]
     assert all((grad[3] == 0).all() and (grad[counts[0] > 0] != 0).any() for grad in stacks)
@@ -131,11 +141,11 @@ def test_padding_is_not_routed_and_touches_nothing(mlp):
     x = hidden_states()
     real = torch.ones(2, 7, dtype=torch.bool)
     real[0, 5:] = real[1, 6:] = False
-    out = mlp(x, real)
+    routing = MicroBatchRouting()
+    out = mlp(x, real, routing)
     out.backward(torch.ones_like(x))
     padded = gradients(mlp, x)
-    mlp.routing.add()
-    counts = mlp.routing.counts
+    counts = totals_of(routing).counts
     assert counts.sum() == 2 * 11 and (out[~real] == 0).all()
     rows = torch.cat([mlp(x[:1, :5]).sum((1, 2)), mlp(x[1:, :6]).sum((1, 2))])
     rows.sum().backward()
@@ -153,11 +163,10 @@ def test_the_balance_loss_is_each_documents_own(mlp, tokens_of_padding):
     x = hidden_states(rows=2, tokens=7)
     owners = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
     owners[1, 7 - tokens_of_padding :] = -1
-    routing = mlp.routing
-    routing.documents, routing.weight = (owners, 3), torch.tensor(0.7, dtype=torch.float64)
-    mlp(x, owners >= 0).sum().backward()
+    routing = MicroBatchRouting(owners, 3, balance=BALANCE)
+    mlp(x, owners >= 0, routing).sum().backward()
     ours = gradients(mlp, x)
-    loss = routing.add()
+    loss = routing.record.balance_loss()
 
     out, shares, kept = dense(mlp, x)
     expected = 0.0
@@ -187,19 +196,19 @@ def test_replayed_experts_are_weighed_by_the_router_and_balanced_as_they_are(mlp
     x, owners = hidden_states(), torch.tensor([[0] * 7, [1] * 5 + [-1] * 2])
     given = distinct(2, 7, 1, experts=6, top=2)
     given[0, 3:5] = given[1, 4:] = -1
-    routing = mlp.routing
-    routing.documents, routing.weight = (owners, 2), torch.tensor(0.7, dtype=torch.float64)
-    routing.replayed = given
-    out = mlp(x, owners >= 0)
+    routing = MicroBatchRouting(owners, 2, replayed_experts=given, balance=BALANCE)
+    out = mlp(x, owners >= 0, routing)
     out.sum().backward()
     ours = gradients(mlp, x)
-    loss, own = routing.add(), dense(mlp, x)[2]
+    loss, own = routing.record.balance_loss(), dense(mlp, x)[2]
     is_given = given[:, :, 0, :1] >= 0
     kept = torch.zeros_like(own).scatter(2, given[:, :, 0].long().clamp(min=0), True)
     others = (kept & ~own & is_given).sum()
     kept = torch.where(is_given, kept, own)
-    assert 0 < others and routing.differing.tolist() == [others, 2 * is_given.sum()]
-    assert routing.measures(routing.seen())["router_replay_differs"] == int(others) / int(2 * is_given.sum())
+    assert 0 < others and totals_of(routing).replays.tolist() == [others, 2 * is_given.sum()]
+    assert mlp.routing.measures(totals_of(routing).flat())["router_replay_differs"] == int(others) / int(
+        2 * is_given.sum()
+    )
 
     expected, shares, _ = dense(mlp, x, kept)
     balance = 0.0
@@ -216,12 +225,12 @@ def test_its_own_choice_replayed_changes_no_bit(mlp):
     out = mlp(x)
     out.sum().backward()
     expected = [out, *gradients(mlp, x)]
-    mlp.routing.replayed = mlp.gate(x.detach().flatten(0, 1))[0].view(2, 7, 1, 2).flip(-1).to(torch.int16)
-    out = mlp(x)
+    given = mlp.gate(x.detach().flatten(0, 1))[0].view(2, 7, 1, 2).flip(-1).to(torch.int16)
+    routing = MicroBatchRouting(replayed_experts=given)
+    out = mlp(x, None, routing)
     out.sum().backward()
     assert all(torch.equal(*pair) for pair in zip([out, *gradients(mlp, x)], expected, strict=True))
-    mlp.routing.add()
-    assert mlp.routing.differing.tolist() == [0, 28]
+    assert totals_of(routing).replays.tolist() == [0, 28]
 
 
 @pytest.mark.parametrize("variant", ["qwen3-moe-mixed", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-moe"])
@@ -241,8 +250,7 @@ def test_other_experts_are_those_of_transformers_where_it_takes_them(variant, tm
     expected = theirs(ids).logits
     monkeypatch.undo()
     assert next(layers, None) is None
-    ours.routing.replayed = given
-    logits = ours(ids)
+    logits = ours.logits(ours.model(ids, MicroBatchContext(routing=MicroBatchRouting(replayed_experts=given))))
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     expected.backward(weights)
     logits.backward(weights)

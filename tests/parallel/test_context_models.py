@@ -19,6 +19,7 @@ from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.ring import RingKernel
 from dtrain.memory import compilation as regions
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx
 from dtrain.parallel.context.batch import shard_sequence
 from tests.cases import run_cases
@@ -139,7 +140,11 @@ def a_model_of_ours(rank, directory, name, variant):
     ctx, batch = make_cp_batch_and_ctx(mesh, batch)
 
     def loss_of(ids, positions):
-        logits = model.logits(model.model(ids, positions)) if variant == "hidden" else model(ids, positions)
+        logits = (
+            model.logits(model.model(ids, MicroBatchContext(positions)))
+            if variant == "hidden"
+            else model(ids, positions)
+        )
         return logits, (logits * shard_sequence(up, rank, 2)).sum()
 
     with ctx():

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.fsdp import Sharding, mixed_precision, shard_model
 from dtrain.parallel.placement import local_tensor
 from tests.cases import run_cases
@@ -100,7 +101,7 @@ def messages_in_order(rank, config):
         return (hidden @ weight.t()).log_softmax(-1).square().sum()
 
     with order:
-        model.with_head(at_head, random_batch(config.vocab_size)["input_ids"]).backward()
+        model.with_head(at_head, random_batch(config.vocab_size)["input_ids"], MicroBatchContext()).backward()
     return order.events
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.losses.head.vocabulary import VocabShard
 from dtrain.losses.head.weighted_sum import weighted_logprob_sum
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -53,7 +54,7 @@ def hidden_loss(model, batch, tp):
         ones = torch.ones(index.shape)
         return -weighted_logprob_sum(hidden.flatten(0, 1), weight, targets, ones, index, shard=shard, rows_per_tile=5)
 
-    return model.with_head(at_head, batch["input_ids"], batch["position_ids"], batch["seq_ids"])
+    return model.with_head(at_head, batch["input_ids"], MicroBatchContext(batch["position_ids"], batch["seq_ids"]))
 
 
 def against_one_process(rank, config, size, sequence, length, packed):
@@ -141,7 +142,7 @@ def used_outside(rank, config, fsdp):
         with pytest.raises(RuntimeError, match="outside the forward of its FSDP root"):
             module(hidden)
     model.with_head(
-        lambda hidden, weight: hidden @ weight.t(), torch.arange(6)[None]
+        lambda hidden, weight: hidden @ weight.t(), torch.arange(6)[None], MicroBatchContext()
     )  # registered: gathers what it needs
     return True
 

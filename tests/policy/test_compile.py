@@ -18,6 +18,7 @@ from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.base import compiled as compilers
 from dtrain.memory import compilation as regions
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.training.trainer import train, train_checked
@@ -82,7 +83,7 @@ def lengths_on(rank, path, device, is_packed, inductor=False):
             packed = [*(one.to(device) for one in rows), None, Packing.of(*rows)] if is_packed else []
             hooks, held = kept_for_backward(model)
             with hooks:
-                hidden = model.model(ids, *packed)
+                hidden = model.model(ids, MicroBatchContext(*packed))
             weights = torch.linspace(-1, 1, hidden.numel(), device=device).view_as(hidden)
             (hidden.float() * weights).sum().backward()
             found += [hidden.detach().float().cpu(), model.model.layers[0].mlp.up_proj.weight.grad.float().cpu()]

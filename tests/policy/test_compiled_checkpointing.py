@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain import models
 from dtrain.memory import compilation as compiling
 from dtrain.memory.activation_checkpointing import checkpoint_activations
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
@@ -164,7 +165,7 @@ def grouped_products_on(rank, path):
             checkpoint_activations(model, "selective")
         for _ in range(2):  # the first compiles
             model.zero_grad()
-            hidden = model.model(torch.arange(30, device="cuda")[None])
+            hidden = model.model(torch.arange(30, device="cuda")[None], MicroBatchContext())
             with Grouped() as products:
                 (hidden.float() * torch.linspace(-1, 1, hidden.numel(), device="cuda").view_as(hidden)).sum().backward()
         counts.append(products.count)

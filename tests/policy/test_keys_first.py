@@ -15,6 +15,7 @@ from dtrain.attention.kernels import SdpaKernel
 from dtrain.memory.compilation import compile_layers, computes_again
 from dtrain.models import read_config
 from dtrain.models.common.keys_first import project_keys_first
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.context.batch import shard_sequence
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
@@ -75,7 +76,11 @@ def loss_of(model, inputs, cut=lambda whole: whole):
     """Of two packed rows, of which `cut` gives a rank's part."""
     size = *inputs[0].shape, model.config.hidden_size
     weights = torch.linspace(-1, 1, prod(size), dtype=torch.float64).view(size)
-    return model.with_head(lambda hidden, _: (hidden.double() * cut(weights)).sum(), *map(cut, inputs))
+    return model.with_head(
+        lambda hidden, _: (hidden.double() * cut(weights)).sum(),
+        cut(inputs[0]),
+        MicroBatchContext(*map(cut, inputs[1:])),
+    )
 
 
 def gradients(policy):

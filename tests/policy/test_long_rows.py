@@ -13,6 +13,7 @@ from dtrain.memory import activation_offload as offload
 from dtrain.memory import compilation as compiling
 from dtrain.memory import tiles
 from dtrain.memory.activation_checkpointing import checkpoint_activations
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.training import preflight
 from tests.policy.test_compile import by_aot_eager, forget_compiled
 from tests.tiny import tiny_recipe, write_model
@@ -43,7 +44,7 @@ def built(path, dtype=torch.float64, tile="none", kind="none", memory=None, is_c
 def gradients(model, length=37):
     """Of a loss of two packed rows, in float64."""
     at = torch.arange(length)[None].expand(2, -1)
-    hidden = model.model((7 * at + torch.tensor([[0], [3]])) % 60, at % 20, at // 20)
+    hidden = model.model((7 * at + torch.tensor([[0], [3]])) % 60, MicroBatchContext(at % 20, at // 20))
     weights = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)
     model.zero_grad()
     (hidden.double() * weights).sum().backward()
@@ -171,7 +172,7 @@ def test_a_forward_without_a_backward_gives_its_buffers_back(tmp_path):
 
 def kept_products(model):
     """How many tensors as large as the MLP's inside are there after a forward with a graph."""
-    hidden = model.model(torch.arange(36)[None])
+    hidden = model.model(torch.arange(36)[None], MicroBatchContext())
     gc.collect()
     inside = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape[-1:] == (48,)]
     assert hidden.requires_grad

@@ -19,6 +19,7 @@ from dtrain.inference.kv_cache import Budget
 from dtrain.inference.native import NativeEngine, _MeshPeers, share_out
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.memory.activation_checkpointing import checkpoint_activations
+from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import Sharding, mixed_precision, shard_model
@@ -96,7 +97,7 @@ def completions_of(rank, variant, sizes, options, unshard):
     ids = torch.arange(16).view(1, 16)
     hidden = torch.zeros(())
     if mesh.cp.size() == 1:  # and it trains on as before
-        hidden = model.with_head(lambda hidden, _: hidden.sum(), ids)
+        hidden = model.with_head(lambda hidden, _: hidden.sum(), ids, MicroBatchContext())
         hidden.backward()
     return [(one.ids, one.logprobs, one.finish) for one in found], bool(hidden.isfinite().all())
 

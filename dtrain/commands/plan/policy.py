@@ -237,7 +237,7 @@ class _TracedScorer(Scorer):
         self.passes = 0
         self.host = self.micro_rows = 0  # bytes at the last pass: of the host's tensors, and its own rows
 
-    def at_head(self, batch, fn, *more):
+    def at_head(self, batch, fn, *more, **routing):
         tracer, memory, number = self.tracer, self.tracer.memory, self.passes
         if isinstance(self.kernel, PlannedSdpa):
             self.kernel.take(batch)
@@ -254,7 +254,7 @@ class _TracedScorer(Scorer):
             memory.rename("temporaries", "loss")
             return result
 
-        result = super().at_head(batch, within, *more)
+        result = super().at_head(batch, within, *more, **routing)
         tracer.is_forward = False
         memory.begin(Phase("backward", number))
         return result

@@ -4,6 +4,7 @@ config                       a model's sizes
 config_fields, model_fields, rope_config, quantization_config    reading them from config.json
 decoder, functions           layers and whole decoders, their operations; norms, activations, rotary embedding
 cache                        the interface of a KV cache to the models
+micro_batch                  everything that belongs to one micro-batch's forward
 moe, routing                 mixtures of experts; their router and its balance loss
 keys_first                   keys of context parallel on their way while queries are projected
 flops                        training FLOPs per token

@@ -1,15 +1,16 @@
 """The decoder that all families share, and the parts they choose from. Module names are Hugging Face's.
 
-A forward makes what all layers of one kind share once (rotary tables, the kernel's form of the mask) and hands it down:
-`layer(hidden, rotary, mask, cache)`; with a cache there is no mask, for it attends by itself. A layer is two functions
-of tensors, before attention and after it, which may be compiled; attention, handed each micro-batch's own, is not.
+A forward makes what all layers of one type share once (rotary tables, the kernel's form of the mask) and passes it down
+as `layer(hidden, layer_context)` (`micro_batch` has the data flow). With a cache there is no mask because the cache
+attends itself. A layer is two functions of tensors, before attention and after it, which may be compiled. Attention and
+mixtures of experts read the micro-batch's context and are not compiled.
 Letters: B rows, S tokens, D hidden size, H query heads, kv key heads, hd head size, F MLP size, V vocabulary; heads and
 F are counted from the projections' outputs, which may be one rank's share.
 """
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,9 @@ from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
+from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
+from dtrain.models.common.routing import MicroBatchRouting, Routing, RoutingRecord
 from dtrain.parallel.tensor import (
     Block,
     LocalParameters,
@@ -39,13 +42,9 @@ if TYPE_CHECKING:
     from dtrain.adapters.lora import Adapter, AdapterState
     from dtrain.adapters.nf4 import NF4Weight
     from dtrain.attention.linear.flash import FlashDelta
-    from dtrain.attention.packing import Packing
+    from dtrain.attention.linear.layer import LinearMask
     from dtrain.models.common.keys_first import KeysFirst
-    from dtrain.models.common.routing import Routing
     from dtrain.models.vision.common import VisionTower
-
-Rotary = tuple[Tensor, ...]  # two tables, and what else a family's layers take of positions
-Handed = tuple[Any, ...]  # rotary, mask, cache, and of a sparse layer where tokens are no padding
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
 DECODER_PLAN = {
@@ -191,15 +190,20 @@ class GatedMLP(Block):
 
 
 class Layer(nn.Module):
-    """Attention and MLP: what comes `before` attention, and what a family says comes `after` it, by tensors alone.
-    regions: the two compiled or in tiles, where they are (`memory.compilation`, `tiles`); decoding, whose shapes change
-    with every token, goes without. keys_first: in place of `before`, where keys of other ranks come meanwhile."""
+    """A decoder layer: what comes `before` attention, attention, and what a family computes `after` it.
+
+    Attributes:
+        regions: The two parts, compiled or in tiles (`memory.compilation`, `memory.tiles`). None runs them as written,
+            as decoding always does, because its shapes change with every token.
+        keys_first: Replaces `before` if keys of other ranks are gathered while queries are projected.
+        is_sparse: Whether the MLP is a mixture of experts. `after` then gets the layer's context and is not compiled.
+    """
 
     self_attn: Attention
     input_layernorm: RMSNorm
     regions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     keys_first: "KeysFirst | None" = None
-    is_sparse = False  # whether its MLP is a mixture of experts, and takes which tokens are real
+    is_sparse = False
 
     @property
     def mixer(self) -> Mixer:
@@ -209,19 +213,26 @@ class Layer(nn.Module):
         """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> what the mixer's `project` gives"""
         return self.mixer.project(self.input_layernorm(hidden), rotary)
 
-    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
-        """hidden [B, S, D] as the layer had it, attended [B, S, H · hd] -> [B, S, D]; real: of a sparse layer, as
-        `SparseMLP` takes it"""
+    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
+        """Compute the layer's output, [B, S, D].
+
+        Args:
+            hidden: The layer's input, [B, S, D].
+            attended: The mixer's output, [B, S, H · hd].
+            context: The layer's context in sparse layers. None in dense ones, whose `after` may be compiled.
+        """
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Any, cache: Cached | None = None, *real: Tensor) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]; real: as `after` takes it"""
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """hidden [B, S, D] -> [B, S, D]"""
+        mask, cache = context.mask, context.cache
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
         if self.keys_first is not None and cache is None:
             before, cache = self.keys_first.under(mask)
-        if not real:  # a call with a star keeps its arguments, and `after` gives up what was attended
-            return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache))
-        return after(hidden, self.mixer(*before(hidden, *rotary), mask, cache), real[0])
+        # Attention is called inside the argument list: a local name would keep its output alive during the MLP.
+        if self.is_sparse:
+            return after(hidden, self.mixer(*before(hidden, *context.rotary), mask, cache), context)
+        return after(hidden, self.mixer(*before(hidden, *context.rotary), mask, cache))
 
 
 class PreNormLayer(Layer):
@@ -244,11 +255,15 @@ class PreNormLayer(Layer):
     def add_mlp(self, config: ModelConfig, index: int) -> None:
         self.mlp: Block = GatedMLP(config, config.inner_size(index))
 
-    def after(self, hidden: Tensor, attended: Tensor, *real: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.mixer.output(attended)
         del attended  # the MLP needs its memory
-        return hidden + self.mlp(self.post_attention_layernorm(hidden), *real)
+        return hidden + self.feed_forward(self.post_attention_layernorm(hidden), context)
+
+    def feed_forward(self, normed: Tensor, context: LayerContext | None) -> Tensor:
+        """Compute the MLP, [B, S, D] -> [B, S, D]. context: as in `Layer.after`."""
+        return self.mlp(normed)
 
 
 class Decoder(Stack):
@@ -259,7 +274,6 @@ class Decoder(Stack):
     flash_delta: "FlashDelta | None" = None
     delta_note: str = ""
     vision: "tuple[()] | tuple[VisionTower]" = ()
-    linear_mask: Callable[..., Any]  # of a family with linear attention: seq_ids [B, S], tokens, cache, packing -> mask
 
     def __init__(
         self,
@@ -276,76 +290,147 @@ class Decoder(Stack):
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
 
-    def states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        seq_ids: Tensor | None = None,
-        cache: Cached | None = None,
-        packing: "Packing | None" = None,
-        tokens: int | None = None,
-        images: Images | None = None,
-    ) -> Tensor:
-        """Override `Stack.states`; arguments as in `CausalLM.forward`."""
-        config, device, kernel = self.config, input_ids.device, self.kernel
-        bare = cache is not None and cache.bare
-        hidden = self._embedded((self.embed_tokens.forward if bare else self.embed_tokens)(input_ids))  # [B, S, D]
+    def states(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
+        """Override `Stack.states`: ids [B, S] -> [B, S, D]"""
+        is_bare = context.cache is not None and context.cache.bare
+        look_up = self.embed_tokens.forward if is_bare else self.embed_tokens
+        hidden = self._embedded(look_up(input_ids))  # [B, S, D]
         placed = None
-        if images is not None:
+        if context.images is not None:
             if not self.vision:
                 raise ValueError("images, and this model was built without its vision tower")
-            placed = self.vision[0].placed(images, hidden.shape[1], self.tp, kernel.group if cache is None else None)
+            cp_group = self.kernel.group if context.cache is None else None
+            placed = self.vision[0].placed(context.images, hidden.shape[1], self.tp, cp_group)
             hidden = placed.insert(hidden)
-        length = input_ids.shape[1]
-        if cache is not None:
-            position_ids = cache.positions
-        elif position_ids is None and config.most_positions is not None and length > config.most_positions:
-            raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {config.most_positions}")
-        positions = torch.arange(length, device=device)[None] if position_ids is None else position_ids  # [B or 1, S]
-        ends = None if images is None else images.ends
-        by_position = cache is None and (seq_ids is not None or kernel.is_context_parallel or ends is not None)
-        keys = kernel.keys(positions, seq_ids, packing if ends is None else None) if by_position else None
-        turns, turned = None if cache is None else cache.turns, positions
-        if self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
-            turned = positions.expand(len(input_ids), -1)
-        if images is not None and images.rotary_ids is not None:
-            turned = images.rotary_ids  # [B, S, 3]
-        ropes = {kind: (config.ropes[kind], self.head_sizes[kind]) for kind in config.layer_types}
-        rotary = {rope: self.turns(*rope, turned, hidden.dtype, turns) for rope in dict.fromkeys(ropes.values())}
-        masks: dict[str, Any] = dict.fromkeys(ropes)
-        for kind in ropes:
-            if kind == LINEAR:
-                masks[kind] = self.linear_mask(seq_ids, tokens or length, cache, packing)
-            elif cache is None:
-                window = config.sliding_window if kind == SLIDING else None
-                visibility = Visibility(length, length, window, rows=len(input_ids), packing=packing)
-                sees_ends = ends is not None and kind in config.bidirectional
-                if keys is not None and (sees_ends or packing is None or not kernel.takes_packing):
-                    of_keys, owners = keys
-                    visibility = Visibility(
-                        *(length, of_keys.shape[1], window, positions, of_keys, seq_ids, owners, len(input_ids)),
-                        query_ends=ends if sees_ends else None,
-                    )
-                masks[kind] = kernel.prepare(visibility, hidden.dtype, device)
-        real = None if seq_ids is None else seq_ids != PADDING_DOCUMENT  # [B, S]
-        if real is None and tokens is not None and tokens < length:
-            real = (torch.arange(length, device=device) < tokens).expand(len(input_ids), -1)
-        handed: list[Handed] = [
-            (rotary[ropes[kind]], masks[kind], cache, *((real,) if layer.is_sparse and real is not None else ()))
-            for layer, kind in zip(cast(list[Layer], list(self.layers)), config.layer_types, strict=True)
-        ]
-        return self.norm(self.through(hidden, input_ids, handed, bare, placed))
+        layer_contexts = self.layer_contexts(input_ids, context, hidden.dtype)
+        return self.norm(self.through(hidden, input_ids, layer_contexts, is_bare, placed))
 
     def through(
-        self, hidden: Tensor, input_ids: Tensor, handed: list[Handed], bare: bool, placed: PlacedFeatures | None = None
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        layer_contexts: list[LayerContext],
+        is_bare: bool,
+        placed: PlacedFeatures | None = None,
     ) -> Tensor:
-        """The embeddings [B, S, D] of `input_ids` [B, S], which sequence parallel does not cut, through all layers ->
-        [B, S, D]. handed: what each layer takes beside them. bare: as in `Cached`. placed: of images."""
-        for index, (layer, beside) in enumerate(zip(self.layers, handed, strict=True)):
-            hidden = (layer.forward if bare else layer)(hidden, *beside)
+        """Compute all layers, [B, S, D] -> [B, S, D].
+
+        Args:
+            hidden: The embeddings.
+            input_ids: Their ids, [B, S], which sequence parallel does not cut.
+            layer_contexts: The context of each layer.
+            is_bare: Whether modules are called without their hooks (`Cached.bare`).
+            placed: Features of images.
+        """
+        for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
+            hidden = (layer.forward if is_bare else layer)(hidden, context)
             if placed is not None:
                 hidden = placed.add(index, hidden)
         return hidden
+
+    def layer_contexts(self, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype) -> list[LayerContext]:
+        """Return the context of each layer. Layers of one type share tables and mask.
+
+        Args:
+            input_ids: [B, S].
+            context: The micro-batch.
+            dtype: Dtype of the hidden states.
+
+        Collectives:
+            Under context parallel with a mask one all-gather of positions and documents. In models with linear
+            attention the one of `LinearMask.of`.
+        """
+        positions = self._positions(input_ids, context)
+        rotary = self._rotary_by_type(positions, input_ids, context, dtype)
+        masks = self._masks_by_type(positions, input_ids, context, dtype)
+        is_real = self._real_tokens(input_ids, context)
+        contexts = []
+        for kind in self.config.layer_types:
+            contexts.append(LayerContext(rotary[kind], masks[kind], context.cache, is_real, context.routing))
+        return contexts
+
+    def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
+        """Return the positions, [B or 1, S]."""
+        length, most = input_ids.shape[1], self.config.most_positions
+        if context.cache is not None:
+            return context.cache.positions
+        if context.position_ids is not None:
+            return context.position_ids
+        if most is not None and length > most:
+            raise ValueError(f"rows of {length} tokens: with LongRoPE this model takes {most}")
+        return torch.arange(length, device=input_ids.device)[None]
+
+    def _rotary_by_type(
+        self, positions: Tensor, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype
+    ) -> dict[str, Rotary]:
+        """Return the rotary tables of each layer type. Types with the same rope share them."""
+        if context.images is not None and context.images.rotary_ids is not None:
+            positions = context.images.rotary_ids  # [B, S, 3]
+        elif self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
+            positions = positions.expand(len(input_ids), -1)
+        frequencies = None if context.cache is None else context.cache.turns
+        made: dict[tuple[Rope, int], Rotary] = {}
+        by_type = {}
+        for kind in dict.fromkeys(self.config.layer_types):
+            rope = self.config.ropes[kind], self.head_sizes[kind]
+            if rope not in made:
+                made[rope] = self.turns(*rope, positions, dtype, frequencies)
+            by_type[kind] = made[rope]
+        return by_type
+
+    def _masks_by_type(
+        self, positions: Tensor, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype
+    ) -> dict[str, Any]:
+        """Return the kernel's form of the mask of each layer type. None with a cache, except in linear attention."""
+        config, kernel, packing, seq_ids = self.config, self.kernel, context.packing, context.seq_ids
+        num_rows, length = input_ids.shape
+        ends = None if context.images is None else context.images.ends
+        has_cache = context.cache is not None
+        keys = None
+        if not has_cache and (seq_ids is not None or kernel.is_context_parallel or ends is not None):
+            keys = kernel.keys(positions, seq_ids, packing if ends is None else None)
+        masks: dict[str, Any] = {}
+        for kind in dict.fromkeys(config.layer_types):
+            if kind == LINEAR:
+                masks[kind] = self.linear_mask(context, length)
+                continue
+            if has_cache:
+                masks[kind] = None
+                continue
+            window = config.sliding_window if kind == SLIDING else None
+            sees_ends = ends is not None and kind in config.bidirectional
+            if keys is not None and (sees_ends or packing is None or not kernel.takes_packing):
+                key_positions, key_documents = keys
+                visibility = Visibility(
+                    length,
+                    key_positions.shape[1],
+                    window,
+                    positions,
+                    key_positions,
+                    seq_ids,
+                    key_documents,
+                    num_rows,
+                    query_ends=ends if sees_ends else None,
+                )
+            else:
+                visibility = Visibility(length, length, window, rows=num_rows, packing=packing)
+            masks[kind] = kernel.prepare(visibility, dtype, input_ids.device)
+        return masks
+
+    def linear_mask(self, context: MicroBatchContext, length: int) -> "LinearMask | None":
+        """Return the mask of linear attention over rows of `length` tokens, in a family that has such layers."""
+        raise NotImplementedError
+
+    def _real_tokens(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor | None:
+        """Return which tokens are not padding, [B, S] bool. None if the context knows of no padding."""
+        if self.config.experts is None:  # only sparse layers read it
+            return None
+        if context.seq_ids is not None:
+            return context.seq_ids != PADDING_DOCUMENT
+        if context.num_tokens is None:
+            return None
+        num_rows, length = input_ids.shape
+        return (torch.arange(length, device=input_ids.device) < context.num_tokens).expand(num_rows, -1)
 
     def add_vision(self, tower: "VisionTower") -> None:
         """Give the decoder a vision tower, whose children are its own from now on, by their names."""
@@ -439,14 +524,18 @@ class CausalLM(ParallelModel):
         cache: Cached | None = None,
         images: Images | None = None,
     ) -> Tensor:
-        """input_ids [B, S] int64 -> logits [B, S, V] in the weights' dtype.
+        """Compute logits, [B, S, V] in the weights' dtype. No collective of its own.
 
-        Without seq_ids every row is one document, padding (if any) at its right: plain causal attention.
-        seq_ids [B, S]: packed rows, the document of each token (-1 on padding), with position_ids [B, S] that restart.
-        cache: holds the keys of the tokens before, and says where these stand; position_ids and seq_ids are not read.
-        No collective of its own.
+        Args:
+            input_ids: [B, S] int64.
+            position_ids: Positions of packed rows, which restart in each document, [B, S].
+            seq_ids: Documents of packed rows, -1 on padding, [B, S]. Without them each row is one document, with any
+                padding at its right: plain causal attention.
+            cache: KV cache with the keys of the tokens before. position_ids and seq_ids are then not read.
+            images: Images among the tokens.
         """
-        return self.logits(self.model(input_ids, position_ids, seq_ids, cache, images=images))
+        context = MicroBatchContext(position_ids, seq_ids, cache=cache, images=images)
+        return self.logits(self.model(input_ids, context))
 
     def logits(self, hidden: Tensor, bare: bool = False) -> Tensor:
         """hidden [..., D] after the final norm -> logits [..., V], a classifier's [..., labels]; bare: `Cached`'s."""
@@ -454,29 +543,45 @@ class CausalLM(ParallelModel):
         cap = self.config.final_logit_softcapping if self.config.labels is None else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def next_logits(self, input_ids: Tensor, cache: Cached, images: Images | None = None) -> Tensor:
-        """[B, V] in the weights' dtype, whole on every tp rank: what follows the tokens [B, S] that are read with
-        `cache`, of each row the one that `cache.last` names. Under FSDP a registered forward method. Collectives: the
-        layers', and under tp one all-gather of the logits."""
-        hidden = self.model(input_ids, cache=cache, images=images)  # [B, S, D]
+    def next_logits(
+        self,
+        input_ids: Tensor,
+        cache: Cached,
+        images: Images | None = None,
+        record: RoutingRecord | None = None,
+    ) -> Tensor:
+        """Compute the logits after each row's last token, [B, V] in the weights' dtype, full on every tp rank.
+
+        Under FSDP this is a registered forward method.
+
+        Args:
+            input_ids: Tokens that are read with `cache`, [B, S]. `cache.last` selects one of each row.
+            cache: KV cache.
+            images: Images among the tokens.
+            record: Filled by the sparse layers. None if nobody reads it.
+
+        Collectives:
+            Those of the layers. Under tensor parallel one all-gather of the logits.
+        """
+        routing = None if record is None else MicroBatchRouting(record=record)
+        hidden = self.model(input_ids, MicroBatchContext(cache=cache, images=images, routing=routing))  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
         return gather_vocabulary(self.logits(hidden[:, 0], cache.bare))
 
-    def with_head(
-        self,
-        fn: Callable[[Tensor, Tensor], Any],
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        seq_ids: Tensor | None = None,
-        packing: "Packing | None" = None,
-        images: Images | None = None,
-    ) -> Any:
-        """`fn(hidden [B, S/cp, D], head_weight [V/tp, D] or [labels, D/tp])`'s result: how a loss reaches the head
-        without whole logits. packing: of the whole rows, for a decoder that `takes_packing`. Under FSDP it must be
-        registered as a forward method, or the head's weight is one rank's shard. The caller applies
-        config.final_logit_softcapping."""
-        hidden = self.model(input_ids, position_ids, seq_ids, packing=packing, images=images)
+    def with_head(self, fn: Callable[[Tensor, Tensor], Any], input_ids: Tensor, context: MicroBatchContext) -> Any:
+        """Return `fn(hidden, head_weight)`, called inside this forward: how a loss reads the head without logits.
+
+        Under FSDP this must be a registered forward method, or the head's weight is one rank's shard. The caller
+        applies `config.final_logit_softcapping`.
+
+        Args:
+            fn: Called with hidden states [B, S/cp, D] and the head's weight, [V/tp, D], or [labels, D/tp] in a
+                classifier.
+            input_ids: [B, S/cp].
+            context: The micro-batch.
+        """
+        hidden = self.model(input_ids, context)
         return self.head.with_weight(fn, hidden)
 
     def checkpoint_names(self, name: str) -> list[str]:

@@ -18,7 +18,8 @@ from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import GatedMLP, Linear, PlainWeight, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
-from dtrain.models.common.routing import Routing
+from dtrain.models.common.micro_batch import LayerContext
+from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
 
@@ -138,10 +139,14 @@ class GatedExperts(Experts):
 
 
 class SparseMLP(Block):
-    """Σ over a token's experts of weight · expert(x), and σ(gate(x)) · shared(x) of an expert of all tokens, where
-    there is one. routing, layer: set when the model is built."""
+    """Σ over a token's experts of weight · expert(x), plus σ(gate(x)) · shared(x) if there is a shared expert.
 
-    routing: Routing
+    Attributes:
+        routing: Settings that all sparse layers of the model share.
+        layer: Number of this layer among the sparse layers.
+    """
+
+    routing: Routing  # set, as `layer`, by `share_routing`
     layer: int
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
@@ -151,14 +156,25 @@ class SparseMLP(Block):
         self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
 
-    def forward(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
-        """hidden [B, S, D] -> [B, S, D]; real: where there is a token and no padding, [B, S] bool; None: everywhere."""
+    def forward(
+        self, hidden: Tensor, is_real: Tensor | None = None, micro_batch: MicroBatchRouting | None = None
+    ) -> Tensor:
+        """Compute the experts' weighted sum, [B, S, D].
+
+        Args:
+            hidden: [B, S, D].
+            is_real: Which tokens are not padding, [B, S] bool. None if all are.
+            micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
+        """
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
-        chosen, weights, shares = self.route(x, partial(self.routing.choose, self.layer))
-        order, counts = by_expert(chosen, self.experts.count, real, self.routing.real_tokens)
-        self.routing.see(self.layer, counts)
-        weights = self.routing.balanced(self.layer, weights, shares, chosen)
+        choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
+        chosen, weights, shares = self.route(x, choose)
+        num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
+        order, counts = by_expert(chosen, self.experts.count, is_real, num_real_tokens)
+        if micro_batch is not None:
+            micro_batch.record.counts[self.layer] = counts
+            weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
         results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
@@ -166,8 +182,8 @@ class SparseMLP(Block):
             mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
-    def route(self, x: Tensor, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the router gives of x [T, D]: [T, k], [T, k], [T, E]; choose: as `Router` takes it."""
+    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
         return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
 
     def seen(self, x: Tensor) -> Tensor:
@@ -175,10 +191,10 @@ class SparseMLP(Block):
         return x
 
 
-def share_routing(model: nn.Module, experts: int) -> Routing:
-    """Give the sparse layers of `model` their numbers and one Routing."""
+def share_routing(model: nn.Module, num_experts: int) -> Routing:
+    """Number the sparse layers of `model` and give them one `Routing`, which is returned."""
     sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
-    routing = Routing(experts, len(sparse))
+    routing = Routing(num_experts, len(sparse))
     for number, mlp in enumerate(sparse):
         mlp.routing, mlp.layer = routing, number
     return routing
@@ -217,6 +233,12 @@ class SparseLayer(PreNormLayer):
             self.mlp = SparseMLP(config, config.experts)
         else:
             super().add_mlp(config, index)
+
+    def feed_forward(self, normed: Tensor, context: LayerContext | None) -> Tensor:
+        """Override `PreNormLayer.feed_forward`: [B, S, D] -> [B, S, D]"""
+        if context is None:
+            return super().feed_forward(normed, context)  # a dense layer
+        return cast(Tensor, self.mlp(normed, context.is_real, context.routing))
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

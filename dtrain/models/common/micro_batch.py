@@ -1,0 +1,119 @@
+"""Everything that belongs to one micro-batch's forward, passed down as an argument.
+
+Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
+followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
+Activation checkpointing calls a layer a second time with the same arguments, so it also recomputes with the
+micro-batch's own context. The dropout of adapters is not part of the context yet (`adapters.lora.AdapterState`).
+
+Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 2 tokens of padding) on 2 cp ranks:
+
+1. `policy.score.Scorer` builds a `MicroBatchContext` from the host's batch. `position_ids` and `seq_ids` are this
+   rank's part, [2, 4]; `packing` describes the full rows (`begins=((0, 5), (0, 6))`). In a mixture of experts
+   `routing.document_ids` is [2, 4] with values 0 to 2 and -1, `routing.num_documents` is 3, and `routing.record` is
+   empty. It calls `model.with_head(loss, input_ids, context)`.
+2. `Stack.forward` pads rows under sequence parallel, and calls `context.padded` so that all parts stay equally long.
+3. `Decoder.states` makes one `LayerContext` for each layer: rotary tables of [2, 4, 1, hd], the attention kernel's form
+   of the mask, and `is_real` [2, 4], which is False on padding. Layers of one type share these tensors.
+4. A layer is called as `layer(hidden, layer_context)`. `hidden` stays a tensor argument of its own because FSDP2 and
+   activation checkpointing find the tensors of the graph among the arguments. Compiled parts of a layer get tensors
+   only.
+5. A sparse layer reads `layer_context.routing` and stores its counts and its balance loss in `routing.record`.
+6. The policy reads the record after the forward.
+
+| who | builds or reads |
+| --- | --- |
+| `policy/score.py` | builds the context of a micro-batch that is trained or scored |
+| `inference/engine.py` | builds one with a KV cache, and reads the record's choices for routing replay |
+| `parallel/tensor.py` `Stack` | `padded`, `cache` |
+| `decoder.py` `Decoder` | all fields; makes the layers' contexts |
+| `moe.py` `SparseMLP` | `LayerContext.is_real` and `routing`; writes the record |
+| `memory/activation_offload.py` | `LayerContext.shared_values`, which stay on the device |
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtrain.base.batch import PADDING_DOCUMENT
+from dtrain.models.common.cache import Cached
+from dtrain.models.common.images import Images
+from dtrain.models.common.routing import MicroBatchRouting
+
+if TYPE_CHECKING:
+    from dtrain.attention.packing import Packing
+
+Rotary = tuple[Tensor, ...]  # cosine and sine tables, and further tensors that a family's layers read by position
+
+# Position of tokens that sequence parallel adds: behind every position of every rank, so that no token sees them.
+PADDING_POSITION = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchContext:
+    """One micro-batch's forward, except for its token ids. The defaults describe rows of one document each.
+
+    Attributes:
+        position_ids: Positions, [B, S/cp]. None counts each row from 0.
+        seq_ids: Documents of packed rows, -1 on padding, [B, S/cp]. None if each row is one document, with any padding
+            at its right: plain causal attention.
+        packing: Documents of the full rows on the host, for a decoder that `takes_packing`.
+        images: Images among the tokens.
+        cache: KV cache that attends in place of kernel and mask. `position_ids` and `seq_ids` are then not read.
+        routing: Routing in the sparse layers. None lets the router decide everywhere and records nothing.
+        num_tokens: Tokens of a row without the padding that sequence parallel adds. None if it added none.
+    """
+
+    position_ids: Tensor | None = None
+    seq_ids: Tensor | None = None
+    packing: "Packing | None" = None
+    images: Images | None = None
+    cache: Cached | None = None
+    routing: MicroBatchRouting | None = None
+    num_tokens: int | None = None
+
+    def padded(self, num_tokens: int, missing: int) -> "MicroBatchContext":
+        """Return the context of rows of `num_tokens` with `missing` more tokens of padding at their ends."""
+        if missing == 0:
+            return self
+        position_ids, seq_ids = self.position_ids, self.seq_ids
+        if position_ids is not None:
+            position_ids = F.pad(position_ids, (0, missing), value=PADDING_POSITION)
+        if seq_ids is not None:
+            seq_ids = F.pad(seq_ids, (0, missing), value=PADDING_DOCUMENT)
+        return replace(
+            self,
+            position_ids=position_ids,
+            seq_ids=seq_ids,
+            images=None if self.images is None else self.images.padded(missing),
+            routing=None if self.routing is None else self.routing.padded(missing),
+            num_tokens=num_tokens,
+        )
+
+    def of_another_model(self) -> "MicroBatchContext":
+        """Return the same rows for another model, such as a teacher, whose own router decides."""
+        return replace(self, routing=None)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerContext:
+    """What one decoder layer reads about a micro-batch besides its hidden states.
+
+    Attributes:
+        rotary: Rotary tables, [B or 1, S, 1, hd] each, and what else the family's layers read by position.
+        mask: The attention kernel's form of the mask. None with a cache, except in linear attention.
+        cache: KV cache. None in training.
+        is_real: Which tokens are not padding, [B, S] bool. None if all are.
+        routing: Routing in sparse layers.
+    """
+
+    rotary: Rotary
+    mask: Any
+    cache: Cached | None = None
+    is_real: Tensor | None = None
+    routing: MicroBatchRouting | None = None
+
+    def shared_values(self) -> tuple[Any, ...]:
+        """Return the tensors, or nested lists and tuples of tensors, that other layers of the micro-batch also read."""
+        return self.rotary, self.mask, self.is_real
