@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from dtrain.adapters.config import PARAMETERS, AdapterConfig, shapes_of
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
+from dtrain.models.building import build
+from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Linear
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
 from dtrain.models.shapes import adaptable
@@ -154,6 +156,30 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
     return state
 
 
+def build_with_adapters(
+    config: ModelConfig,
+    adapter: AdapterConfig | None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> CausalLM:
+    """Build a model with the parameters of an adapter, not initialised.
+
+    Args:
+        config: Config of the model.
+        adapter: The adapter. None builds the model without one.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters. "meta" takes no memory.
+    """
+    if adapter is None:
+        return build(config, dtype, device)
+    model = build(config, dtype, "meta")
+    model.adapters = add_adapters(model, adapter)
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+    model.tie_weights()
+    return model
+
+
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of `model` with an adapter, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
@@ -193,7 +219,7 @@ def init_adapters(model: CausalLM, seed: int) -> None:
         drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
         local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
         local_tensor(layer.lora_B).zero_()
-        if isinstance(layer, Linear) and layer.adapter is not None and layer.adapter.dora:
+        if isinstance(layer, Linear) and isinstance(layer.adapter, Adapter) and layer.adapter.dora:
             magnitude = local_tensor(layer.lora_magnitude)
             weight = layer.matrix(local_tensor)  # of this rank's shards
             magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain import models
+from dtrain.adapters.lora import build_with_adapters
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER, has_weights, is_adapter_directory
@@ -247,7 +248,7 @@ def _model_of(
         )
     folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
-    model = models.build(models.read_config(source, vision=vision), dtype, "meta", adapter=adapter)
+    model = build_with_adapters(models.read_config(source, vision=vision), adapter, dtype, "meta")
     if adapter is not None and facts.path is not None:
         whole = adapter.saved(linears(model.config))
         hold_in_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)

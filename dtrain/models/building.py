@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from dtrain.adapters.config import AdapterConfig
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.base.randomness import key, uniform
 from dtrain.models.common.config import ModelConfig
@@ -28,22 +27,17 @@ def build(
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    adapter: AdapterConfig | None = None,
 ) -> CausalLM:
     """The model of `config`, its parameters in `dtype` on `device` and NOT initialised: `init_weights` or
     `checkpoint.huggingface.read` fills them. device "meta" takes no memory; `to_empty` gives it later.
 
-    adapter: whose parameters it gets beside its own, for `checkpoint.peft.files` to fill. No collective, no randomness.
+    No collective, no randomness.
     """
     device = torch.device(device)
     model = on_meta(config)
     if config.experts is not None:
         model.routing = share_routing(model, config.experts.count)
     hold_in(model, dtype)
-    if adapter is not None:
-        from dtrain.adapters.lora import add_adapters
-
-        model.adapters = add_adapters(model, adapter)
     if device.type != "meta":
         model.to_empty(device=device)
     model.tie_weights()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtrain.base.fused import Fused
-from dtrain.memory.host_masters import Master
 from dtrain.optim import moments
 from dtrain.optim.moments import BLOCK, KINDS, Int8, Plain, State, kind_of, round_bfloat16
 from dtrain.optim.offload import RING, StateOffloader, largest
 from dtrain.optim.places import Numbers, Place, element_bits, stream
+from dtrain.parallel.host_masters import Master
 from dtrain.parallel.placement import local_tensor
 
 AT_ONCE = 2**22  # elements: 16 MiB in float32
@@ -40,8 +40,8 @@ class LowBitAdam(Optimizer):
     names: of the parameters, whole and on every mesh the same; seed: of random bits. state: the kind of the moments, of
     those parameters that `kind_of` does not leave out. Weights in bfloat16 are rounded at random, as moments are. Of
     every parameter: "step", on the host, "exp_avg" and "exp_avg_sq", and in int8 each with "_scale". offload: the
-    device if these lie in pinned host memory, with the parameters (`memory.host_masters`) or without: of type cuda, or
-    meta in a plan, where all stays where it is.
+    device if these are in pinned host memory, with the parameters (`parallel.host_masters`) or without: of type cuda,
+    or meta in a plan, where all stays where it is.
 
     No collective, but for int8 moments where tensor parallel cuts a block (`moments.Int8`).
     """

@@ -266,7 +266,7 @@ class Sharding:
         """Context for code that writes parameters in place.
 
         Frees gathered weights before, because values written to gathered copies are lost. Refreshes the device's copies
-        of host masters (`memory.host_masters`) after, also if the code inside raises an error. No collective.
+        of host masters (`parallel.host_masters`) after, also if the code inside raises an error. No collective.
         """
         self.reshard()
         try:

@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 from dtrain import models
 from dtrain import recipe as config
 from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.dcp.training_state import model_tensors
@@ -87,7 +88,7 @@ def test_names_that_peft_takes_for_experts_are_those_of_its_tables():
 def random_adapter(base, directory, config):
     """Write a random adapter of the model at `base`, and return the model with it."""
     read = models.read_config(base)
-    model, weights = models.build(read, adapter=config).eval(), models.from_pretrained(base).state_dict()
+    model, weights = build_with_adapters(read, config).eval(), models.from_pretrained(base).state_dict()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -240,7 +241,7 @@ def test_what_a_text_tower_saves_is_named_whole(tmp_path):
     """PEFT would save a module of the same name of the vision tower too."""
     base = save_base(tmp_path / "base", "gemma3-vision")
     config = AdapterConfig(rank=4, modules_to_save=("norm",))
-    model = models.build(models.read_config(base), adapter=config)
+    model = build_with_adapters(models.read_config(base), config)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     write_adapter(tmp_path / "ours", model_tensors(model), config, model.config, str(base))

@@ -11,6 +11,7 @@ pytest.importorskip("peft")
 import peft
 
 from dtrain import models
+from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
 from dtrain.checkpoint.huggingface.export import export
@@ -146,7 +147,7 @@ def test_tensors_that_do_not_fit_are_listed(made):
 
 def test_an_adapter_of_another_model_writes_nothing(made):
     other = save_base(made / "other", "llama3")
-    model = models.build(models.read_config(other), adapter=read_adapter_config(made / "adapter"))
+    model = build_with_adapters(models.read_config(other), read_adapter_config(made / "adapter"))
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     with pytest.raises(UserError, match="q_proj.lora_B.weight is"):

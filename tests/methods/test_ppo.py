@@ -34,7 +34,7 @@ def reward_of(ids):
 def values_of(source):
     """The critic's value of every position, [B, S], from its head of one output."""
     head = source.head_input
-    return F.linear(head.hidden, head.weight).view(source.inputs["input_ids"].shape)
+    return F.linear(head.hidden, head.weight).view(source.inputs.input_ids.shape)
 
 
 def critic_loss(source, batch, global_sequences, global_tokens):

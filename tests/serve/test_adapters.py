@@ -8,6 +8,7 @@ import torch
 
 from dtrain import models
 from dtrain.adapters.config import AdapterConfig, is_adapter
+from dtrain.adapters.lora import build_with_adapters
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.inference.engine import Engine
@@ -35,7 +36,7 @@ def make_adapter(root, base, seed, name, rank=4, **options):
     """An adapter's directory, and a directory of the same model merged, written by the code that exports."""
     config = AdapterConfig(rank=rank, alpha=8.0, **options)
     beside = models.from_pretrained(base, torch.float64)
-    model = models.build(beside.config, torch.float64, adapter=config)
+    model = build_with_adapters(beside.config, config, torch.float64)
     model.load_state_dict(beside.state_dict(), strict=False)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.model_directory import is_adapter_directory
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import read_weights
@@ -36,7 +37,7 @@ def from_pretrained(
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
     config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels, vision)
-    model = build(config, dtype, "meta", adapter=adapter)
+    model = build_with_adapters(config, adapter, dtype, "meta")
     hold_in_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linears(config)))
     _fill(model, base, device)
     read_adapter(model, path)

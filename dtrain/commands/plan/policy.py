@@ -20,7 +20,6 @@ from dtrain.commands.plan.planned_device import PlannedSdpa
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.memory.activation_offload import HostMemory
 from dtrain.memory.compilation import computes_again, is_selective_inside, obstacle
-from dtrain.memory.host_masters import Master, masters_of
 from dtrain.memory.selective_checkpointing import AS_WRITTEN, selective
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
@@ -29,6 +28,7 @@ from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
 from dtrain.optim.adam import LowBitAdam
 from dtrain.optim.update import build_optimizer
+from dtrain.parallel.host_masters import Master, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime

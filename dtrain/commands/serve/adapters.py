@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain import models
 from dtrain.adapters.config import PARAMETERS
-from dtrain.adapters.lora import adapted_layers, remove_adapters
+from dtrain.adapters.lora import adapted_layers, build_with_adapters, remove_adapters
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.peft.config import read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
@@ -124,7 +123,7 @@ def read_beside(model: CausalLM, directory: Path) -> CausalLM:
             "directory as it is, or the merged model"
         )
     first = next(model.parameters())
-    beside = models.build(model.config, first.dtype, "meta", adapter=config)
+    beside = build_with_adapters(model.config, config, first.dtype, "meta")
     held: dict[nn.Parameter, nn.Parameter] = {}  # layers that the files join share A
     for layer in adapted_layers(beside).values():
         for name, meta in layer._parameters.items():

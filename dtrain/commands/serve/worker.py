@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from dtrain.adapters.lora import AdapterState
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.fields import ApiError
@@ -30,6 +29,7 @@ from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
+from dtrain.models.common.extensions import WrapperState
 from dtrain.rl.routed import to_npy_text
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class EngineThread(threading.Thread):
         self.torn = False
         self.failure: str | None = None
         self.paused = False
-        self._adapter: tuple[str, AdapterState] | None = None  # that is loaded, beside the model
+        self._adapter: tuple[str, WrapperState] | None = None  # that is loaded, beside the model
         self._active: str | None = None  # the adapter of the rows that the engine has
         self._engine, self._most_waiting = engine, most_waiting
         self._changed = threading.Condition()
@@ -153,7 +153,7 @@ class EngineThread(threading.Thread):
         """Decode nothing until `resume`; requests are still taken in."""
         self.between_steps(lambda: setattr(self, "paused", True), mode)
 
-    def use_adapter(self, name: str | None, state: AdapterState | None) -> None:
+    def use_adapter(self, name: str | None, state: WrapperState | None) -> None:
         """Set the adapter beside the model from here on; None for none. For `between_steps`."""
         self._adapter = None if name is None or state is None else (name, state)
         self._activate(self._active if self._active == name else None)

@@ -21,6 +21,7 @@ from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
+from dtrain.models.common.extensions import KeysBeforeQueries, LinearWrapper, WeightStorage, WrapperState
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext, Rotary
@@ -39,11 +40,8 @@ from dtrain.parallel.tensor import (
 )
 
 if TYPE_CHECKING:
-    from dtrain.adapters.lora import Adapter, AdapterState
-    from dtrain.adapters.nf4 import NF4Weight
     from dtrain.attention.linear.flash import FlashDelta
     from dtrain.attention.linear.layer import LinearMask
-    from dtrain.models.common.keys_first import KeysFirst
     from dtrain.models.vision.common import VisionTower
 
 # Module pattern -> style under tensor parallelism (a plan is data: parallel/ applies it, `dtrain plan` prints it).
@@ -84,8 +82,8 @@ class Linear(LocalParameters, nn.Linear):
     """A linear layer of a block. held: its weight, as its parameters hold it. adapter: what computes its forward, where
     it has one. tp: set by the style `rowwise`, under which a rank holds some of the weight's columns."""
 
-    held: "PlainWeight | NF4Weight" = PlainWeight()
-    adapter: "Adapter | None" = None
+    held: WeightStorage = PlainWeight()
+    adapter: LinearWrapper | None = None
     tp: TensorParallel | None = None
     cut: TensorParallel | None = None  # set by the style `sequence`, which may cut the tokens that it sees
     key_heads: int | None = None  # of a layer that gives keys or values: how many heads of them
@@ -202,7 +200,7 @@ class Layer(nn.Module):
     self_attn: Attention
     input_layernorm: RMSNorm
     regions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    keys_first: "KeysFirst | None" = None
+    keys_first: KeysBeforeQueries | None = None
     is_sparse = False
 
     @property
@@ -464,7 +462,7 @@ class CausalLM(ParallelModel):
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
-    adapters: "AdapterState | None" = None  # what those of the layers share
+    adapters: WrapperState | None = None  # what those of the layers share
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     vision_tower: "type[VisionTower] | None" = None  # of a family that takes images

@@ -8,7 +8,7 @@ E experts, k of them a token.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import GatedMLP, Linear, PlainWeight, PreNormLayer
+from dtrain.models.common.extensions import ExpertMatrices, ExpertStorage, OutputWrapper
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.micro_batch import LayerContext
 from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
-
-if TYPE_CHECKING:
-    from dtrain.adapters.lora import ParameterAdapter
-    from dtrain.adapters.nf4 import CodedStack, NF4Stack
 
 Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
 
@@ -47,7 +44,7 @@ class Router(LocalParameters):
     """The router: the experts of each token and their weights: softmax over all, the k largest. adapter: as of
     `ExpertLinear`."""
 
-    adapter: "ParameterAdapter | None" = None
+    adapter: OutputWrapper | None = None
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
@@ -91,8 +88,8 @@ class ExpertLinear(LocalParameters):
     """A matrix of every expert, and its bias, where it has one. held: its weight, as its parameters hold it. adapter:
     what it adds (`adapters.lora`)."""
 
-    held: "PlainStack | NF4Stack" = PlainStack()
-    adapter: "ParameterAdapter | None" = None
+    held: ExpertStorage = PlainStack()
+    adapter: OutputWrapper | None = None
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
@@ -246,7 +243,7 @@ def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return cast(Tensor, _Grouped.apply(x, weight, counts))
 
 
-def products(x: Tensor, stack: "Tensor | CodedStack", counts: Tensor, *, back: bool = False) -> Tensor:
+def products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: bool = False) -> Tensor:
     """x [m, in] · W[e]ᵀ of each row's expert, [m, out], or with `back` x [m, out] · W[e], [m, in], without autograd.
     stack: W [E/ep, out, in]; one in 4 bits is dequantised whole for a grouped product, else a matrix at a time."""
     if _is_fused(x, stack):
@@ -288,7 +285,7 @@ def _owners(counts: Tensor, x: Tensor) -> Tensor:
     return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
 
 
-def _is_fused(x: Tensor, weight: "Tensor | CodedStack") -> bool:
+def _is_fused(x: Tensor, weight: ExpertMatrices) -> bool:
     # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
