@@ -124,8 +124,10 @@ def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
     most_rows, is_agreed = rows, True
     if dp.size() > 1:
         digest = key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
-        top = all_reduced(torch.tensor([rows, digest, -digest]), dp, dist.ReduceOp.MAX)
-        most_rows, is_agreed = int(top[0]), bool(top[1] == -top[2])
+        # max(x) == -max(-x) exactly if all ranks have the same x, so one all-reduce answers both questions.
+        largest = all_reduced(torch.tensor([rows, digest, -digest]), dp, dist.ReduceOp.MAX)
+        most_rows = int(largest[0])
+        is_agreed = bool(largest[1] == -largest[2])
     if not is_agreed:
         everyone = Ranks(dp.get_group()).every(lambda: (problem, rows, kinds))
         problem, kinds = _resolve(everyone)

@@ -200,7 +200,11 @@ def resolve(recipe: Recipe, world: World, host: "Host", until: str = "start") ->
     if not host.check(spec, stages.values(), until):
         return spec
     for name, stage in stages.items():
-        is_left_out = host.stages is not None and name not in host.stages
-        if not is_left_out and hasattr(stage, "resolve") and not stage.resolve(spec, host) or name == until:
+        is_selected = host.stages is None or name in host.stages
+        if is_selected and hasattr(stage, "resolve"):
+            can_continue = stage.resolve(spec, host)
+            if not can_continue:
+                break
+        if name == until:
             break
     return spec
