@@ -75,7 +75,7 @@ HOMES = {
     "memory/activation_offload.py": "_cdata tree_leaves",
     "memory/activation_checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",
-    "attention/foreign/train_context.py": "maybe_enable_compiled_autograd",
+    "parallel/context/train_context.py": "maybe_enable_compiled_autograd",
     "parallel/fsdp.py": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
     "parallel/host_masters.py": "_C._disabled_torch_function_impl",
     "parallel/mesh.py": "_concatenate _device_types _get_backend _unflatten",

@@ -3,7 +3,6 @@
 context             the context: it shards tensors in place and starts the parts below
 sharded_attention   catches each attention call, and computes it over the tokens of all ranks
 local_masks         finds out what a mask over local tokens means over all tokens
-train_context       the context with the names and the batch of NeMo Automodel's users
 running_modules     which modules are running, and whether they are dtrain's own
 
 Inside the context every rank has S/cp tokens of each row, in the head-tail layout. A model that was written without

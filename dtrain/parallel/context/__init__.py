@@ -1,11 +1,11 @@
 """Context parallel: batches in the head-tail layout, and the contexts and flat batches known by name.
 
 batch           a batch cut over cp to the head-tail layout, and put together again
+train_context   `get_train_context`, `make_cp_batch_and_ctx`
 thd             packed batches as one run of tokens: `make_cp_batch_for_te`
 
-The contexts (`create_context_parallel_ctx`, `get_train_context`, `make_cp_batch_and_ctx`) are in
-`dtrain.attention.foreign`, because they compute attention. Users know them by the names that they have here. Names are
-imported when they are used.
+`create_context_parallel_ctx` is in `dtrain.attention.foreign`, because it computes attention. Users know it by the name
+that it has here. Names are imported when they are used.
 """
 
 # ruff: noqa: F401
@@ -15,20 +15,20 @@ from dtrain.base.exports import late_names
 
 if TYPE_CHECKING:
     from dtrain.attention.foreign import create_context_parallel_ctx
-    from dtrain.attention.foreign.train_context import (
+    from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
+    from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
+    from dtrain.parallel.context.train_context import (
         _build_position_ids,
         get_train_context,
         make_cp_batch_and_ctx,
     )
-    from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
-    from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
 else:  # a type checker would accept any name from __getattr__
     __getattr__ = late_names(
         __name__,
         {
             "batch": "cut_streams gather_tokens shard_tokens",
             "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
-            "dtrain.attention.foreign.train_context": "_build_position_ids get_train_context make_cp_batch_and_ctx",
+            "train_context": "_build_position_ids get_train_context make_cp_batch_and_ctx",
             "dtrain.attention.foreign": "create_context_parallel_ctx",
         },
     )
