@@ -5,5 +5,4 @@ selective_checkpointing   the operations whose results are kept when the rest of
 activation_offload        activations in host memory between forward and backward
 tiles                     layers computed over tiles of their tokens
 compilation               the parts of a layer before and after attention, compiled
-host_masters              float32 masters of the trained parameters in host memory
 """
