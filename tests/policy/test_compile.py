@@ -80,7 +80,7 @@ def lengths_on(rank, path, device, is_packed, inductor=False):
             at = torch.arange(length)[None].expand(2, -1)
             ids = (7 * at % 60).to(device)
             rows = (at % document, at // document)
-            packed = [*(one.to(device) for one in rows), None, Packing.of(*rows)] if is_packed else []
+            packed = [*(one.to(device) for one in rows), Packing.of(*rows)] if is_packed else []
             hooks, held = kept_for_backward(model)
             with hooks:
                 hidden = model.model(ids, MicroBatchContext(*packed))
