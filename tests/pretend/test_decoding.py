@@ -39,7 +39,7 @@ REFUSED = Mutant("dtrain.inference.check_varlen_decode", "next(filter(None, prob
 
 
 def decoded(rank, recipe):
-    return train_on_card(rank, recipe, 1).count("kernel", within="inference/varlen_decode.py")
+    return train_on_card(rank, recipe, 1).count("kernel", within="inference/slot_flash.py")
 
 
 def test_a_rollout_by_graphs(tmp_path):

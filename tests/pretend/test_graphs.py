@@ -102,7 +102,7 @@ def test_a_step_that_waits_is_not_captured(tmp_path):
 
 @pytest.mark.parametrize("module", ["layer", "self.embed_tokens", "self.head"])
 def test_what_cannot_be_captured_is_refused(tmp_path, module):
-    hooks = Mutant("dtrain.models.common.decoder", f"({module}.forward if bare else {module})", module)
+    hooks = Mutant("dtrain.models.common.decoder", f"{module}.forward if is_bare else {module}", module)
     model = write_model(tmp_path / "model", tied=False)
     recipe = grpo(tmp_path, *GRAPHS, f"model.path={model}", "train.dtype=bfloat16", name="card")
     with pytest.raises(AssertionError, match="a stream waits"):
