@@ -535,9 +535,17 @@ class CausalLM(ParallelModel):
         context = MicroBatchContext(position_ids, seq_ids, cache=cache, images=images)
         return self.logits(self.model(input_ids, context))
 
-    def logits(self, hidden: Tensor, bare: bool = False) -> Tensor:
-        """hidden [..., D] after the final norm -> logits [..., V], a classifier's [..., labels]; bare: `Cached`'s."""
-        logits = (self.head.forward if bare else self.head)(hidden)
+    def logits(self, hidden: Tensor, is_bare: bool = False) -> Tensor:
+        """Compute logits from hidden states.
+
+        Args:
+            hidden: Hidden states after the final norm, [..., D].
+            is_bare: Whether the head is called without its hooks (`Cached.bare`).
+
+        Returns:
+            [..., V], or [..., labels] of a classifier.
+        """
+        logits = (self.head.forward if is_bare else self.head)(hidden)
         cap = self.config.final_logit_softcapping if self.config.labels is None else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
