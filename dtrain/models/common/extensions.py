@@ -1,7 +1,7 @@
 """Interfaces by which other packages change how a linear layer stores its weight and what computes its forward.
 
-The models know neither adapters nor 4-bit weights: `dtrain.adapters` implements these protocols and sets the objects on
-the layers of a model. Shapes: m rows, E experts, ep ranks that share the experts.
+The models import neither adapters nor 4-bit weights: `dtrain.adapters` implements these protocols and sets the objects
+on the layers of a model. Shapes: m rows, E experts, ep ranks that share the experts.
 """
 
 from collections.abc import Callable, Sequence
