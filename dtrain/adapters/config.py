@@ -91,7 +91,9 @@ class AdapterConfig:
     def dropout_problem(self, names: Iterable[str]) -> str | None:
         """Return why its dropout does not go with those of a model's `adaptable` names that it adapts; None where it
         does. What it draws is a function of tokens, and the inputs of a vision tower are patches."""
-        of_vision = [name for name in self.adapted(names) if is_in_vision_tower(name)] if self.dropout else []
+        if not self.dropout:
+            return None
+        of_vision = [name for name in self.adapted(names) if is_in_vision_tower(name)]
         if not of_vision:
             return None
         return (
@@ -166,10 +168,15 @@ def out_of_tower(name: str) -> str:
 
 
 def owners(name: str) -> list[str]:
-    """Return the names by which `modules_to_save` may mean a module: its own, and of a vision tower those of the
-    modules that it is within."""
+    """Return the names that select a module in `modules_to_save`.
+
+    A module of the vision tower is also selected by the modules that contain it, for example
+    `model.visual.merger.mlp` by `model.visual` and `model.visual.merger`.
+    """
+    if not is_in_vision_tower(name):
+        return [name]
     parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(2, len(parts) + 1)] if is_in_vision_tower(name) else [name]
+    return [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
 
 
 def matches(name: str, wanted: Names) -> bool:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dtrain.adapters.config import is_stack
 from dtrain.base.fused import Fused, rounds
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.linear import Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.shapes import linears, parameters
 

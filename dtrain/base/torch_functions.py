@@ -11,5 +11,5 @@ def without_torch_functions() -> AbstractContextManager[None]:
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward in this thread."""
+    """Check for a running backward of autograd in this thread."""
     return torch._C._current_graph_task_id() != -1

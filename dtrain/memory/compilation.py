@@ -58,18 +58,18 @@ def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: 
 
 
 def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> str | None:
-    """Return why a recipe's layers are not compiled on any machine. None if they can be. Arguments: `compile_model`."""
+    """Explain the setting that prevents compilation on every machine. None without one. Arguments: `compile_model`."""
     if train.activation_checkpointing == "mlp":
         return "train.activation_checkpointing=mlp computes half of what is compiled again; set selective or full"
     if is_deterministic:
         return "run.deterministic=true: the compiler chooses the order of sums by the first sizes that it sees"
     if lora_dropout:
-        return f"lora.dropout={lora_dropout} is drawn for each layer, which would be a graph of its own"
+        return f"lora.dropout={lora_dropout} differs from layer to layer, so every layer would need a graph of its own"
     return None
 
 
 def is_selective_inside(train: Train) -> bool:
-    """Return whether selective checkpointing is applied inside the compiled parts of layers.
+    """Check for selective checkpointing inside the compiled parts of a layer, instead of around the layer.
 
     With `activation_offload` it is applied around the layer, because the offloader moves what the layer saves.
     """
@@ -77,7 +77,7 @@ def is_selective_inside(train: Train) -> bool:
 
 
 def computes_again(train: Train) -> bool:
-    """Return whether a checkpoint around each layer recomputes its compiled parts in the backward."""
+    """Check for a checkpoint around each layer, which recomputes its compiled parts in the backward."""
     return train.activation_checkpointing in ("full", "selective") and not is_selective_inside(train)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM, Linear
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.linear import Linear
 from dtrain.models.common.moe import ExpertLinear, Router
 from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.registry import class_of

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
+from dtrain.parallel.host_masters import masters_of
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, exact_modules
 
@@ -272,10 +273,8 @@ class Sharding:
         try:
             yield
         finally:
-            for parameter in self._model.parameters():
-                refresh = getattr(local_tensor(parameter), "refresh", None)  # only host masters have it
-                if refresh is not None:
-                    refresh()
+            for master in masters_of(self._model):
+                master.refresh()
 
     def sync_gradients(self, is_last: bool, reduce_each: bool = False) -> None:
         """Set what the next backward does with its gradients.

@@ -245,7 +245,7 @@ class Scorer:
                 num_real_tokens=int((whole["seq_ids"] != PADDING_DOCUMENT).sum()),
                 replayed_experts=replayed,
                 balance=balance,
-                record=record or RoutingRecord(),
+                record=RoutingRecord() if record is None else record,
             )
         if adapters is not None:
             adapters.tokens = local.pop("dropped", None)

@@ -152,7 +152,8 @@ class DTensorPolicyWorker(Policy):
         taken = take(data, self.mesh.dp, self.model.config.vocab_size)
         results: list[StepResult] = []
         update: UpdateResult | None = None
-        for step in taken.steps(gbs // dp_size if gbs else None):
+        rows_per_step = None if gbs is None else gbs // dp_size
+        for step in taken.steps(rows_per_step):
             if eval_mode:
                 results.append(self._evaluate(step, loss_fn, mbs))
             else:

@@ -11,16 +11,24 @@ from dtrain.inference.request import Completion
 
 @dataclass
 class Sample:
-    """A completion of one or several turns: the ids of its prompt, its own and an environment's between them.
+    """A completion of one or several turns.
 
-    ids, sampled, logprobs [s] each: tokens, whether the model drew them, and with what log-probability (0 where not).
-    finish: stop, the environment was done; length, a completion was cut or the sequence is full; turns, there were as
-    many as may be; lost, the environment failed, and what the completion is worth is unknown. version: the oldest
-    weights that a token was drawn with, where the engine knows. earned: Σ of the steps' rewards, None where no step had
-    one. longest: tokens of the longest turn that the model drew, infinite where one was cut. turns: completions drawn.
-    calls, failures: answers of tools that were read, and those among them that say that a call failed. routed: as
-    `Completion` has it, of each token what the first turn that read it says. metrics: the environment's, as they were
-    last.
+    Attributes:
+        prompt: Token ids of the prompt.
+        ids: Token ids of the model's turns and of the environment's answers between them, [s].
+        sampled: Whether the model sampled each token, [s].
+        logprobs: Log-probability with which each token was sampled, 0 for the environment's, [s].
+        finish: "stop" if the environment ended, "length" if a turn was cut or the sequence is full, "turns" at the
+            largest number of turns, "lost" if the environment failed, so that the reward is unknown.
+        version: Version of the oldest weights that sampled a token, if the engine knows it.
+        earned: Sum of the rewards of the steps. None if no step had one.
+        longest: Tokens of the model's longest turn, infinite if a turn was cut.
+        turns: Turns of the model.
+        calls: Answers of tools that were read.
+        failures: Those among `calls` that report a failed call.
+        routed: Experts of each token, as in `Completion`, from the first turn that read the token.
+        data_row: Sample of the data whose images the prompt has. -1 without images.
+        metrics: The environment's last metrics.
     """
 
     prompt: Sequence[int]

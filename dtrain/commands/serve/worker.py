@@ -29,7 +29,7 @@ from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
-from dtrain.models.common.extensions import WrapperState
+from dtrain.models.common.linear import WrapperState
 from dtrain.rl.routed import to_npy_text
 
 T = TypeVar("T")

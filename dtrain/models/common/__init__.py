@@ -8,7 +8,7 @@ micro_batch                  everything that belongs to one micro-batch's forwar
 moe, routing                 mixtures of experts; their router and its balance loss
 keys_first                   keys of context parallel on their way while queries are projected
 flops                        training FLOPs per token
-extensions                   how other packages store weights and wrap forwards
+linear                       the linear layer, and how adapters change it
 vision_names                 names of a vision tower's modules
 tower, images                the text model of a multimodal checkpoint; images among its tokens
 """

@@ -10,10 +10,9 @@ F are counted from the projections' outputs, which may be one rank's share.
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
@@ -21,19 +20,17 @@ from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
-from dtrain.models.common.extensions import KeysBeforeQueries, LinearWrapper, WeightStorage, WrapperState
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
+from dtrain.models.common.linear import Linear, WrapperState
 from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.routing import MicroBatchRouting, Routing, RoutingRecord
 from dtrain.parallel.tensor import (
     Block,
-    LocalParameters,
     ParallelModel,
     ScoreHead,
     Stack,
-    TensorParallel,
     VocabEmbedding,
     VocabHead,
     gather_vocabulary,
@@ -63,48 +60,6 @@ DECODER_PLAN = {
     "lm_head": "vocab_head",
 }
 QK_NORMS = {"model.layers.*.self_attn.q_norm": "head_norm", "model.layers.*.self_attn.k_norm": "head_norm"}
-
-
-class PlainWeight:
-    """Weight [out, in] of a linear layer, held as its parameter `weight`. read: gives a parameter, or a rank's part of
-    it, by its name."""
-
-    def product(self, x: Tensor, bias: Tensor | None, read: Callable[[str], Tensor]) -> Tensor:
-        """x [.., in] -> x · Wᵀ + bias, [.., out]"""
-        return F.linear(x, read("weight"), bias)
-
-    def matrix(self, read: Callable[[str], Tensor]) -> Tensor:
-        """W [out, in]"""
-        return read("weight")
-
-
-class Linear(LocalParameters, nn.Linear):
-    """A linear layer of a block. held: its weight, as its parameters hold it. adapter: what computes its forward, where
-    it has one. tp: set by the style `rowwise`, under which a rank holds some of the weight's columns."""
-
-    held: WeightStorage = PlainWeight()
-    adapter: LinearWrapper | None = None
-    tp: TensorParallel | None = None
-    cut: TensorParallel | None = None  # set by the style `sequence`, which may cut the tokens that it sees
-    key_heads: int | None = None  # of a layer that gives keys or values: how many heads of them
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    lora_magnitude: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]"""
-        if self.adapter is not None:
-            return self.adapter(self, x)
-        return self.product(x, None if self.bias is None else self.local("bias"))
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> x · Wᵀ + bias, [..., out], without an adapter."""
-        return self.held.product(x, bias, self.local)
-
-    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """W [out, in], of which this rank computes with [out/tp, in] or [out, in/tp]; inside a forward. In the dtype of
-        computation. part: what to take of each parameter instead."""
-        return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
 
 
 class Mixer(Block):
@@ -185,6 +140,16 @@ class GatedMLP(Block):
         """[B, S, D] -> [B, S, D]"""
         x = self.enter(x)
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+class KeysBeforeQueries(Protocol):
+    """An order of the projections in which keys of other ranks travel while queries are projected."""
+
+    def under(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
+        """Return, for one forward with `mask`, what replaces `Layer.before`, and the cache that attends."""
+
+    def compiled_by(self, compiled: Callable[..., Any]) -> "KeysBeforeQueries":
+        """Return the same with its two functions compiled."""
 
 
 class Layer(nn.Module):
@@ -420,7 +385,7 @@ class Decoder(Stack):
         raise NotImplementedError
 
     def _real_tokens(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor | None:
-        """Return which tokens are not padding, [B, S] bool. None if the context knows of no padding."""
+        """Compute the mask of the tokens that are not padding, [B, S] bool. None for rows without padding."""
         if self.config.experts is None:  # only sparse layers read it
             return None
         if context.seq_ids is not None:

@@ -6,9 +6,9 @@ rank that has the token (`parallel.experts` has the way there and back). Letters
 E experts, k of them a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from dtrain.models.common.config import Experts as Sizes
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import GatedMLP, Linear, PlainWeight, PreNormLayer
-from dtrain.models.common.extensions import ExpertMatrices, ExpertStorage, OutputWrapper
+from dtrain.models.common.decoder import GatedMLP, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
+from dtrain.models.common.linear import Linear, PlainWeight, ReadParameter
 from dtrain.models.common.micro_batch import LayerContext
 from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
@@ -38,6 +38,56 @@ SPARSE_PLAN = {
     "model.layers.*.mlp.shared_expert.down_proj": "rowwise_within",
     "model.layers.*.mlp.shared_expert_gate": "router",
 }
+
+
+class ExpertStorage(Protocol):
+    """Storage of an expert layer's stack of weights W [E, out, in] in the layer's parameters."""
+
+    def grouped(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
+        """Return each row's product with the matrix of its expert.
+
+        Args:
+            x: Rows sorted by expert, [m, in].
+            counts: Rows of each expert on this rank, [E/ep] int64.
+            read: Returns a parameter by name.
+
+        Returns:
+            [m, out].
+        """
+
+    def matrix(self, read: ReadParameter) -> Tensor:
+        """Return W [E, out, in] as a dense tensor in the dtype of computation."""
+
+
+class ExpertMatrices(Protocol):
+    """A stack of matrices [E, out, in] that returns dense matrices by index. A tensor is one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The sizes [E, out, in]."""
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Return a dense matrix [out, in] for a number, or dense matrices [n, out, in] for a slice."""
+
+
+class OutputWrapper(Protocol):
+    """What is added to the output of an expert layer or a router.
+
+    Attributes:
+        scale: Factor of the addition.
+    """
+
+    scale: float
+
+    def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Return `out` [m, out] with the addition.
+
+        Args:
+            layer: The layer.
+            x: Its input, [m, in].
+            out: Its output, [m, out].
+            counts: Rows of each expert, [E/ep] int64. None for a router.
+        """
 
 
 class Router(LocalParameters):
@@ -79,7 +129,7 @@ class Router(LocalParameters):
 class PlainStack(PlainWeight):
     """Matrices [E, out, in] of experts, held as the parameter `weight`."""
 
-    def grouped(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+    def grouped(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
         """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]"""
         return grouped(x, read("weight"), counts)
 

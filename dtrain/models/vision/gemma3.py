@@ -11,8 +11,8 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.common.decoder import Linear
 from dtrain.models.common.functions import ACTIVATIONS, Gemma3RMSNorm
+from dtrain.models.common.linear import Linear
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import (
     Encoder,

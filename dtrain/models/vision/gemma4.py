@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.decoder import Linear
 from dtrain.models.common.functions import rotate, unit_rms
+from dtrain.models.common.linear import Linear
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.models.vision.common import (

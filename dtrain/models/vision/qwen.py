@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.models.common.config_fields import shown
-from dtrain.models.common.decoder import Linear
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, rotate
+from dtrain.models.common.linear import Linear
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import (
     Features,

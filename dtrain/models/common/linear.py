@@ -1,0 +1,112 @@
+"""The linear layer of all families, and the interfaces by which `dtrain.adapters` changes it.
+
+The models import neither adapters nor 4-bit weights. `dtrain.adapters` sets objects on the layers of a model: `held`
+stores a weight in another format (NF4), and `adapter` computes the forward (LoRA, DoRA). `moe` has the counterparts
+for experts.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.base.batch import Batch
+from dtrain.parallel.tensor import LocalParameters, TensorParallel
+
+ReadParameter = Callable[[str], Tensor]
+"""Returns a parameter of the layer, or this rank's part of it, by name."""
+
+
+class WeightStorage(Protocol):
+    """Storage of a linear layer's weight W [out, in] in the layer's parameters."""
+
+    def product(self, x: Tensor, bias: Tensor | None, read: ReadParameter) -> Tensor:
+        """Return x · Wᵀ + bias, [.., in] -> [.., out]."""
+
+    def matrix(self, read: ReadParameter) -> Tensor:
+        """Return W [out, in] as a dense tensor in the dtype of computation."""
+
+
+class PlainWeight:
+    """Storage of W in one parameter, `weight` [out, in]."""
+
+    def product(self, x: Tensor, bias: Tensor | None, read: ReadParameter) -> Tensor:
+        """Override `WeightStorage.product`: [.., in] -> [.., out]."""
+        return F.linear(x, read("weight"), bias)
+
+    def matrix(self, read: ReadParameter) -> Tensor:
+        """Return the parameter `weight`, [out, in]."""
+        return read("weight")
+
+
+class LinearWrapper(Protocol):
+    """What computes the forward of a linear layer in place of the layer.
+
+    Attributes:
+        scale: Factor of what the wrapper adds.
+    """
+
+    scale: float
+
+    def __call__(self, layer: "Linear", x: Tensor) -> Tensor:
+        """Return the output of `layer`, [.., in] -> [.., out]."""
+
+
+class WrapperState(Protocol):
+    """State that the wrappers of a model share (`adapters.lora.AdapterState`)."""
+
+    config: Any  # an `adapters.config.AdapterConfig`, which models do not import
+    on: bool
+    step: int
+    dropout: float
+    tokens: Tensor | None
+
+    def numbers(self, batch: Batch) -> Tensor:
+        """Return the number of each token from which dropout is computed, [B, S] int64."""
+
+
+class Linear(LocalParameters, nn.Linear):
+    """A linear layer of a block.
+
+    Attributes:
+        held: Storage of its weight in its parameters.
+        adapter: What computes its forward in place of the layer. None without an adapter.
+        tp: Set by the style `rowwise`, under which a rank stores some of the weight's columns.
+        cut: Set by the style `sequence`, which may divide the tokens of the input.
+        key_heads: Number of key heads, in a projection to keys or values.
+    """
+
+    held: WeightStorage = PlainWeight()
+    adapter: LinearWrapper | None = None
+    tp: TensorParallel | None = None
+    cut: TensorParallel | None = None
+    key_heads: int | None = None
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        if self.adapter is not None:
+            return self.adapter(self, x)
+        bias = None if self.bias is None else self.local("bias")
+        return self.product(x, bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x · Wᵀ + bias without the adapter, [..., in] -> [..., out]."""
+        return self.held.product(x, bias, self.local)
+
+    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return W as a dense tensor in the dtype of computation.
+
+        Args:
+            part: Returns the tensor to read for each parameter. None reads what this rank computes with inside a
+                forward: [out/tp, in] or [out, in/tp] under tensor parallel.
+
+        Returns:
+            [out, in].
+        """
+        if part is None:
+            return self.held.matrix(self.local)
+        return self.held.matrix(lambda name: part(getattr(self, name)))
