@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dtrain.base.errors import RecipeError
+from dtrain.base.problems import RecipeError
 from dtrain.parallel.runtime import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.preflight import not_here, preflight, shapes

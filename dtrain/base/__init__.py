@@ -1,6 +1,6 @@
 """Helpers that every package may import and that import none: errors, JSON, batches, files, randomness.
 
-errors                          errors that a user can mend
+errors, problems                errors that a user can mend; mistakes of a recipe as objects
 json_files, ranges              JSON that others may have written; ranges of settings, near misses, plurals
 nested_columns                  columns of a row by name, such as `reward_model.ground_truth`
 batch, row_images               the batch contract; images of the rows of a batch

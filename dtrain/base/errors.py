@@ -1,6 +1,6 @@
 """Errors that dtrain raises on purpose: mistakes that a user can mend, and a run that was asked to stop."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class UserError(Exception):
@@ -8,16 +8,6 @@ class UserError(Exception):
 
     The command line prints the message without a traceback and exits with status 1.
     """
-
-
-class RecipeError(UserError):
-    """Every problem of a recipe at once. `problems` holds one line each."""
-
-    def __init__(self, problems: Iterable[str]):
-        self.problems = list(problems)
-        count = len(self.problems)
-        head = "the recipe has a problem:" if count == 1 else f"the recipe has {count} problems:"
-        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
 class Unavailable(UserError):

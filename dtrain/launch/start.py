@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
 from dtrain.base.host_memory import num_cores
 from dtrain.base.import_paths import search_path
+from dtrain.base.problems import RecipeError
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place

@@ -16,8 +16,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.base.errors import RecipeError, UserError, first_line
+from dtrain.base.errors import UserError, first_line
 from dtrain.base.json_files import check_shape, read_text
+from dtrain.base.problems import Problem, RecipeError
 from dtrain.recipe import error_hints, key_aliases, secrets
 from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, nested, redact, table_of, texts, with_origins
 from dtrain.recipe.schema import Lora, Recipe, recipe_type
@@ -69,7 +70,7 @@ def load(
 
 def read(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
-) -> tuple[Loaded, list[str]]:
+) -> tuple[Loaded, list[Problem]]:
     """Load as `load` does, but return the problems that RecipeError would list, and the recipe without wrong keys."""
     stem = None
     if isinstance(recipe, str | Path):
@@ -82,7 +83,7 @@ def read(
         written = _tree(OmegaConf.create(tree))
         if isinstance(recipe, Recipe) and not recipe.method:
             del written["method"]
-    problems: list[str] = []
+    problems: list[Problem] = []
     named = {
         *written,
         *(_head(key.partition("=")[0]) for key in overrides),
@@ -105,22 +106,24 @@ def read(
         made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
     )
     if problems and (foreign := convert(written, made.model.path, method, sections=sections)):
-        problems.append("\n      ".join(foreign.answer().splitlines()))
+        problems.append(Problem("", "\n      ".join(foreign.answer().splitlines())))
     if made.run.name is None:
         made.run.name = _default_name(made, stem, written)
     for section, key in (path.split(".") for path in _PATHS):
         value = getattr(getattr(made, section), key, None)
         if value and re.match(r"\$\w", value):
             name = re.findall(r"\w+", value)[0]
-            problems.append(f"{section}.{key}={value}: no shell reads this; write ${{oc.env:{name}}} for ${name}")
+            text = f"{section}.{key}={value}: no shell reads this; write ${{oc.env:{name}}} for ${name}"
+            problems.append(Problem(f"{section}.{key}", text))
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
     loaded.unread += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
     for place, value in secrets.leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
-            problems.append(f"{secrets.dotted(place)} was hidden when this was saved: give it as ${{oc.env:NAME}}")
-    return loaded, [redact(problem, loaded) for problem in problems]
+            key = secrets.dotted(place)
+            problems.append(Problem(key, f"{key} was hidden when this was saved", "Give it as ${oc.env:NAME}"))
+    return loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems]
 
 
 def _method_of(written: Mapping, overrides: Sequence[str], sections: Mapping[str, type]) -> str:
@@ -204,38 +207,38 @@ def _tree(config: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
-def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list[str]) -> None:
+def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list[Problem]) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         word = key.lstrip("-").partition(":")[0]
         answer = key_aliases.answer(word) if word not in keys(kind.method_sections) else None
-        problems.append(
-            f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
-            + (f"; {word}: {answer}" if answer else "")
-        )
+        wrong = f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
+        problems.append(Problem(word, wrong + (f"; {word}: {answer}" if answer else "")))
         return
     shown = f"{key}={secrets.HIDDEN}" if any(map(secrets.is_secret_name, key.split("."))) else override
+    too_deep = Problem(key, f"{key}: the value is nested too deep")
     try:
         if _is_too_deep(text, key.count(".") + key.count("[")):
-            problems.append(f"{key}: the value is nested too deep")
+            problems.append(too_deep)
             return
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
         value = _as_typed(type_at(kind, key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or error
+        reason = getattr(error, "problem", None) or error
         quoted = f"; if it is text, quote it for YAML: '{key}=\"{text}\"'" if '"' not in text else ""
         if text[:1] in "[{" and text[:1] and text.count(text[0]) > text.count("]" if text[0] == "[" else "}"):
             quoted = f"; the bracket is not closed: where the shell split it at a blank, quote all: '{key}={text} ...'"
-        problems.append(f"{shown}: the value is not YAML ({problem}){quoted}")
+        problems.append(Problem(key, f"{shown}: the value is not YAML ({reason}){quoted}"))
     except (OmegaConfBaseException, IndexError, TypeError) as error:
-        problems.append(f"{shown}: {first_line(error)}")
+        problems.append(Problem(key, f"{shown}: {first_line(error)}"))
     except RecursionError:  # called from deep in another program
-        problems.append(f"{key}: the value is nested too deep")
+        problems.append(too_deep)
     except ValueError:  # a name where OmegaConf takes the number of an entry
         section, _, name = key.rpartition(".")
-        problems.append(f"{shown}: {section} is a list; name an entry by its number, {section}[0].{name}")
+        fix = f"name an entry by its number, {section}[0].{name}"
+        problems.append(Problem(key, f"{shown}: {section} is a list; {fix}"))
 
 
 def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -252,7 +255,7 @@ def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
         OmegaConf.update(config, "scheduler.warmup_steps", None)
 
 
-def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) -> Any:
+def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[Problem]) -> Any:
     """Return `node` as plain containers, its interpolations resolved; those that fail are left out and reported."""
     plain = OmegaConf.to_container(node)
     if not any(isinstance(value, str) and "${" in value for _, value in secrets.leaves(plain)):
@@ -274,7 +277,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[str]) ->
                 reason = f"the environment has no {absent[1]}: export it, or write ${{oc.env:{absent[1]},default}}"
             elif other := re.search(r"Interpolation key '([A-Z_]+)' not found", str(error)):
                 reason = f"the recipe has no key {other[1]} to take it from; of the environment: ${{oc.env:{other[1]}}}"
-            problems.append(f"{dotted}: {reason}")
+            problems.append(Problem(dotted, f"{dotted}: {reason}"))
             if listed:
                 values[key] = None  # what follows it keeps its place
             continue
@@ -362,18 +365,18 @@ def _defaults(kind: type[Recipe]) -> dict[str, Any]:
 
 def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
     """Return `value` in the type of a dotted key, and the problems with it."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     made: Any = recipe_from(kind, nested({key: value}), problems)
     for part in key.split("."):
         if isinstance(made, list):
             return value, [f"{key}: the entries of a list have this key, so it cannot be set without one"]
         made = getattr(made, part)
     if is_dataclass(made):
-        problems.append(f"{key} does not take {value}: it is a section. Set the keys below it")
+        problems.append(Problem(key, f"{key} does not take {value}: it is a section", "Set the keys below it"))
     numbers = {int, float, bool} & {*kinds_of(type_at(kind, key))}
     if numbers and isinstance(made, str) and made not in ("auto", "default"):
         words = "true, false or auto" if numbers == {bool} else "a number or auto"
-        problems.append(f"{key} does not take {value}: write {words}")
+        problems.append(Problem(key, f"{key} does not take {value}: write {words}"))
     if key == "train.epochs" and isinstance(made, float) and made.is_integer():
         made = int(made)  # other tools write whole passes as 3.0
-    return value if isinstance(value, list) else made, problems
+    return value if isinstance(value, list) else made, [str(problem) for problem in problems]

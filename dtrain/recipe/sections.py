@@ -6,7 +6,7 @@ reported, and stays at its default.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from functools import reduce
 from operator import or_
@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtrain.base import ranges
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import nearest
 from dtrain.recipe import error_hints, key_aliases
 from dtrain.recipe.saved import UNSET, flat, is_table, table_of
@@ -48,12 +49,14 @@ def type_at(hint: Any, key: str) -> Any:
     return hint
 
 
-def recipe_from(kind: type[Recipe], values: Mapping, problems: list[str]) -> Any:
+def recipe_from(kind: type[Recipe], values: Mapping, problems: list[Problem]) -> Any:
     """Return a recipe of a `recipe_type`; a value that does not fit is reported, and stays at its default."""
     return _section_from(kind, values, "", problems, kind.method_sections)
 
 
-def _section_from(cls: type, values: Mapping, prefix: str, problems: list[str], sections: Mapping[str, type]) -> Any:
+def _section_from(
+    cls: type, values: Mapping, prefix: str, problems: list[Problem], sections: Mapping[str, type]
+) -> Any:
     hints, made = get_type_hints(cls), cls()
     for key, value in values.items():
         dotted = f"{prefix}{key}"
@@ -82,13 +85,13 @@ def _section_from(cls: type, values: Mapping, prefix: str, problems: list[str], 
                 problems.append(_not_a_section(dotted, value, section, entry, NoneType in kinds))
         elif isinstance(value, str) and value == UNSET:
             if getattr(made, key) is not None:
-                problems.append(f"{dotted} is left open (???): give it a value")
+                problems.append(Problem(dotted, f"{dotted} is left open (???)", "Give it a value"))
         elif value is not getattr(made, key):
             problems += _set(made, key, hints[key], value, dotted)
     return made
 
 
-def _entries(cls: type, values: list, dotted: str, problems: list[str], sections: Mapping[str, type]) -> list:
+def _entries(cls: type, values: list, dotted: str, problems: list[Problem], sections: Mapping[str, type]) -> list:
     made = []
     for index, value in enumerate(values):
         if isinstance(value, Mapping):
@@ -98,8 +101,13 @@ def _entries(cls: type, values: list, dotted: str, problems: list[str], sections
     return made
 
 
-def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
-    """Put a leaf's value into its section, converted to its type; return the problem where it does not fit."""
+def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[Problem]:
+    """Put a leaf's value into its section, converted to its type; return the problems if it does not fit."""
+    texts = _set_or_refuse(section, key, hint, value, dotted)
+    return [Problem(dotted, text) for text in texts]
+
+
+def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
     kinds = kinds_of(hint)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, Mapping) and (
@@ -174,6 +182,12 @@ def _plain(kinds: list) -> Any:
 
 def _not_a_section(
     dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool = False, plain: str = ""
+) -> Problem:
+    return Problem(dotted, _not_a_section_text(dotted, value, section, entry, is_optional, plain))
+
+
+def _not_a_section_text(
+    dotted: str, value: Any, section: type | None, entry: type | None, is_optional: bool, plain: str
 ) -> str:
     wanted = plain + (f"a mapping with the keys {', '.join(get_type_hints(section))}" if section else "")
     if section and entry:
@@ -207,24 +221,52 @@ def _hint_for(value: Any, kinds: list, usual: Any) -> str:
     return next(filter(None, hints), "")
 
 
-def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[str]:
-    """Return one problem for an unknown key, and one per word of another tool in an unknown section."""
+def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[Problem]:
+    """Return the problems of an unknown key, or of the keys in an unknown section."""
     word = dotted.removeprefix(prefix)
-    known = key_aliases.answer(dotted)
-    inner = [
-        f"{key}: {answer}"
-        for key in (flat(value, f"{dotted}.") if isinstance(value, Mapping) else ())
-        if (answer := key_aliases.answer(key))
-    ]
     if value is None and error_hints.stuck(word):
         key, _, text = word.partition(":")
-        return [f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"]
-    if known:
-        return [f"{dotted}: {known}", *inner]
-    return [
-        f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings, sections)}",
-        *inner,
-    ]
+        text = f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"
+        return [Problem(dotted, text)]
+    inner = flat(value, f"{dotted}.") if isinstance(value, Mapping) else {}
+    known = key_aliases.answer(dotted)
+    if known is None and not prefix and inner:
+        section = nearest(word, list(dict.fromkeys([*siblings, *sections])))
+        moved = _in_section(inner, dotted, section, keys(sections))
+        if moved:
+            return moved
+    text = f"{dotted}: {known}"
+    if known is None:
+        text = f"{dotted} is no key of a recipe{error_hints.pasted(word)}{_near(word, prefix, siblings, sections)}"
+    problems = [Problem(dotted, text)]
+    for key in inner:
+        answer = key_aliases.answer(key)
+        if answer is not None:
+            problems.append(Problem(key, f"{key}: {answer}"))
+    return problems
+
+
+def _in_section(inner: Collection[str], dotted: str, section: str | None, known: Collection[str]) -> list[Problem]:
+    """Return the problems of a section with a mistyped name whose keys all exist in the section that is meant.
+
+    For example, `optimzer.lr=1e-5` is one mistake: the key is `optimizer.lr`.
+
+    Args:
+        inner: The given keys, such as "optimzer.lr".
+        dotted: The mistyped name, "optimzer".
+        section: The name that is meant, "optimizer"; None if no name is near.
+        known: All keys of a recipe.
+
+    Returns:
+        One problem per key. Empty if the section that is meant has not all of them.
+    """
+    problems = []
+    for key in inner:
+        meant = f"{section}{key.removeprefix(dotted)}"
+        if section is None or meant not in known:
+            return []
+        problems.append(Problem(key, f"{key} is not a key of a recipe", f"Use {meant}"))
+    return problems
 
 
 def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:

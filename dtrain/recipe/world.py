@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import plural
 from dtrain.recipe.automatic import without_auto
 from dtrain.recipe.schema import Recipe
@@ -60,14 +61,14 @@ def sizes(recipe: Recipe, world_size: int) -> Sizes:
     `auto` they are those of its largest number, 16, or of one micro-batch on each rank where that is more."""
     problems, shape = mesh_problems(recipe, world_size)
     if problems or not shape:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(map(str, problems)))
     replicate, shard, cp, tp = shape
     recipe = without_auto(recipe, replicate * shard)
     unit, is_open = recipe.train.micro * replicate * shard, recipe.train.global_batch == "auto"
     total = -(-LARGEST_AUTO // unit) * unit if is_open else recipe.train.batch
     accumulation, rest = divmod(total, unit)
     if rest:
-        raise ValueError("; ".join(batch_problems(recipe, replicate * shard)))
+        raise ValueError("; ".join(map(str, batch_problems(recipe, replicate * shard))))
     micro, ep = recipe.train.micro, recipe.parallel.ep
     return Sizes(world_size, replicate, shard, cp, tp, total, micro, accumulation, ep, is_open)
 
@@ -77,7 +78,7 @@ def automatic_batch(rows: int) -> int:
     return max(1, min(LARGEST_AUTO, 1 << max(0, (rows // STEPS_OF_A_PASS).bit_length() - 1)))
 
 
-def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int, int, int, int] | None]:
+def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[Problem], tuple[int, int, int, int] | None]:
     """Return the problems of the mesh in this world, and if none its sizes (dp_replicate, dp_shard, cp, tp)."""
     p = recipe.parallel
     fixed = p.dp_replicate * p.cp * p.tp
@@ -85,17 +86,14 @@ def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[str], tuple[int
     named = f"dp_replicate {p.dp_replicate} × cp {p.cp} × tp {p.tp}"
     if p.dp_shard == -1:
         if world_size % fixed:
-            return [
-                f"parallel: {named} = {fixed} does not divide {world}; "
-                f"set launch.nproc to a multiple of {fixed}, or change one of the three"
-            ], None
+            wrong = f"parallel: {named} = {fixed} does not divide {world}"
+            fix = f"Set launch.nproc to a multiple of {fixed}, or change one of the three"
+            return [Problem("parallel", wrong, fix)], None
         return _experts(p.ep, world_size // fixed, p.cp), (p.dp_replicate, world_size // fixed, p.cp, p.tp)
     if fixed * p.dp_shard != world_size:
         fits = f"parallel.dp_shard={world_size // fixed} or -1, or " if world_size % fixed == 0 else ""
-        return [
-            f"parallel: dp_shard {p.dp_shard} × {named} = {fixed * p.dp_shard} is not {world}; "
-            f"set {fits}launch.nproc={fixed * p.dp_shard}"
-        ], None
+        wrong = f"parallel: dp_shard {p.dp_shard} × {named} = {fixed * p.dp_shard} is not {world}"
+        return [Problem("parallel", wrong, f"Set {fits}launch.nproc={fixed * p.dp_shard}")], None
     return _experts(p.ep, p.dp_shard, p.cp), (p.dp_replicate, p.dp_shard, p.cp, p.tp)
 
 
@@ -108,16 +106,17 @@ def dp_of(recipe: Recipe, world_size: int) -> int:
     return 1 if shape is None else shape[0] * shape[1]
 
 
-def _experts(ep: int, dp_shard: int, cp: int) -> list[str]:
+def _experts(ep: int, dp_shard: int, cp: int) -> list[Problem]:
     shared = dp_shard * cp
     if shared % ep == 0:
         return []
-    fitting = ", ".join(str(size) for size in range(1, shared + 1) if shared % size == 0)
-    return [f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}; ep may be {fitting}"]
+    fitting = [str(size) for size in range(1, shared + 1) if shared % size == 0]
+    wrong = f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}"
+    return [Problem("parallel.ep", wrong, f"Use {_either(fitting)}")]
 
 
-def batch_problems(recipe: Recipe, dp: int) -> list[str]:
-    """Return the problem, with its fixes, where micro-batches of `dp` data-parallel ranks do not make up the global
+def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
+    """Return the problem, with its fixes, if micro-batches of `dp` data-parallel ranks do not make up the global
     batch."""
     recipe = without_auto(recipe, dp)
     total, micro = recipe.train.batch, recipe.train.micro
@@ -129,10 +128,11 @@ def batch_problems(recipe: Recipe, dp: int) -> list[str]:
     if total % dp == 0:
         per_rank = total // dp
         fixes.append(f"train.micro_batch={max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)}")
-    return [
+    wrong = (
         f"train.global_batch={total} is not micro_batch × accumulation × dp: "
-        f"micro_batch {micro} × dp {dp} = {unit} does not divide it; set {_either(fixes)}"
-    ]
+        f"micro_batch {micro} × dp {dp} = {unit} does not divide it"
+    )
+    return [Problem("train.global_batch", wrong, f"Set {_either(fixes)}")]
 
 
 def _either(options: Sequence[str]) -> str:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
 from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
+from dtrain.base.problems import RecipeError
 from dtrain.base.ranges import beside
 from dtrain.data.sources.files import absent_ids, entries, files_to_copy, is_url, paths_of
 from dtrain.data.sources.hub_splits import Pick

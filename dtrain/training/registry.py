@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtrain.base.problems import Problem
 from dtrain.recipe import Recipe, convert, keys, load, read
 from dtrain.recipe.saved import Loaded
 
@@ -86,7 +87,7 @@ def load_recipe(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] 
 
 def recipe_and_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()
-) -> tuple[Loaded, list[str]]:
+) -> tuple[Loaded, list[Problem]]:
     """Load as `load_recipe` does, but return the problems too, as `dtrain.recipe.read` does."""
     return read(recipe, overrides, sections=SECTIONS)
 

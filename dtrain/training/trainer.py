@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from dtrain import recipe as config
-from dtrain.base.errors import NOTHING_LOST, Interrupted, RecipeError, Stopped, Unavailable, UserError
+from dtrain.base.errors import NOTHING_LOST, Interrupted, Stopped, Unavailable, UserError
 from dtrain.base.files import replace_text
+from dtrain.base.problems import RecipeError
 from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.origin import run_of

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
+from dtrain.base.problems import RecipeError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.launch.start import validate

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from dtrain import recipe as config
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
+from dtrain.base.problems import RecipeError
 from dtrain.recipe import key_aliases, rollouts, schema
 from dtrain.training import SECTIONS, load_recipe, recipe_and_problems, recipe_keys
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dtrain import recipe as config
-from dtrain.base.errors import RecipeError
+from dtrain.base.problems import RecipeError
 from dtrain.recipe import key_aliases
 from dtrain.recipe.other_tools import (
     automodel,

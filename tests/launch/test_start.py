@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
+from dtrain.base.problems import RecipeError
 from dtrain.launch import launch, signals
 from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import memory_errors

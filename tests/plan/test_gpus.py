@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.base.errors import RecipeError
 from dtrain.base.gpus import peak_flops
+from dtrain.base.problems import RecipeError
 from dtrain.commands.cli import main
 from dtrain.commands.plan.beside import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS, hardware_of

@@ -15,8 +15,9 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
 from dtrain.base.host_memory import host_memory, num_cores
+from dtrain.base.problems import RecipeError
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, plan_steps, traces_of

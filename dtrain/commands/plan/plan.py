@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dtrain.base.errors import RecipeError
 from dtrain.base.gpus import OF_FREE
+from dtrain.base.problems import RecipeError
 from dtrain.base.row_images import RowImages
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.images import add_images

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain import recipe as config
-from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.errors import UserError
+from dtrain.base.problems import RecipeError
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.space import free_bytes, shown_bytes, space_line
 from dtrain.commands.plan.choose import chosen_plan
