@@ -34,7 +34,10 @@ class Problem:
     other_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.fix}." if self.fix else self.text
+        if not self.fix:
+            return self.text
+        end = "" if self.fix.endswith("?") else "."
+        return f"{self.text}. {self.fix}{end}"
 
     def reworded(self, reword: Callable[[str], str]) -> "Problem":
         """Return the problem with `reword` applied to its texts, for example to hide secrets."""

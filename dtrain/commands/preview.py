@@ -19,8 +19,8 @@ from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import Recipe
+from dtrain.training.inputs import RunInputs, World
 from dtrain.training.setup.data import open_splits
-from dtrain.training.spec import RunSpec, World
 
 SIDES = ("chosen", "rejected")
 TRAINED, PLAIN = "\033[32m", "\033[0m"
@@ -51,10 +51,11 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    spec = RunSpec(recipe, World(recipe.launch.processes))
-    open_splits(spec, spec.cache, say, True, ["train"])
-    rows, tokenizer, label = spec.rows["train"], spec.source.tokenizer, spec.method.label()
-    shown = Shown(tokenizer, frozenset() if spec.source.template is None else spec.source.template.structure)
+    inputs = RunInputs.of(recipe, World(recipe.launch.processes))
+    data = open_splits(inputs, inputs.cache, say, True, ["train"])
+    rows, tokenizer, label = data.rows["train"], inputs.source.tokenizer, inputs.method.label()
+    template = inputs.source.template
+    shown = Shown(tokenizer, frozenset() if template is None else template.structure)
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
@@ -69,7 +70,7 @@ def preview(
                 say(f"- {label.column} {value:g}:")
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
-            if spec.method.kind == "labelled":
+            if inputs.method.kind == "labelled":
                 say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":

@@ -9,26 +9,24 @@ Three ways to run, told apart by what the environment says:
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
 from dtrain.base.host_memory import num_cores
 from dtrain.base.import_paths import search_path
-from dtrain.base.problems import RecipeError
+from dtrain.base.problems import Problem, RecipeError, problems_of_error
+from dtrain.base.ranges import plural
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.recipe.automatic import open_keys
 from dtrain.training import recipe_and_problems
-from dtrain.training.preflight import not_here, notes, preflight, to_copy, with_local_model, with_small_files
+from dtrain.training.hub_files import not_here, to_copy, with_local_model, with_small_files
+from dtrain.training.inputs import RunInputs, World
+from dtrain.training.preflight import notes, preflight, redacted
 from dtrain.training.setup.code import named_code
-from dtrain.training.spec import RunSpec, World, resolve
-
-if TYPE_CHECKING:
-    from dtrain.training.host import DryHost
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:
@@ -63,43 +61,31 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
-    here = world_size is None
-    loaded, awaited, refused = with_small_files(with_local_model(with_processes(parsed)))
+    is_here = world_size is None
+    small = with_small_files(with_local_model(with_processes(parsed)))
+    loaded = small.recipe
     size = loaded.launch.processes if world_size is None else world_size
-    spec, host = dry_run(loaded, size, os.environ, here=here, awaited=awaited, refused=[*problems, *refused])
-    if host.problems:
-        raise RecipeError(dict.fromkeys(redact(problem, loaded) for problem in host.problems))
-    steps = f", {spec.steps} step{'s' if spec.steps != 1 else ''}" if spec.steps is not None else ""
-    verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} process{'es' if size != 1 else ''}{steps}"
-    lines = [verdict, str(sizes(spec.recipe, size)), *notes(loaded), *spec.notes]
+    device_problems: list[Problem] = []
+    device_type = "cpu"
+    if is_here:
+        try:
+            device_type = device_of_all(loaded.launch.device, loaded.train.dtype, max(size, 1), os.environ)
+        except UserError as error:
+            device_problems = problems_of_error("launch.device", error)
+    from dtrain.training.dry_run import dry_run  # loads torch
+
+    world = World(size, device_type, is_here)
+    result = dry_run(loaded, world, awaited=small.awaited, refused=[*problems, *small.problems])
+    found = [*device_problems, *result.problems]
+    if found:
+        raise RecipeError(redacted(problem, loaded) for problem in found)
+    steps = f", {result.steps} {plural(result.steps, 'step')}" if result.steps is not None else ""
+    verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} {plural(size, 'process')}{steps}"
+    lines = [verdict, str(sizes(result.recipe, size)), *notes(loaded), *result.notes]
     if keys := open_keys(loaded):
         lines.append(f"auto: the run's plan decides {', '.join(keys)} (dtrain plan shows it)")
-    lines += [*awaited.values(), *to_copy(loaded)]
+    lines += [*small.awaited.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
-
-
-def dry_run(
-    recipe: Recipe,
-    world_size: int,
-    environ: MutableMapping[str, str],
-    *,
-    here: bool,
-    awaited: Collection[str] = (),
-    refused: Sequence[str] = (),
-) -> tuple[RunSpec, "DryHost"]:
-    """Return the spec of a run of `recipe` in a world of `world_size` processes, as far as it can be resolved, and the
-    host with its problems: all that the processes would refuse before their first step. Nothing is trained, no code of
-    a stranger is imported, and no file stays behind. What only the run itself can tell is left to it: ports, servers,
-    memory, files that are damaged within, what is still to come from the hub, and what code does that the recipe names.
-
-    here: whether the run is to be on this machine, whose devices are then asked. awaited, refused: as of `DryHost`.
-    """
-    from dtrain.training.host import DryHost  # with torch
-
-    host, device = DryHost(awaited, refused), None
-    if here:
-        device = host.ask(device_of_all, recipe.launch.device, recipe.train.dtype, max(world_size, 1), environ)
-    return resolve(recipe, World(world_size, device or "cpu", here), host), host
 
 
 def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: PlanBeside | None) -> None:
@@ -130,7 +116,7 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
 
 def _admit_code(recipe: Recipe, tells: bool) -> None:
     """A recipe may come from anyone: what it makes a run import is said before that happens."""
-    lines = named_code(RunSpec(recipe, World(1)))
+    lines = named_code(RunInputs.of(recipe, World(1)))
     if lines:
         sys.path[:] = search_path()
         lines = ["the recipe names code, which this run imports:", *(f"  {line}" for line in lines)]

@@ -5,10 +5,15 @@ name, `eval_<name>_` in a table. `run.evaluations` writes them; `checkpoint.keep
 one.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtrain.recipe.schema import BEST, Eval
+
+if TYPE_CHECKING:
+    from dtrain.recipe.rollouts import Reward
+    from dtrain.rl.judging import Questions
 
 Better = Callable[[Iterable[float]], float]
 LONGEST_ANSWER = 512
@@ -38,6 +43,21 @@ class EvalSet:
     def is_due(self, step: int, is_last: bool) -> bool:
         every = self.section.every
         return self.section.at_start if step == 0 else is_last or (every is not None and step % every == 0)
+
+
+@dataclass(frozen=True)
+class EvalFacts:
+    """The sets of `eval`.
+
+    Attributes:
+        questions: On rank 0, the questions and rewards of each set by its name. Empty on the other ranks.
+        has_images: Whether questions have images, so that the model needs its vision tower.
+        notes: On rank 0, lines for the user.
+    """
+
+    questions: "Mapping[str, tuple[Questions, list[Reward]]]" = field(default_factory=dict)
+    has_images: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def sets(section: Eval | dict[str, Eval] | None) -> list[EvalSet]:

@@ -35,13 +35,15 @@ from dtrain.checkpoint.dcp.rng import random_state, set_random_state
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
+from dtrain.data import Rows
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import Method
 from dtrain.policy import Policy
-from dtrain.training import REWARD_MODEL, model_keys
+from dtrain.recipe import Recipe
 from dtrain.training.directory import Difference, Misfit, guard
 from dtrain.training.host import Host
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import RunInputs
+from dtrain.training.registry import REWARD_MODEL, model_keys
 
 DIGEST_OF_SPLIT = {"train": "data.fingerprint", "val": "data.val.fingerprint"}
 # Digests that a resume compares next to the recipe's keys. `checkpoint.allow_changes` may name them.
@@ -102,7 +104,7 @@ class Start:
         return self.saved[0].path(self.step)
 
 
-def find_start(spec: RunSpec, host: Host) -> Start:
+def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     """Find the checkpoint of `checkpoint.resume`, and the weights of `checkpoint.init_from`.
 
     `checkpoint.resume` is one of:
@@ -126,65 +128,71 @@ def find_start(spec: RunSpec, host: Host) -> Start:
     Collectives:
         Over all ranks of `host`.
     """
-    start = _find_step(spec, host)
-    recipe = spec.recipe
+    start = _find_step(inputs, store, host)
+    recipe = inputs.recipe
     ranks = host.ranks
     path = recipe.checkpoint.init_from
     began = start.began
-    if path is None or (start.state is not None and spec.method.needs_start is None):
+    if path is None or (start.state is not None and inputs.method.needs_start is None):
         return start
     if INIT in began and INIT not in recipe.checkpoint.allow_changes:
         alternative = NEW_RUN
         if start.state is not None:
             keys = f"{INIT},{recipe.method}.reference"
             alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
-        weights = Origin.read(began[INIT], spec.run.began).again(INIT, path, alternative, ranks)
+        weights = Origin.read(began[INIT], inputs.run.began).again(INIT, path, alternative, ranks)
     else:
         weights = locate(path, ranks, INIT)
         began = {**began, INIT: asdict(Origin.of(*weights))}
     return replace(start, began=began, weights=weights)
 
 
-def _find_step(spec: RunSpec, host: Host) -> Start:
+def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     """Find the checkpoint of `checkpoint.resume`. Collective."""
-    resume = spec.recipe.checkpoint.resume
+    resume = inputs.recipe.checkpoint.resume
     if resume is None:
-        host.ranks.first(lambda: spec.run.refuse_used(resume))
+        host.ranks.first(lambda: inputs.run.refuse_used(resume))
         return Start()
-    has_traces, began = host.ranks.first(lambda: _read_began(spec))
-    origin = Origin.read(began[RESUME], spec.run.began) if RESUME in began else None
+    has_traces, began = host.ranks.first(lambda: _read_began(inputs))
+    origin = Origin.read(began[RESUME], inputs.run.began) if RESUME in began else None
     if resume == "auto":
-        return _continue_run(spec, host, origin, began, has_traces)
+        return _continue_run(inputs, store, host, origin, began, has_traces)
     # The run was started with this path before, and was ended: it goes on instead of starting over.
     if origin is not None and has_traces and (origin.at(resume, host.ranks) or origin.lay_at(resume, host.ranks)):
-        return _continue_run(spec, host, origin, began, has_traces)
-    return _start_from_path(spec, host, resume, origin)
+        return _continue_run(inputs, store, host, origin, began, has_traces)
+    return _start_from_path(inputs, store, host, resume, origin)
 
 
-def _read_began(spec: RunSpec) -> tuple[bool, dict[str, Any]]:
+def _read_began(inputs: RunInputs) -> tuple[bool, dict[str, Any]]:
     """Return whether an earlier start left files in the run's directory, and the checkpoints that it began from."""
-    began = read_json(spec.run.began) if spec.run.began.is_file() else {}
-    return spec.run.left is not None, began
+    began = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
+    return inputs.run.left is not None, began
 
 
 def _continue_run(
-    spec: RunSpec, host: Host, origin: Origin | None, began: dict[str, dict[str, Any]], has_traces: bool
+    inputs: RunInputs,
+    own_store: CheckpointStore,
+    host: Host,
+    origin: Origin | None,
+    began: dict[str, dict[str, Any]],
+    has_traces: bool,
 ) -> Start:
     """Start from the run's newest checkpoint, else from the one that it began from, else fresh. Collective.
 
     Args:
-        spec: The run.
+        inputs: The run's inputs.
+        own_store: The run's own checkpoints.
         host: Ranks and terminal.
         origin: The checkpoint at a path that the run began from, or None.
         began: The content of the run's began.json.
         has_traces: Whether an earlier start left files in the run's directory.
     """
-    step = _newest(spec.store, host)
+    step = _newest(own_store, host)
     if step is not None:
-        state = _read_state(spec.store, step)
-        start = Start(step, tuple(state["cursor"]), spec.store, state, verified=True, began=state["began"])
+        state = _read_state(own_store, step)
+        start = Start(step, tuple(state["cursor"]), own_store, state, verified=True, began=state["began"])
     elif origin is not None:
-        resume = spec.recipe.checkpoint.resume
+        resume = inputs.recipe.checkpoint.resume
         path = origin.path if resume in (None, "auto") else resume
         store, step = origin.again(RESUME, path, NEW_RUN, host.ranks)
         state = _read_state(store, step)
@@ -192,15 +200,18 @@ def _continue_run(
     else:
         return Start(began=began if has_traces else {})
     if not host.is_dry:
-        host.ranks.first(lambda: _put_damaged_aside(spec.store, start.step))
+        host.ranks.first(lambda: _put_damaged_aside(own_store, start.step))
     return start
 
 
-def _start_from_path(spec: RunSpec, host: Host, path: str, origin: Origin | None) -> Start:
+def _start_from_path(
+    inputs: RunInputs, own_store: CheckpointStore, host: Host, path: str, origin: Origin | None
+) -> Start:
     """Start from the checkpoint at a path. It may be one of this run's own. Collective.
 
     Args:
-        spec: The run.
+        inputs: The run's inputs.
+        own_store: The run's own checkpoints.
         host: Ranks and terminal.
         path: A checkpoint, or a directory of checkpoints.
         origin: The checkpoint at another path that the run began from, for an error message.
@@ -212,25 +223,25 @@ def _start_from_path(spec: RunSpec, host: Host, path: str, origin: Origin | None
     ranks = host.ranks
 
     def refuse_used() -> None:
-        spec.run.refuse_used(path, origin.path if origin else None)
+        inputs.run.refuse_used(path, origin.path if origin else None)
 
     if not ranks.first(lambda: Path(path).is_dir()):
         ranks.first(refuse_used)
     store, step = locate(path, ranks, RESUME)
-    if store.directory.resolve() == spec.store.directory.resolve():
-        store = spec.store
+    if store.directory.resolve() == own_store.directory.resolve():
+        store = own_store
     else:
         ranks.first(refuse_used)
-    ranks.first(lambda: _refuse_beyond(spec.store, step))
+    ranks.first(lambda: _refuse_beyond(own_store, step))
     state = _read_state(store, step)
     began = {key: value for key, value in state["began"].items() if key == INIT}
     began[RESUME] = asdict(Origin.of(store, step))
     if not host.is_dry:
-        ranks.first(lambda: _put_damaged_aside(spec.store, step))
+        ranks.first(lambda: _put_damaged_aside(own_store, step))
     return Start(step, tuple(state["cursor"]), store, state, began=began)
 
 
-def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
+def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
     """Return digests of the run's models, adapter, tokenizer and template, by the keys that `compare` uses.
 
     Raises:
@@ -239,12 +250,12 @@ def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
     Collectives:
         Over `ranks`. Each rank reads a part of the files.
     """
-    recipe = spec.recipe
-    path = spec.source.path
-    template = spec.source.template
+    recipe = inputs.recipe
+    path = inputs.source.path
+    template = inputs.source.template
     found = {
         "model.config": digest(read_model_config(path)),  # of its values, so another layout of the text is the same
-        "model.tokenizer": spec.source.tokenizer.fingerprint,
+        "model.tokenizer": inputs.source.tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
@@ -259,7 +270,7 @@ def identities(spec: RunSpec, ranks: Ranks) -> dict[str, str]:
         adapter = Path(recipe.lora.path)
         files = [adapter / name for name in ADAPTER_FILES]
         found["lora.path"] = digest(digests(files, _other_model("lora.path", adapter), ranks))
-    for key, model in spec.others.items():
+    for key, model in inputs.others.items():
         weight_digests = digests(weight_files(model.path), _other_model(key, model.path), ranks)
         config_digest = digest(read_model_config(model.path))
         ranks.same(config_digest, _other_model(key, model.path))
@@ -277,14 +288,27 @@ def _other_model(key: str, path: str | Path) -> str:
     return f"{key}={path} is not the same model on every host"
 
 
-def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> list[str]:
+def compare(
+    written: Recipe,
+    start: Start,
+    identities: Mapping[str, str],
+    rows: Mapping[str, Rows],
+    method: Method,
+    *,
+    allow_changes: Sequence[str],
+    unfit: str | None,
+) -> list[str]:
     """Compare the recipe and the files of this run with those of the saved run. Return a line for each difference.
 
     The path of a file may change if its content is the same, and `data.packing=auto` may become the value that it
     stands for. For example, after `model.path` was moved to another disk there is no line.
 
     Args:
-        spec: The run. Its start is a checkpoint.
+        written: The recipe as it was given.
+        start: The start, which is a checkpoint.
+        identities: Digests of what this run reads.
+        rows: Rows by split, as far as they were read.
+        method: The recipe's method.
         allow_changes: Guarded keys that may differ.
         unfit: How the trained tensors differ from those of the checkpoint (`first_misfit`), or None.
 
@@ -292,31 +316,30 @@ def compare(spec: RunSpec, allow_changes: Sequence[str], unfit: str | None) -> l
         UserError: For guarded differences that `allow_changes` does not name, and for differences that no resume
             allows: another method, or a recipe that trains other tensors.
     """
-    recipe = spec.written
-    _, state = spec.start.saved
+    _, state = start.saved
     saved = state["identities"]
-    differences = _with_one_line_for_lora(config.diff(state["recipe"], recipe))
+    differences = _with_one_line_for_lora(config.diff(state["recipe"], written))
     for key, old, new in differences:
         if key == "method":
             raise UserError(
-                f"{spec.start.path} was saved with method={old}, and the recipe has method={new}. Another method is a "
+                f"{start.path} was saved with method={old}, and the recipe has method={new}. Another method is a "
                 "new run, never a resume, whatever checkpoint.allow_changes names. To start it from these weights, "
-                f"set checkpoint.init_from={spec.start.path}, checkpoint.resume=auto and another run.name"
+                f"set checkpoint.init_from={start.path}, checkpoint.resume=auto and another run.name"
             )
-    spec.method.refuse_state(state["method"])
-    models = model_keys(recipe.method)
-    known = _keys_with_same_content(differences, saved, spec.identities, models)
-    for key, new in spec.identities.items():
+    method.refuse_state(state["method"])
+    models = model_keys(written.method)
+    known = _keys_with_same_content(differences, saved, identities, models)
+    for key, new in identities.items():
         if key in saved and saved[key] != new:
             differences.append((key, saved[key], new))
-    if _has_same_packing(spec, [each for each in differences if each[0] not in known]):
+    if _has_same_packing(rows.get("train"), method, [each for each in differences if each[0] not in known]):
         known.add("data.packing")
     details = {}
     for split, key in DIGEST_OF_SPLIT.items():
-        if split in spec.rows:
+        if split in rows:
             saved_files = state.get("data_files", {}).get(split)  # older versions did not save them
-            details[key] = _changed_files(saved_files, spec.rows[split].samples.file_digests)
-    misfit = None if unfit is None else _misfit(spec, unfit, [each for each in differences if each[0] not in known])
+            details[key] = _changed_files(saved_files, rows[split].samples.file_digests)
+    misfit = None if unfit is None else _misfit(start, unfit, [each for each in differences if each[0] not in known])
     return guard(differences, allow_changes, known, models, misfit, details)
 
 
@@ -349,7 +372,7 @@ def _keys_with_same_content(
     return same
 
 
-def _has_same_packing(spec: RunSpec, differences: Sequence[Difference]) -> bool:
+def _has_same_packing(rows: Rows | None, method: Method, differences: Sequence[Difference]) -> bool:
     """Return whether the data differ only in `data.packing`, between auto and the value that auto stands for."""
     of_data = [each for each in differences if each[0].startswith("data.")]
     if len(of_data) != 1 or of_data[0][0] != "data.packing":
@@ -357,10 +380,9 @@ def _has_same_packing(spec: RunSpec, differences: Sequence[Difference]) -> bool:
     _, old, new = of_data[0]
     if "auto" not in (old, new):
         return False
-    rows = spec.rows.get("train")
     if rows is None:  # not read, for example in a dry run: the run itself compares
         return True
-    automatic = packs_by_itself(rows, spec.method.kind)
+    automatic = packs_by_itself(rows, method.kind)
     old_value = automatic if old == "auto" else old
     new_value = automatic if new == "auto" else new
     return bool(old_value == new_value)
@@ -405,7 +427,7 @@ def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
     return [joined, *(each for each in differences if each not in section)]
 
 
-def _misfit(spec: RunSpec, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
+def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
     """Return the changed keys because of which the recipe trains other tensors, with advice. None if no key has."""
     keys = []
     settings = []  # that restore the saved recipe, such as "lora.rank=8"
@@ -418,7 +440,7 @@ def _misfit(spec: RunSpec, unfit: str, differences: Sequence[Difference]) -> Mis
     return Misfit(
         tuple(keys),
         f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(settings)} back, or go on "
-        f"from these weights in a new run: `dtrain export {spec.start.path} OUT`, then model.path=OUT, "
+        f"from these weights in a new run: `dtrain export {start.path} OUT`, then model.path=OUT, "
         "checkpoint.resume=auto and another run.name",
     )
 
@@ -428,13 +450,12 @@ def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, An
     return [{**source, **dict.fromkeys(LOCATION_KEYS)} for source in sources or []]
 
 
-def restore(spec: RunSpec, policy: Policy, method: Method) -> None:
+def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> None:
     """Load the checkpoint of the start into `policy` and `method`. Collective."""
-    start = spec.start
     store, state = start.saved
     # Options of the optimizer that the recipe has changed keep their new values. For example, {"lr"}.
     changed_options = set()
-    for key, _, _ in config.diff(state["recipe"], spec.recipe):
+    for key, _, _ in config.diff(state["recipe"], recipe):
         if key.startswith("optimizer."):
             changed_options.add(key.rpartition(".")[2])
     method.load(state["method"])

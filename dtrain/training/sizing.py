@@ -17,7 +17,7 @@ from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.recipe.automatic import AUTO, USUAL, Config, as_choices, changed, open_keys, value_of, without_auto
 from dtrain.recipe.world import dp_of
 from dtrain.training.directory import ABOUT
-from dtrain.training.spec import RunSpec, World
+from dtrain.training.inputs import RunInputs, World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,10 +45,10 @@ class Sizing:
         return cls(values, (f"{', '.join(as_choices(recipe, values))} (auto): {why}",))
 
 
-def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
+def sizing_before(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | None:
     """Return what this run chose before on such a machine, for a recipe whose memory is the same; None where it did
     not."""
-    recipe, run = spec.written, spec.run
+    recipe, run = inputs.written, inputs.run
     with suppress(OSError, ValueError, KeyError, UserError):
         if recipe.checkpoint.resume is None or json.loads((run.path / ABOUT).read_text())[MACHINE] != machine:
             return None
@@ -60,25 +60,25 @@ def sizing_before(spec: RunSpec, machine: Mapping[str, Any]) -> Sizing | None:
     return None
 
 
-def usual_sizing(spec: RunSpec, memory: int) -> Sizing | None:
+def usual_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     """Return the usual values for processes of a CPU with `memory` bytes each, where a closed form that is far too
     large shows that they fit; None where it takes a plan."""
-    method, shape = spec.method, spec.source.config
+    method, shape = inputs.method, inputs.source.config
     if method.teacher_path() is not None or method.reward_model() is not None:
         return None
     model = models.build(shape, device="meta")
     weights = sum(parameter.numel() for parameter in model.parameters())
-    if spec.recipe.model.init == "pretrained":  # with a tower, whose weights may be in 4 bits
-        weights = max(weights, 2 * sum(file.stat().st_size for file in weight_files(spec.source.path)))
+    if inputs.recipe.model.init == "pretrained":  # with a tower, whose weights may be in 4 bits
+        weights = max(weights, 2 * sum(file.stat().st_size for file in weight_files(inputs.source.path)))
     length = method.longest_row()
-    tokens = spec.recipe.train.micro * length * method.rows_of_a_sample()
+    tokens = inputs.recipe.train.micro * length * method.rows_of_a_sample()
     width = max(sum(weight.shape[0] for weight in layer.parameters()) for layer in model.model.layers)
     heads = shape.num_attention_heads
     kept = tokens * (shape.num_hidden_layers * (width + heads * length) + 4 * shape.vocab_size)
     if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
         return None
-    values = {key: value_of(spec.recipe, key) for key in open_keys(spec.written)}
-    return Sizing.of(spec.written, values, "a small model")
+    values = {key: value_of(inputs.recipe, key) for key in open_keys(inputs.written)}
+    return Sizing.of(inputs.written, values, "a small model")
 
 
 def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]
 
 def sizing_of_cpu(recipe: Any, machine: Mapping[str, Any], host: int) -> Sizing | None:
     """Return the sizes of a run on CPUs that needs no plan for them, or None. host: bytes of its memory for a rank."""
-    spec = RunSpec(recipe, World(machine["world_size"]))
-    return sizing_before(spec, machine) or usual_sizing(spec, host)
+    inputs = RunInputs.of(recipe, World(machine["world_size"]))
+    return sizing_before(inputs, machine) or usual_sizing(inputs, host)
 
 
 def sizing_by_plan(
@@ -102,7 +102,7 @@ def sizing_by_plan(
     nothing fits.
     """
     world_size, is_cpu = machine["world_size"], machine["device"] == CPU
-    before = None if is_cpu else sizing_before(RunSpec(recipe, World(world_size)), machine)
+    before = None if is_cpu else sizing_before(RunInputs.of(recipe, World(world_size)), machine)
     if before is not None:
         if planned is not None:
             planned.settle(before.values)

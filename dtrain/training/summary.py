@@ -10,6 +10,7 @@ from torch import nn
 
 from dtrain import __version__
 from dtrain.models.common.flops import weights_in
+from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource
 from dtrain.training import eval_sets
 from dtrain.training.metrics import records
@@ -17,9 +18,9 @@ from dtrain.training.metrics.terminal import one_line, plot
 from dtrain.training.setup import schedule as scheduling
 from dtrain.training.setup import sizes as sizing
 from dtrain.training.sizing import MACHINE
-from dtrain.training.spec import RunSpec
 
 if TYPE_CHECKING:
+    from dtrain.methods import Method
     from dtrain.training.trainer import Trainer
 
 LABEL = 10  # characters of a label with the blanks behind it
@@ -127,16 +128,26 @@ def _steps(trainer: "Trainer") -> str:
 
 
 def _notes(trainer: "Trainer") -> Iterator[str]:
-    yield from scheduling.warmup_notes(trainer.spec, trainer.total_steps)
+    yield from scheduling.warmup_notes(trainer.recipe, trainer.total_steps)
     yield from trainer.spec.notes
-    yield from sizing.position_notes(trainer.spec)
+    yield from sizing.position_notes(trainer.recipe, trainer.spec.source)
 
 
-def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
-    """Report what a run that is done has learned, by its metrics.jsonl, and what may be done with it."""
-    recipe, evals = spec.recipe, eval_sets.sets(spec.recipe.eval)
+def closing(
+    recipe: Recipe, method: "Method", directory: Path, *, has_export: bool, has_images: bool = False
+) -> Iterator[str]:
+    """Yield the last lines of a run: what it has learned, by its metrics.jsonl, and commands to continue with.
+
+    Args:
+        recipe: The recipe.
+        method: The recipe's method.
+        directory: The run's directory.
+        has_export: Whether the run has written its export.
+        has_images: Whether the run's data have images.
+    """
+    evals = eval_sets.sets(recipe.eval)
     rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
-    names = {**spec.method.curves, **rewards}
+    names = {**method.curves, **rewards}
     rows = list(records.rows(directory / "metrics.jsonl"))
     curves = {name: curve for name in names if (curve := records.points(rows, name))}
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
@@ -151,20 +162,19 @@ def closing(spec: RunSpec, directory: Path, has_export: bool) -> Iterator[str]:
             yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     yield from _answers(directory)
     yield labelled("next", f"dtrain report {directory}")
-    if not has_export or spec.method.labels() is not None:
+    if not has_export or method.labels() is not None:
         return
-    image = "--image FILE " if spec.has_images else ""
+    image = "--image FILE " if has_images else ""
     yield labelled("", f'dtrain generate {directory} {image}--prompt "..."')
-    yield labelled("", f"dtrain eval {directory} {_questions(spec)}")
+    yield labelled("", f"dtrain eval {directory} {_questions(recipe, method.kind)}")
     yield labelled("", f"dtrain serve {directory}")
     if recipe.lora is not None:
         yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
 
 
-def _questions(spec: RunSpec) -> str:
-    """A file of prompts that the run knows: its validation's; of GRPO else its own; else the user's."""
-    recipe = spec.recipe
-    kind, val = spec.method.kind, recipe.data.val
+def _questions(recipe: Recipe, kind: str) -> str:
+    """Return a file of prompts: the validation file, the training file of a method with prompts, or a placeholder."""
+    val = recipe.data.val
     held = val if isinstance(val, DataSource) else recipe.data.train if kind == "prompts" else None
     return held.path if held and kind != "pairs" and isinstance(held.path, str) else "FILE    # prompts with answers"
 

@@ -46,10 +46,9 @@ from dtrain.recipe.schema import Recipe
 from dtrain.training import metrics, resume
 from dtrain.training.directory import ABOUT, DATA
 from dtrain.training.eval_sets import better
-from dtrain.training.host import Host
 from dtrain.training.preflight import shapes
 from dtrain.training.resume import Start
-from dtrain.training.spec import RunSpec, World, resolve
+from dtrain.training.spec import ResolvedRun, resolve
 from dtrain.training.summary import about, closing, opening
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
         if not dist.is_initialized():
             init_one_process_group(runtime.device.type)
             stack.callback(dist.destroy_process_group)
-        trainer = Trainer.open(recipe, runtime, stack)
+        trainer = Trainer(resolve(recipe, runtime, stack), runtime, stack)
         start = trainer.resume()
         if trainer.measure(start.step, start.step >= trainer.total_steps):
             trainer.stop_if_asked()
@@ -90,17 +89,32 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
             return
         trainer.loop(start)
         if runtime.is_main:
-            for line in closing(trainer.spec, trainer.run.path, recipe.checkpoint.export != "none"):
+            lines = closing(
+                trainer.recipe,
+                trainer.method,
+                trainer.run.path,
+                has_export=recipe.checkpoint.export != "none",
+                has_images=trainer.spec.has_images,
+            )
+            for line in lines:
                 trainer.metrics.say(line)
 
 
 class Trainer:
     """A run on one rank: its data, its policy and its directory. `loop` is the run."""
 
-    def __init__(self, spec: RunSpec, host: Host, stack: ExitStack):
-        recipe, runtime = spec.recipe, host.runtime
+    def __init__(self, resolved: ResolvedRun, runtime: Runtime, stack: ExitStack):
+        """Build the model and everything else that the loop needs. Collective.
+
+        Args:
+            resolved: The run's spec, and its ranks and metrics.
+            runtime: This rank.
+            stack: Closes what the run opens.
+        """
+        spec = resolved.spec
+        recipe = spec.recipe
         self.spec, self.recipe, self.runtime, self._stack = spec, recipe, runtime, stack
-        self.ranks, self.metrics = host.ranks, host.recorder
+        self.ranks, self.metrics = resolved.host.ranks, resolved.recorder
         self.run, self.method, self.store = spec.run, spec.method, spec.store
         self.rows, self.val_rows = spec.rows["train"], spec.rows.get("val")
         self.start, self.identities, self.total_steps = spec.start, spec.identities, spec.total_steps
@@ -128,12 +142,6 @@ class Trainer:
         if runtime.is_main:
             for line in opening(self):
                 self.metrics.say(line)
-
-    @classmethod
-    def open(cls, recipe: Recipe, runtime: Runtime, stack: ExitStack) -> "Trainer":
-        """Resolve `recipe` on this rank and build its trainer; `stack` closes what they open. Collective."""
-        host = Host(runtime, stack)
-        return cls(resolve(recipe, World(runtime.world_size, runtime.device.type), host), host, stack)
 
     def _open_saver(self) -> tuple[Saver, Patience]:
         """Return what saves, closed with the run, and what ends a run that gets no better."""
@@ -169,7 +177,7 @@ class Trainer:
         except Interrupted:
             raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
         if start.state is not None:
-            resume.restore(self.spec, self.policy, self.method)
+            resume.restore(start, self.recipe, self.policy, self.method)
             self.metrics.say(f"resumed from {start.path}")
             for line in self.spec.changes:
                 self.metrics.say(f"  changed since then: {line}")

@@ -18,7 +18,7 @@ from dtrain.commands.plan.search import Candidate, SearchResult, search, smalles
 from dtrain.commands.plan.units import gib, seconds
 from dtrain.launch.devices import with_processes
 from dtrain.training import recipe_and_problems
-from dtrain.training.preflight import with_local_model
+from dtrain.training.hub_files import with_local_model
 
 
 def answer(arguments: Namespace) -> None:

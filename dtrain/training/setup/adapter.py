@@ -1,9 +1,8 @@
-"""Stage adapter: the section `lora` and what surrounds it, by itself and for the model that it meets."""
+"""Setup of the adapter: the section `lora` and the keys that go with it, on their own and for the model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from dtrain.adapters.config import (
     ALL_LINEAR,
@@ -15,94 +14,122 @@ from dtrain.adapters.config import (
 )
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.base import base_notes, base_problems
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, misread_problem
 from dtrain.models.shapes import adaptable, modules
-from dtrain.recipe import key_aliases
+from dtrain.recipe import Recipe, key_aliases
 from dtrain.recipe.schema import Lora
-from dtrain.training.setup.model import config_with_tower
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import RunInputs
 
 
-def check_keys(spec: RunSpec) -> list[str]:
-    """Return what is wrong with the section, beside its ranges, and with keys that do not go with it; one line each."""
-    recipe, section = spec.recipe, spec.recipe.lora
+def check_keys(inputs: RunInputs) -> list[Problem]:
+    """Check the section on its own, and the keys that do not go with it."""
+    recipe, section = inputs.recipe, inputs.recipe.lora
     assert section is not None
-    errors = _expressions(section) + _ends(section)
-    for key, patterns in (("train_only", recipe.train.train_only), ("freeze", recipe.train.freeze)):
-        if patterns:
-            errors.append(
-                f"train.{key}={shown(patterns)} chooses among the model's own weights, and with lora these all stay as "
-                f"they are: set train.{key}=[]; lora.target and lora.exclude choose the layers with an adapter, "
-                "lora.modules_to_save what is trained whole beside it"
-            )
-    if recipe.train.vision != "frozen":
-        errors.append(
-            f"train.vision={recipe.train.vision} trains the model's own weights, and with lora these all stay as they "
-            "are: set train.vision=frozen; lora.target, a list or an expression, gives layers of the tower an adapter, "
-            "lora.modules_to_save trains modules of it whole"
+    problems = _check_expressions(section) + _check_ends(section) + _check_trained_weights(recipe)
+    if section.quantize == "nf4":
+        problems += _check_nf4(recipe)
+    key = f"{recipe.method}.sync_every"
+    sync_every = getattr(getattr(recipe, recipe.method, None), "sync_every", None)
+    if sync_every is not None:
+        text = (
+            f"{key}={sync_every} mixes the weights of policy and reference, and two adapters have no mixture of the "
+            "same rank"
         )
-    is_nf4 = section.quantize == "nf4"
-    if is_nf4 and recipe.model.init == "scratch":
-        errors.append(
-            "model.init=scratch draws weights, and lora.quantize=nf4 holds those of a trained model in 4 bits: "
-            "set model.init=pretrained, or lora.quantize=none"
-        )
-    if is_nf4 and recipe.train.dtype == "float64":
-        errors.append(
-            "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits: "
-            "set train.dtype=float32 or bfloat16, or lora.quantize=none"
-        )
-    if (every := getattr(getattr(recipe, recipe.method, None), "sync_every", None)) is not None:
-        errors.append(
-            f"{recipe.method}.sync_every={every} mixes the weights of reference and policy, and those of two adapters "
-            f"have no mixture of the same rank: set {recipe.method}.sync_every=null, or lora=null"
-        )
+        problems.append(Problem(key, text, f"Set {key}=null, or lora=null"))
     if section.path is None and AdapterConfig.of(asdict(section)).parameters:
-        errors += _of_experts(f"lora.target={shown(section.target)}", section)
-    if section.path is not None and recipe.checkpoint.init_from is not None:
-        errors.append(
-            f"lora.path={section.path} and checkpoint.init_from={recipe.checkpoint.init_from} both say where the "
-            "adapter begins: set one of them to null"
+        problems += _check_adapters_of_experts(section)
+    init_from = recipe.checkpoint.init_from
+    if section.path is not None and init_from is not None:
+        text = f"lora.path={section.path} and checkpoint.init_from={init_from} both say where the adapter begins"
+        problems.append(Problem("lora.path", text, "Set one of them to null"))
+    return problems
+
+
+def _check_trained_weights(recipe: Recipe) -> list[Problem]:
+    """Refuse keys that choose among the model's own weights, which are all frozen with an adapter."""
+    problems = []
+    for key, patterns in (("train.train_only", recipe.train.train_only), ("train.freeze", recipe.train.freeze)):
+        if patterns:
+            text = (
+                f"{key}={shown(patterns)} chooses among the model's own weights, and with lora all of these are frozen"
+            )
+            fix = (
+                f"Set {key}=[]. lora.target and lora.exclude choose the layers with an adapter, and "
+                "lora.modules_to_save the modules that are fully trained"
+            )
+            problems.append(Problem(key, text, fix))
+    vision = recipe.train.vision
+    if vision != "frozen":
+        text = f"train.vision={vision} trains the model's own weights, and with lora all of these are frozen"
+        fix = (
+            "Set train.vision=frozen. lora.target, a list or an expression, gives layers of the tower an adapter, and "
+            "lora.modules_to_save trains modules of the tower fully"
         )
-    return errors
+        problems.append(Problem("train.vision", text, fix))
+    return problems
 
 
-def _of_experts(what: str, section: Lora) -> list[str]:
-    """Return what does not go with adapters of experts; `what` asks for these."""
-    errors = []
+def _check_nf4(recipe: Recipe) -> list[Problem]:
+    """Refuse keys that make no sense for weights in 4 bits."""
+    problems = []
+    if recipe.model.init == "scratch":
+        text = (
+            "lora.quantize=nf4 stores a trained model's weights in 4 bits, and model.init=scratch uses random weights"
+        )
+        problems.append(Problem("model.init", text, "Set model.init=pretrained, or lora.quantize=none"))
+    if recipe.train.dtype == "float64":
+        text = (
+            "train.dtype=float64 is for exact numbers, and lora.quantize=nf4 rounds the model's own weights to 4 bits"
+        )
+        problems.append(Problem("train.dtype", text, "Set train.dtype=float32 or bfloat16, or lora.quantize=none"))
+    return problems
+
+
+def _check_adapters_of_experts(section: Lora) -> list[Problem]:
+    """Refuse options that PEFT does not have for adapters of experts, which `lora.target` asks for."""
+    problems = []
+    target = f"lora.target={shown(section.target)}"
     if section.dropout:
-        errors.append(
-            f"lora.dropout={section.dropout}: PEFT adds the adapters for {what} to the experts' matrices, and drops no "
-            "inputs there: set lora.dropout=0, or leave experts out"
+        text = (
+            f"lora.dropout={section.dropout}: {target} adds adapters to the experts' matrices, for which PEFT has no "
+            "dropout"
         )
+        problems.append(Problem("lora.dropout", text, "Set lora.dropout=0, or leave experts out"))
     if section.dora:
-        errors.append(f"lora.dora=true: PEFT has none of experts ({what}): set lora.dora=false, or leave experts out")
-    return errors
+        text = f"lora.dora=true: {target} adds adapters to the experts' matrices, for which PEFT has no DoRA"
+        problems.append(Problem("lora.dora", text, "Set lora.dora=false, or leave experts out"))
+    return problems
 
 
-def notes(spec: RunSpec) -> list[str]:
-    """Return notes on a section that is no mistake: that a fresh adapter hardly learns at a low rate, and that
-    an adapter at `path` may be of another model."""
-    recipe, section = spec.recipe, spec.recipe.lora
-    low, usual = spec.method.adapter_rates
+def notes(inputs: RunInputs) -> list[str]:
+    """Return notes on a section that is no mistake.
+
+    A fresh adapter hardly learns at a low rate, and it may not be known whether the adapter at `lora.path` is of this
+    model.
+    """
+    recipe, section = inputs.recipe, inputs.recipe.lora
     assert section is not None
-    misread = _misread(spec, section)
-    if section.path is not None and recipe.model.path and recipe.model.init == "pretrained":
-        return misread + base_notes(Path(section.path), recipe.model.directory)
-    if section.path is not None or not 0 < recipe.optimizer.lr < low:
-        return misread
-    return misread + [
-        f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 times "
-        f"that of full fine-tuning is usual, such as optimizer.lr={usual}"
-    ]
+    lines = _note_on_misread_files(inputs, section)
+    if section.path is not None:
+        if recipe.model.path and recipe.model.init == "pretrained":
+            lines += base_notes(Path(section.path), recipe.model.directory)
+        return lines
+    lowest, usual = inputs.method.adapter_rates
+    if 0 < recipe.optimizer.lr < lowest:
+        lines.append(
+            f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 times "
+            f"that of full fine-tuning is usual, such as optimizer.lr={usual}"
+        )
+    return lines
 
 
-def _misread(spec: RunSpec, section: Lora) -> list[str]:
+def _note_on_misread_files(inputs: RunInputs, section: Lora) -> list[str]:
     """Return a note if PEFT would load another adapter from the run's files."""
-    model = spec.readable_config
-    if model is None or _expressions(section):
+    model = inputs.readable_config
+    if model is None or _check_expressions(section):
         return []
     try:
         problem = misread_problem(adapter_of(asdict(section)), model)
@@ -111,84 +138,109 @@ def _misread(spec: RunSpec, section: Lora) -> list[str]:
     return [f"note: {problem}. So export/ is written with the adapter merged"] if problem else []
 
 
-def check_models(spec: RunSpec) -> list[str]:
-    """Return what of the section does not fit the model, one line each. Nothing where `check_keys` finds it wrong in
-    itself, or the model has a problem of its own."""
-    recipe, section, model = spec.recipe, spec.recipe.lora, spec.readable_config
-    errors: list[str] = []
-    if section is None or model is None or _expressions(section) or out_of_range(section):
-        return errors
-    whole = config_with_tower(spec)
-    if section.path is not None:
-        wrong = adapter_problems(asdict(section), model) and adapter_problems(asdict(section), whole)
-        if not wrong and recipe.model.init == "pretrained":
-            wrong = base_problems(Path(section.path), recipe.model.directory)
-        return errors + wrong
-    config, layers = adapter_of(asdict(section)), adaptable(whole)
-    errors += _targets(config, list(layers)) + _patterns(config, list(layers))
-    own_parameters = modules(whole)
-    errors += _saved(config, own_parameters)
-    if problem := config.dropout_problem(adaptable(model)):
-        errors.append(problem)
-    if experts := [name for name in config.saved(own_parameters) if ".experts." in name or ".sparse." in name]:
-        errors.append(
-            f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
-            f"{experts[0]}, for which an adapter's files have no place: leave them out, or name experts in lora.target"
-        )
-    # For the embedding or the head in lora.target, `check_keys` says what to do.
-    leaves_none = not errors and not _ends(section) and not config.adapted(layers)
-    if leaves_none and config.saved(layers):
-        errors.append(
-            f"lora.modules_to_save={shown(section.modules_to_save)} trains whole what lora.target="
-            f"{shown(section.target)} means, which leaves no layer to adapt: name fewer modules there"
-        )
-    elif leaves_none:
-        errors.append(
-            f"lora.exclude={shown(section.exclude)} leaves no layer of lora.target={shown(section.target)} to adapt: "
-            "name fewer layers in lora.exclude, or more in lora.target"
-        )
-    return errors + _ranks(config, layers)
+def check_models(inputs: RunInputs) -> list[Problem]:
+    """Check the section for the model.
 
-
-def _expressions(section: Lora) -> list[str]:
-    """Regular expressions that are none."""
-    named = [(f"lora.{key}", getattr(section, key)) for key in ("target", "exclude")]
-    named = [(key, value) for key, value in named if isinstance(value, str)]
-    named += [(f"lora.{key}", name) for key in ("rank_pattern", "alpha_pattern") for name in getattr(section, key)]
-    errors = []
-    for key, text in named:
-        if error := pattern_error(suffix_pattern(text) if "pattern" in key else text):
-            names = "" if "pattern" in key else "; names alone are written [q_proj, v_proj]"
-            hint = f"`.*` stands for any text, \\. for a dot{names}"
-            errors.append(f"{key}: {text[:200]} is no regular expression ({error}); {hint}")
-    return errors
-
-
-def _ends(section: Lora) -> list[str]:
-    """Targets that are the embedding or the head, which get no adapter."""
-    if _expressions(section) or section.target == ALL_LINEAR:
+    Nothing is checked if `check_keys` has problems with the section, or if config.json cannot be read.
+    """
+    recipe, section, model = inputs.recipe, inputs.recipe.lora, inputs.readable_config
+    if section is None or model is None or _check_expressions(section) or out_of_range(section):
         return []
-    # A text that is just a name, lora.target=lm_head, means the same as the list with it.
+    with_tower = inputs.source.config_with_tower
+    if section.path is not None:
+        problems = adapter_problems(asdict(section), model)
+        if problems:  # it may be an adapter of the model with its tower
+            problems = adapter_problems(asdict(section), with_tower)
+        if not problems and recipe.model.init == "pretrained":
+            problems = base_problems(Path(section.path), recipe.model.directory)
+        return problems
+    config, layers = adapter_of(asdict(section)), adaptable(with_tower)
+    own_parameters = modules(with_tower)
+    problems = _check_targets(config, list(layers))
+    problems += _check_patterns(config, list(layers))
+    problems += _check_saved_modules(config, own_parameters)
+    dropout_problem = config.dropout_problem(adaptable(model))
+    if dropout_problem:
+        problems.append(Problem("lora.dropout", dropout_problem))
+    problems += _check_saved_experts(section, config, own_parameters)
+    # `check_keys` reports the embedding and the head in lora.target.
+    has_other_problems = bool(problems) or bool(_check_ends(section))
+    if not has_other_problems and not config.adapted(layers):
+        problems.append(_no_layer_problem(section, has_saved_layers=bool(config.saved(layers))))
+    return problems + _check_ranks(config, layers)
+
+
+def _check_saved_experts(section: Lora, config: AdapterConfig, own_parameters: Sequence[str]) -> list[Problem]:
+    experts = [name for name in config.saved(own_parameters) if ".experts." in name or ".sparse." in name]
+    if not experts:
+        return []
+    text = (
+        f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
+        f"{experts[0]}, which an adapter's files cannot store"
+    )
+    return [Problem("lora.modules_to_save", text, "Leave them out, or name experts in lora.target")]
+
+
+def _no_layer_problem(section: Lora, has_saved_layers: bool) -> Problem:
+    """Return the problem of a section that leaves no layer with an adapter."""
+    target = f"lora.target={shown(section.target)}"
+    if has_saved_layers:
+        text = (
+            f"lora.modules_to_save={shown(section.modules_to_save)} fully trains all modules of {target}, which leaves "
+            "no layer with an adapter"
+        )
+        return Problem("lora.modules_to_save", text, "Name fewer modules in lora.modules_to_save")
+    text = f"lora.exclude={shown(section.exclude)} leaves no layer of {target} with an adapter"
+    return Problem("lora.exclude", text, "Name fewer layers in lora.exclude, or more in lora.target")
+
+
+def _check_expressions(section: Lora) -> list[Problem]:
+    """Check that regular expressions can be compiled."""
+    named: list[tuple[str, str]] = []
+    for key in ("target", "exclude"):
+        value = getattr(section, key)
+        if isinstance(value, str):
+            named.append((f"lora.{key}", value))
+    for key in ("rank_pattern", "alpha_pattern"):
+        named += [(f"lora.{key}", pattern) for pattern in getattr(section, key)]
+    problems = []
+    for key, expression in named:
+        is_suffix = key.endswith("_pattern")
+        error = pattern_error(suffix_pattern(expression) if is_suffix else expression)
+        if error:
+            names = "" if is_suffix else "; a list of names is written [q_proj, v_proj]"
+            text = f"{key}: {expression[:200]} is not a regular expression ({error})"
+            problems.append(Problem(key, text, f"`.*` stands for any text, \\. for a dot{names}"))
+    return problems
+
+
+def _check_ends(section: Lora) -> list[Problem]:
+    """Refuse the embedding and the head as targets."""
+    if _check_expressions(section) or section.target == ALL_LINEAR:
+        return []
+    # A text that is only a name, such as lora.target=lm_head, means the same as the list with that name.
     is_name = isinstance(section.target, str) and section.target in _names_of_ends()
     names = [section.target] if is_name else section.target
-    errors = []
+    key = "lora.target"
+    problems = []
     for end in ENDS:
-        short, is_saved = end.rpartition(".")[2], any(end.endswith(name) for name in section.modules_to_save)
-        if not _matches(end, section.target) or (section.exclude and _matches(end, section.exclude)):
+        short = end.rpartition(".")[2]
+        is_saved = any(end.endswith(name) for name in section.modules_to_save)
+        is_excluded = bool(section.exclude) and _matches(end, section.exclude)
+        if not _matches(end, section.target) or is_excluded:
             continue
-        if isinstance(names, str) and not is_saved:
-            errors.append(
-                f"lora.target={section.target} matches {end} too, which gets no adapter: put it in "
-                f"lora.modules_to_save, [{short}], to train it whole, or in lora.exclude"
-            )
-        elif not isinstance(names, str):
-            has_others = not set(names) <= _names_of_ends()
-            rest = "take it out of lora.target" if has_others else "name linear layers in lora.target, or all-linear"
-            errors.append(
-                f"lora.target names {short}, which gets no adapter: put it in lora.modules_to_save, [{short}], where "
-                f"it is trained whole, and {rest}"
-            )
-    return errors
+        if isinstance(names, str):
+            if not is_saved:
+                text = f"{key}={section.target} matches {end} too, which gets no adapter"
+                fix = f"Put it in lora.modules_to_save, [{short}], to train it fully, or in lora.exclude"
+                problems.append(Problem(key, text, fix))
+            continue
+        has_others = not set(names) <= _names_of_ends()
+        rest = f"take it out of {key}" if has_others else f"name linear layers in {key}, or all-linear"
+        text = f"{key} names {short}, which gets no adapter"
+        fix = f"Put it in lora.modules_to_save, [{short}], to train it fully, and {rest}"
+        problems.append(Problem(key, text, fix))
+    return problems
 
 
 def _names_of_ends() -> set[str]:
@@ -200,91 +252,122 @@ def _matches(name: str, wanted: str | Sequence[str]) -> bool:
     return matches(name, wanted if isinstance(wanted, str) else tuple(wanted))
 
 
-def _targets(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
-    """Entries of target and exclude that match no layer."""
-    errors = []
-    single = [name for name in layers if is_parameter(name)]
-    linears = [name for name in layers if name not in single]
-    for entry in config.parameters:
-        if not replace(config, parameters=(entry,)).adapted(single):
-            ends = dict.fromkeys(".".join(parameter_name(name).split(".")[-2:]) for name in single)
-            hint = (
-                f"there are experts, {', '.join(ends)}" if single else "this model has none that take one; leave it out"
-            )
-            errors.append(f"lora.target: {entry} matches no matrices of experts; {hint}")
+def _check_targets(config: AdapterConfig, layers: Sequence[str]) -> list[Problem]:
+    """Check that every entry of target and exclude matches a layer."""
+    expert_matrices = [name for name in layers if is_parameter(name)]
+    linears = [name for name in layers if name not in expert_matrices]
+    problems = _check_expert_targets(config, expert_matrices)
     for key, wanted in (("target", config.target), ("exclude", config.exclude)):
-        entries: list[Any] = [wanted] if isinstance(wanted, str) else [(name,) for name in wanted]
-        known = [*linears, *ENDS]  # target: `_ends` speaks of these
+        is_expression = isinstance(wanted, str)
+        entries = [wanted] if isinstance(wanted, str) else list(wanted)
         for entry in entries:
-            if entry in (ALL_LINEAR, "") or any(matches(name, entry) for name in known):
-                if key == "exclude" and (
-                    spared := [layer for layer in config.adapted(single) if matches(layer, entry)]
-                ):
-                    errors.append(
-                        f"lora.exclude: {shown(wanted)} matches {spared[0]} too, and experts are left out by "
-                        "lora.target alone: write names of linear layers"
-                    )
+            pattern = entry if is_expression else (entry,)
+            known = [*linears, *ENDS]  # `_check_ends` reports the embedding and the head in lora.target
+            is_used = is_expression and entry in (ALL_LINEAR, "")
+            if is_used or any(matches(name, pattern) for name in known):
+                if key == "exclude":
+                    problems += _check_excluded_experts(config, expert_matrices, pattern)
                 continue
-            name = entry if isinstance(entry, str) else entry[0]
-            errors.append(f"lora.{key}: {name} matches no linear layer of the model" + _hint(key, entry, linears))
-    return errors
+            hint = _hint_for_expression(key, entry, linears) if is_expression else _hint_for_name(entry, linears)
+            text = f"lora.{key}: {entry} matches no linear layer of the model"
+            problems.append(Problem(f"lora.{key}", text, hint))
+    return problems
 
 
-def _hint(key: str, entry: Any, layers: Sequence[str]) -> str:
-    short = _ends_of(layers)
-    if not isinstance(entry, str):
-        near = nearest(entry[0].rpartition(".")[2], short)
-        return f"; did you mean {near}?" if near else f"; there are {', '.join(short)}, as in {layers[0]}"
-    if meant := key_aliases.meant(f"lora.{key}", entry):
-        return f"; did you mean lora.{key}={meant}?"
-    if any(entry in (name, name.rpartition(".")[2], "experts") for name in layers):
-        return f": a text is a regular expression for whole names, such as {layers[0]}; set lora.{key}=[{entry}]"
-    return (
-        f": a text is a regular expression for whole names, such as {layers[0]}; names alone are written "
-        f"lora.{key}=[{', '.join(short[:2])}]"
+def _check_expert_targets(config: AdapterConfig, expert_matrices: Sequence[str]) -> list[Problem]:
+    """Check that every entry of lora.target for experts matches some of their matrices."""
+    problems = []
+    for entry in config.parameters:
+        if replace(config, parameters=(entry,)).adapted(expert_matrices):
+            continue
+        fix = "This model has none that take an adapter; leave it out"
+        if expert_matrices:
+            names = dict.fromkeys(".".join(parameter_name(name).split(".")[-2:]) for name in expert_matrices)
+            fix = f"Use {' or '.join(names)}"
+        problems.append(Problem("lora.target", f"lora.target: {entry} matches no matrices of experts", fix))
+    return problems
+
+
+def _check_excluded_experts(
+    config: AdapterConfig, expert_matrices: Sequence[str], pattern: str | tuple[str, ...]
+) -> list[Problem]:
+    """Refuse an entry of lora.exclude that matches experts, which it does not exclude."""
+    matched = [layer for layer in config.adapted(expert_matrices) if matches(layer, pattern)]
+    if not matched:
+        return []
+    text = (
+        f"lora.exclude: {shown(config.exclude)} matches {matched[0]} too, and only lora.target decides which experts "
+        "get an adapter"
     )
+    return [Problem("lora.exclude", text, "Write names of linear layers")]
 
 
-def _meant(name: str, names: Sequence[str]) -> str:
+def _hint_for_name(name: str, layers: Sequence[str]) -> str:
+    """Return the fix for a name that matches no layer."""
+    short_names = _short_names(layers)
+    near = nearest(name.rpartition(".")[2], short_names)
+    if near:
+        return f"Did you mean {near}?"
+    return f"There are {', '.join(short_names)}, as in {layers[0]}"
+
+
+def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> str:
+    """Return the fix for a regular expression that matches no layer."""
+    meant = key_aliases.meant(f"lora.{key}", expression)
+    if meant:
+        return f"Did you mean lora.{key}={meant}?"
+    rule = f"A text is a regular expression for full names, such as {layers[0]}"
+    if any(expression in (name, name.rpartition(".")[2], "experts") for name in layers):
+        return f"{rule}. Set lora.{key}=[{expression}]"
+    return f"{rule}. A list of names is written lora.{key}=[{', '.join(_short_names(layers)[:2])}]"
+
+
+def _nearest_or_all(name: str, names: Sequence[str]) -> str:
     near = nearest(name, names)
-    return f"did you mean {near}?" if near else f"there are {', '.join(names) or 'none'}"
+    return f"Did you mean {near}?" if near else f"There are {', '.join(names) or 'none'}"
 
 
-def _ends_of(names: Iterable[str]) -> list[str]:
+def _short_names(names: Iterable[str]) -> list[str]:
+    """Return the last parts of dotted names, each once."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def _patterns(config: AdapterConfig, layers: Sequence[str]) -> list[str]:
-    """Patterns that no layer with an adapter follows."""
+def _check_patterns(config: AdapterConfig, layers: Sequence[str]) -> list[Problem]:
+    """Check that every pattern of rank_pattern and alpha_pattern matches a layer with an adapter."""
     adapted = [parameter_name(name) for name in config.adapted(layers)]
-    errors = []
+    problems = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
             if not any(matches_suffix(pattern, name) for name in adapted):
-                hint = _meant(pattern, _ends_of(adapted))
-                errors.append(f"lora.{key}: {pattern} matches the end of no adapted layer's name; {hint}")
-    return errors
+                text = f"lora.{key}: {pattern} matches the end of no adapted layer's name"
+                problems.append(Problem(f"lora.{key}", text, _nearest_or_all(pattern, _short_names(adapted))))
+    return problems
 
 
-def _saved(config: AdapterConfig, known: Sequence[str]) -> list[str]:
-    """Entries of modules_to_save that match no module."""
-    return [
-        f"lora.modules_to_save: {entry} matches no module with weights of its own; "
-        f"{_meant(entry.rpartition('.')[2], _ends_of(known))}"
-        for entry in config.modules_to_save
-        if not replace(config, modules_to_save=(entry,)).saved(known)
-    ]
+def _check_saved_modules(config: AdapterConfig, known: Sequence[str]) -> list[Problem]:
+    """Check that every entry of modules_to_save matches a module."""
+    key = "lora.modules_to_save"
+    problems = []
+    for entry in config.modules_to_save:
+        if not replace(config, modules_to_save=(entry,)).saved(known):
+            text = f"{key}: {entry} matches no module with weights of its own"
+            problems.append(Problem(key, text, _nearest_or_all(entry.rpartition(".")[2], _short_names(known))))
+    return problems
 
 
-def _ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Ranks above the smaller side of a layer, once for layers of one name and size. A gate of one output
-    (shared_expert_gate) takes any: all-linear names it beside large matrices, and PEFT adapts it too."""
-    errors: dict[str, None] = {}
-    for name, low in config.adapted(layers).items():
-        short, (rows, columns) = name.rpartition(".")[2], layers[name][-2:]
-        if 1 < (most := min(rows, columns)) < low.rank:
-            errors[
-                f"lora.rank: an adapter of rank {low.rank} is larger than {short} itself, [{rows}, {columns}]: set "
-                f"lora.rank={most} or less, or lora.rank_pattern={{{short}: {most}}}"
-            ] = None
-    return list(errors)
+def _check_ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """Refuse ranks above the smaller side of a layer, once for all layers of a name and size.
+
+    A gate with one output (shared_expert_gate) may have any rank: all-linear includes it next to large matrices, and
+    PEFT adapts it too.
+    """
+    problems: dict[Problem, None] = {}
+    for name, low_rank in config.adapted(layers).items():
+        short = name.rpartition(".")[2]
+        rows, columns = layers[name][-2:]
+        largest = min(rows, columns)
+        if 1 < largest < low_rank.rank:
+            text = f"lora.rank: an adapter of rank {low_rank.rank} is larger than {short} itself, [{rows}, {columns}]"
+            fix = f"Set lora.rank={largest} or less, or lora.rank_pattern={{{short}: {largest}}}"
+            problems[Problem("lora.rank", text, fix)] = None
+    return list(problems)

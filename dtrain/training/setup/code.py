@@ -1,70 +1,99 @@
-"""Stage code: what the recipe names by an import path or a command. Nothing of it is run."""
+"""Setup of the code that a recipe names by import paths or commands. None of it is run here."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import nearest
 from dtrain.recipe import key_aliases
 from dtrain.training import eval_sets
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import RunInputs
 
-COMMANDS = ("server of tools", "environment of verifiers")  # whatever their characters
-
-
-def check_files(spec: RunSpec) -> list[str]:
-    """Check that what is named is there."""
-    return [text for text, is_problem in _code(spec) if is_problem]
+# Kinds of code that are named by a command or a package, not by a dotted path or a file.
+COMMANDS = ("server of tools", "environment of verifiers")
 
 
-def named_code(spec: RunSpec) -> list[str]:
-    """Return what a run imports because the recipe names it, a line each: the key, its import path, its file."""
-    return [text for text, is_problem in _code(spec) if not is_problem]
+@dataclass(frozen=True)
+class NamedCode:
+    """A recipe's import path or command.
+
+    Attributes:
+        key: The key that names it.
+        path: The import path or command.
+        kind: For example "reward" or "optimizer".
+    """
+
+    key: str
+    path: str
+    kind: str
 
 
-def unknown_name(key: str, name: str, known: Sequence[str]) -> list[str]:
-    """Return the problem of a name that is none of `known`, nor an import path."""
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Check that the named code exists."""
+    problems = []
+    for code in _codes(inputs):
+        try:
+            _origin(code)
+        except UserError as error:
+            problems.append(Problem(code.key, f"{code.key}: {error}"))
+    return problems
+
+
+def named_code(inputs: RunInputs) -> list[str]:
+    """Return a line for everything that a run imports because the recipe names it: the key, import path and file."""
+    lines = []
+    for code in _codes(inputs):
+        try:
+            lines.append(f"{code.key}: {code.path}, {_origin(code)}")
+        except UserError:  # reported by `check_files`
+            continue
+    return lines
+
+
+def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
+    """Return the problem of a name that is neither one of `known` nor an import path."""
     if name in known or "." in name:
         return []
+    text = f"{key}={name} is none of {', '.join(known)}"
     near = key_aliases.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
-    hint = f"; did you mean {near}?" if near else ", nor an import path such as package.module.Class"
-    return [f"{key}={name} is none of {', '.join(known)}{hint}"]
+    if near:
+        return [Problem(key, text, f"Did you mean {near}?")]
+    return [Problem(key, f"{text}, nor an import path such as package.module.Class")]
 
 
-def _code(spec: RunSpec) -> list[tuple[str, bool]]:
-    """Return for each import path or command of the recipe where it leads, or why it leads nowhere (True)."""
-    recipe = spec.recipe
+def _codes(inputs: RunInputs) -> list[NamedCode]:
+    """Return the import paths and commands of the recipe."""
+    recipe = inputs.recipe
     stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
     named: list[tuple[str, Any, str]] = [
         ("optimizer.name", recipe.optimizer.name, "optimizer"),
         *((f"scheduler[{i}].name", stage.name, "scheduler") for i, stage in enumerate(stages)),
         ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
         ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
-        *spec.method.code(),
+        *inputs.method.code(),
         *(code for each in eval_sets.sets(recipe.eval) for code in each.code),
     ]
-    lines = []
-    for key, path, what in named:
-        if isinstance(path, str) and (what in COMMANDS or set(".:") & set(path)):
-            try:
-                lines.append((f"{key}: {path}, {_origin(key, path, what)}", False))
-            except UserError as error:
-                lines.append((str(error), True))
-    return lines
+    codes = []
+    for key, path, kind in named:
+        is_code = isinstance(path, str) and (kind in COMMANDS or "." in path or ":" in path)
+        if is_code:
+            codes.append(NamedCode(key, path, kind))
+    return codes
 
 
-def _origin(key: str, path: str, what: str) -> str:
-    """Return where a path or command leads. Raises UserError."""
-    from dtrain.rl.rewards.find import find_file, find_verifiers
+def _origin(code: NamedCode) -> str:
+    """Return where the code is, such as "from /home/me/rewards.py". Raises UserError."""
+    from dtrain.rl.rewards.find import find_file, find_verifiers  # only a recipe that names code needs them
     from dtrain.rl.tools import find_server, tool_schema
 
-    try:
-        if what == "server of tools":
-            return f"by {find_server(path)}"
-        origin = find_verifiers(path) if what == "environment of verifiers" else find_file(path, what)[2]
-        if what == "tool":
-            tool_schema(path)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
+    if code.kind == "server of tools":
+        return f"by {find_server(code.path)}"
+    if code.kind == "environment of verifiers":
+        return f"from {find_verifiers(code.path)}"
+    origin = find_file(code.path, code.kind)[2]
+    if code.kind == "tool":
+        tool_schema(code.path)
     return f"from {origin}"

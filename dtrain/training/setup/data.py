@@ -1,12 +1,13 @@
-"""Stage data: the rows of the splits, as the run reads them."""
+"""Setup of the data: the rows of each split, as the run reads them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem, RecipeError, problems_in
 from dtrain.data import Rows, open_rows
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import (
@@ -21,64 +22,114 @@ from dtrain.data.sources.files import (
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.data.sources.hub_splits import Pick
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
+from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource, Source
-from dtrain.training.host import Host, problems_of
+from dtrain.training.host import Host
+from dtrain.training.inputs import RunInputs
 from dtrain.training.resume import DIGEST_OF_SPLIT
-from dtrain.training.spec import RunSpec
+
+# Options of a split that each entry of `sources` has for itself.
+_OPTIONS_OF_A_PATH = ("columns", "split", "subset", "revision")
 
 
-def _sections(spec: RunSpec) -> Iterator[tuple[str, DataSource]]:
+@dataclass(frozen=True)
+class DataFacts:
+    """The data of a run.
+
+    Attributes:
+        recipe: The recipe with a value for `data.packing`.
+        rows: Rows by split. A dry run opens them only if the files are small; a plan never does.
+        example_rows: By split, one row with every column that is kept for the method.
+        identities: Digests of the splits' content, by the keys that a resume compares.
+        plain_prompts: Number of training rows whose prompt is a plain string.
+        has_images: Whether rows have images, so that the model needs its vision tower.
+        is_read: Whether the rows were read without a problem, so that the method can examine them.
+        notes: Lines for the user.
+    """
+
+    recipe: Recipe
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    example_rows: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    identities: Mapping[str, str] = field(default_factory=dict)
+    plain_prompts: int = 0
+    has_images: bool = False
+    is_read: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def _sections(inputs: RunInputs) -> Iterator[tuple[str, DataSource]]:
     """Yield the key and the section of each split that has files of its own."""
-    for key, section in (("data.train", spec.recipe.data.train), ("data.val", spec.recipe.data.val)):
+    for key, section in (("data.train", inputs.recipe.data.train), ("data.val", inputs.recipe.data.val)):
         if isinstance(section, DataSource):
             yield key, section
 
 
-def check_keys(spec: RunSpec) -> list[str]:
-    """Check each split's sources: paths, formats that the method takes, names of columns."""
-    recipe, method, problems = spec.recipe, spec.method, []
+def check_keys(inputs: RunInputs) -> list[Problem]:
+    """Check each split's sources: paths, formats that the method accepts, names of columns."""
+    recipe, method = inputs.recipe, inputs.method
     label = method.label()
-    unknown = partial(columns.unknown, more=[label.column] if label else [])
-    for key, split in _sections(spec):
-        problems += _paths(split, key)
-        for source, at in [(split, key), *(entries(split, key) if split.sources else ())]:
-            if (why := method.refuses(source.format)) is not None:
-                problems.append(f"{at}.format={source.format}: {why}")
-            problems += unknown(source.columns, method.kind, source.format, f"{at}.columns")
-        problems += [
-            f"{key}.{option} goes with {key}.path: give each of {key}.sources its own"
-            for option in ("columns", "split", "subset", "revision")
-            if split.sources and getattr(split, option) != getattr(DataSource(), option)
-        ]
-    if recipe.data.val is None and recipe.train.validate_every not in (None, "auto"):
-        problems.append(
-            f"train.validate_every={recipe.train.validate_every} needs a validation set: set data.val.path, "
-            "or data.val=0.05 for a share of the training rows, or train.validate_every=auto"
-        )
+    label_columns = [label.column] if label else []
+    problems = []
+    for key, split in _sections(inputs):
+        problems += _check_paths(split, key)
+        own_entries = entries(split, key) if split.sources else []
+        for source, source_key in [(split, key), *own_entries]:
+            reason = method.refuses(source.format)
+            if reason is not None:
+                format_key = f"{source_key}.format"
+                problems.append(Problem(format_key, f"{format_key}={source.format}: {reason}"))
+            problems += columns.unknown(
+                source.columns, method.kind, source.format, f"{source_key}.columns", label_columns
+            )
+        if split.sources:
+            problems += _check_options_of_a_path(split, key)
+    every = recipe.train.validate_every
+    if recipe.data.val is None and every not in (None, "auto"):
+        fix = "Set data.val.path, data.val=0.05 for a share of the training rows, or train.validate_every=auto"
+        text = f"train.validate_every={every} needs a validation set"
+        problems.append(Problem("train.validate_every", text, fix))
     return problems
 
 
-def _paths(split: DataSource, key: str) -> list[str]:
-    problems, named = [], entries(split, key)
+def _check_options_of_a_path(split: DataSource, key: str) -> list[Problem]:
+    """Refuse options of `path` on a split with `sources`."""
+    problems = []
+    for option in _OPTIONS_OF_A_PATH:
+        if getattr(split, option) != getattr(DataSource(), option):
+            text = f"{key}.{option} is for {key}.path, and the recipe has {key}.sources"
+            problems.append(Problem(f"{key}.{option}", text, f"Set {option} in each entry of {key}.sources"))
+    return problems
+
+
+def _check_paths(split: DataSource, key: str) -> list[Problem]:
+    sources_key = f"{key}.sources"
     if split.sources == []:
-        problems, named = [f"{key}.sources is empty: give it at least one {{path, format, weight}}"], []
+        # The entries may be missing because they were refused.
+        fix = "Add at least one {path, format, weight}"
+        return [Problem(sources_key, f"{sources_key} is empty", fix, is_missing=True)]
+    problems = []
     if split.path and split.sources is not None:
-        problems.append(f"{key}.path and {key}.sources are both set: sources replace path, so set one of them to null")
-    missing = [at for source, at in named if not source.path]
-    return problems + [f"{at}.path is missing: set it to a file, a glob or a list of them" for at in missing]
+        text = f"{key}.path and {sources_key} are both set, and only one of them can be used"
+        problems.append(Problem(sources_key, text, "Set one of them to null"))
+    for source, source_key in entries(split, key):
+        if not source.path:
+            path_key = f"{source_key}.path"
+            fix = "Set it to a file, a glob or a list of them"
+            problems.append(Problem(path_key, f"{path_key} is missing", fix, is_missing=True))
+    return problems
 
 
-def notes(spec: RunSpec) -> list[str]:
+def notes(inputs: RunInputs) -> list[str]:
     """Return notes on rows that are kept out of training for nothing, and on files that are named twice."""
-    return _unused_rows(spec) + _files_named_twice(spec)
+    return _note_on_unused_rows(inputs) + _notes_on_repeated_files(inputs)
 
 
-def _files_named_twice(spec: RunSpec) -> list[str]:
+def _notes_on_repeated_files(inputs: RunInputs) -> list[str]:
     lines: list[str] = []
     first_key: dict[Path, str] = {}
-    for split_key, split in _sections(spec):
+    for split_key, split in _sections(inputs):
         for source, key in entries(split, split_key):
-            for file in _files_or_none(spec, source, key):
+            for file in _files_or_none(inputs, source, key):
                 first = first_key.get(file.resolve())
                 if first is None:
                     first_key[file.resolve()] = key
@@ -89,136 +140,159 @@ def _files_named_twice(spec: RunSpec) -> list[str]:
     return lines
 
 
-def _files_or_none(spec: RunSpec, source: Source, key: str) -> list[Path]:
-    """Return the files of a source, none where they cannot be read, which `check_files` reports."""
+def _files_or_none(inputs: RunInputs, source: Source, key: str) -> list[Path]:
+    """Return the files of a source; none if they cannot be read, which `check_files` reports."""
     try:
-        return files_here(spec, source, key)
+        return local_files(inputs, source, key)
     except (OSError, UserError):
         return []
 
 
-def _unused_rows(spec: RunSpec) -> list[str]:
-    share = spec.recipe.data.val
-    if not isinstance(share, float | int) or spec.recipe.train.validate_every is not None:
+def _note_on_unused_rows(inputs: RunInputs) -> list[str]:
+    share = inputs.recipe.data.val
+    if not isinstance(share, float | int) or inputs.recipe.train.validate_every is not None:
         return []
     return [f"note: data.val={share} keeps rows out of training; set train.validate_every=auto to see their loss"]
 
 
-def check_files(spec: RunSpec) -> list[str]:
-    """Check that each source's files are there, and the first row of each."""
-    problems: list[str] = []
-    for key, split in _sections(spec):
-        for source, at in entries(split, key):
-            problems += of_no_hub(source, at) + problems_of(_check_formats, spec, source, at)
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Check that each source's files exist, and the first row of each."""
+    problems: list[Problem] = []
+    for key, split in _sections(inputs):
+        for source, source_key in entries(split, key):
+            problems += check_hub_options(source, source_key)
+            problems += problems_in(f"{source_key}.path", partial(_check_formats, inputs, source, source_key))
     return problems
 
 
-def _check_formats(spec: RunSpec, source: Source, key: str) -> None:
-    files, method = files_here(spec, source, key), spec.method
-    if files and method.refuses(source.format) is None:  # else check_keys says why
+def _check_formats(inputs: RunInputs, source: Source, key: str) -> list[Problem]:
+    """Find the format of each file of a source by its first row. Raises UserError."""
+    files, method = local_files(inputs, source, key), inputs.method
+    if files and method.refuses(source.format) is None:  # else `check_keys` reports the format
         formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
+    return []
 
 
-def of_no_hub(source: Source, key: str) -> list[str]:
-    """Return keys for datasets of the hub where no path is one."""
-    named = [f"{key}.{option.split(' ')[0]}" for option in Pick.of(source).options().split(" --")[1:]]
-    if not source.path or not named or any(map(is_data_id, paths_of(source))):
+def check_hub_options(source: Source, key: str) -> list[Problem]:
+    """Refuse options of datasets on the hub for a source without one."""
+    options = [option.split(" ")[0] for option in Pick.of(source).options().split(" --")[1:]]
+    if not source.path or not options or any(map(is_data_id, paths_of(source))):
         return []
-    return [f"{' and '.join(named)}: for datasets of the Hugging Face hub (owner/name), and {key}.path names files"]
+    named = " and ".join(f"{key}.{option}" for option in options)
+    text = f"{named}: only datasets of the Hugging Face hub (owner/name) have these, and {key}.path names files"
+    return [Problem(f"{key}.{options[0]}", text, "Leave it out")]
 
 
-def files_here(spec: RunSpec, source: Source, key: str) -> list[Path]:
-    """Return the files of a source that are here. Raises UserError."""
-    if not source.path or absent_ids(source, key):  # check_keys or not_here tells
+def local_files(inputs: RunInputs, source: Source, key: str) -> list[Path]:
+    """Return the files of a source that are on this machine already. Raises UserError."""
+    if not source.path or absent_ids(source, key):  # reported by `check_keys` or `hub_files.not_here`
         return []
-    named = [path for path in paths_of(source) if not _needs_copy(spec, path, f"{key}.path")]
-    return find_files(named, f"{key}.path", source, spec.cache) if named else []
+    paths = [path for path in paths_of(source) if not _needs_copy(inputs, path, f"{key}.path")]
+    return find_files(paths, f"{key}.path", source, inputs.cache) if paths else []
 
 
-def _needs_copy(spec: RunSpec, path: str, key: str) -> bool:
-    """Return whether a URL is still to be copied: its files are then there, and of a kind that is read. Raises
-    UserError."""
-    files = files_to_copy(path, key, spec.cache)
+def _needs_copy(inputs: RunInputs, path: str, key: str) -> bool:
+    """Return whether `path` is a URL whose files the run has to copy first. They exist, and dtrain can read them.
+
+    Raises UserError.
+    """
+    files = files_to_copy(path, key, inputs.cache)
     for file in files:
         kind_of(file.copy, key)
     return bool(files)
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Open the rows of data.train and data.val; the first process of a run to come tokenises, the others wait for its
-    cache. A dry run has had its look at them: `first_rows`."""
-    if host.is_dry:
-        return True
-    open_splits(spec, spec.cache, host.recorder.say, host.ranks.is_first)
-    refuse_dropped_text(spec)
-    for split, rows in spec.rows.items():
+def open_data(inputs: RunInputs, host: Host) -> DataFacts:
+    """Open the rows of all splits. One process of each machine tokenises; the others wait for its cache.
+
+    Raises:
+        UserError: If a row is wrong, or if the splits differ between hosts.
+
+    Collectives:
+        Over all ranks of `host`.
+    """
+    facts = open_splits(inputs, inputs.cache, host.say, host.ranks.is_first)
+    refuse_dropped_text(facts)
+    for split, rows in facts.rows.items():
         host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
-    spec.is_data_read = True
-    return True
+    return facts
 
 
-def refuse_dropped_text(spec: RunSpec) -> None:
-    """Raise UserError where the chat template leaves out more than half of a split's text, unless the recipe confirms
-    that."""
-    if spec.recipe.data.allow_dropped_text:
+def refuse_dropped_text(facts: DataFacts) -> None:
+    """Raise RecipeError if the chat template drops more than half of a split's text and the recipe does not allow it."""
+    if facts.recipe.data.allow_dropped_text:
         return
-    for split, rows in spec.rows.items():
+    for split, rows in facts.rows.items():
         if rows.samples.text.is_mostly_dropped:
-            raise UserError(
-                f"data.{split}: {rows.samples.describe_dropped_text()}. That is more than half: {WAY_OUT}, or "
-                f"{CONFIRM}=true to train without it"
-            )
+            text = f"data.{split}: {rows.samples.describe_dropped_text()}. That is more than half"
+            fix = f"To train it, {WAY_OUT}. To train without it, set {CONFIRM}=true"
+            raise RecipeError([Problem(f"data.{split}", text, fix)])
 
 
-def accept_images(spec: RunSpec, has_images: bool) -> None:
-    """Set that the run has images, where rows have some. Raises UserError where its method or model takes none."""
-    if not has_images:
-        return
-    if problems := spec.method.image_problems():
-        raise UserError("\n".join(problems))
-    spec.has_images = True
-    spec.model_config  # noqa: B018 (refuses a tower that dtrain has not)
+def refuse_images(inputs: RunInputs) -> None:
+    """Raise UserError if the method or the model does not accept images."""
+    problems = inputs.method.image_problems()
+    if problems:
+        raise RecipeError(problems)
+    inputs.model_config(has_images=True)  # raises if dtrain does not have the model's vision tower
 
 
-def splits(spec: RunSpec) -> list[str]:
-    """Return the names of the splits that the recipe has."""
-    return ["train"] if spec.recipe.data.val is None else ["train", "val"]
+def splits(inputs: RunInputs) -> list[str]:
+    """Return the names of the recipe's splits."""
+    return ["train"] if inputs.recipe.data.val is None else ["train", "val"]
 
 
-def row_options(spec: RunSpec, cache_dir: Path | None) -> dict[str, Any]:
+def row_options(inputs: RunInputs, cache_dir: Path | None) -> dict[str, Any]:
     """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
-    recipe, method = spec.recipe, spec.method
+    recipe, method = inputs.recipe, inputs.method
     return {
         "kind": method.kind,
         "prompts": method.prompts(),
         "label": method.label(),
         "seed": recipe.run.seed,
-        "tokenizer": spec.source.tokenizer,
-        "template": spec.source.template,
+        "tokenizer": inputs.source.tokenizer,
+        "template": inputs.source.template,
         "cache_dir": cache_dir,
     }
 
 
 def open_splits(
-    spec: RunSpec,
+    inputs: RunInputs,
     cache_dir: Path | None,
     say: Callable[[str], None],
     progress: bool,
     names: Sequence[str] | None = None,
-) -> None:
-    """Open the rows of the splits of these names, None for all, tokenised or from the cache; data.val is packed as
-    data.train is. All or none are set. Raises UserError."""
-    recipe, options = spec.recipe, row_options(spec, cache_dir)
+) -> DataFacts:
+    """Open the rows of splits, tokenised now or read from the cache.
+
+    Args:
+        inputs: The run's inputs.
+        cache_dir: The directory of caches. None: rows are kept nowhere.
+        say: Prints a line.
+        progress: Whether to show a progress bar.
+        names: Names of the splits. None: all.
+
+    Raises:
+        UserError: If a row is wrong, or if rows have images and the method or the model does not accept them.
+    """
+    recipe, options = inputs.recipe, row_options(inputs, cache_dir)
     opened: dict[str, Rows] = {}
-    for split in names or splits(spec):
+    for split in names or splits(inputs):
         opened[split] = open_rows(
             recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
         )
-        if recipe.data.packing == "auto":  # as the training rows are; completions to prompts are packed
+        if recipe.data.packing == "auto":  # data.val is packed as data.train is; completions to prompts are packed
             is_packed = opened["train"].packing or options["kind"] == "prompts"
             recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
-    spec.recipe, spec.rows = recipe, opened
-    accept_images(spec, any(rows.samples.meta["images"] for rows in opened.values()))
-    spec.columns = {split: rows.samples.example_row() for split, rows in opened.items()}
-    spec.identities |= {DIGEST_OF_SPLIT[split]: rows.samples.identity for split, rows in opened.items()}
-    spec.plain_prompts = opened["train"].samples.meta["plain_prompts"]
+    has_images = any(rows.samples.meta["images"] for rows in opened.values())
+    if has_images:
+        refuse_images(inputs)
+    return DataFacts(
+        recipe=recipe,
+        rows=opened,
+        example_rows={split: rows.samples.example_row() for split, rows in opened.items()},
+        identities={DIGEST_OF_SPLIT[split]: rows.samples.identity for split, rows in opened.items()},
+        plain_prompts=opened["train"].samples.meta["plain_prompts"],
+        has_images=has_images,
+        is_read=True,
+    )

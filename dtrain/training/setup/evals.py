@@ -1,14 +1,15 @@
-"""Stage evals: the sets of `eval`, their rewards and questions."""
+"""Setup of the evaluations: the sets of `eval`, their rewards and questions."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem, RecipeError, problems_in
 from dtrain.data.formats.encoder import evaluated_as
 from dtrain.data.formats.formats import detect
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions, normalise_prompt
@@ -24,94 +25,114 @@ from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.find import BUILT_IN
 from dtrain.rl.rewards.math_answers import answer_in
 from dtrain.rl.rewards.options import is_path
-from dtrain.training.eval_sets import EvalSet, longest_answer, sets
-from dtrain.training.host import Host, problems_of
-from dtrain.training.setup.data import accept_images, files_here, of_no_hub
-from dtrain.training.spec import RunSpec
+from dtrain.training.eval_sets import EvalFacts, EvalSet, longest_answer, sets
+from dtrain.training.host import Host
+from dtrain.training.inputs import RunInputs
+from dtrain.training.setup.data import check_hub_options, local_files, refuse_images
 
-DRAWN = ("text", "preference")  # formats of rows that ask nothing
+FORMATS_WITHOUT_PROMPTS = ("text", "preference")
 
 
-def check_keys(spec: RunSpec) -> list[str]:
-    """Return what is wrong in `eval`, one line each."""
-    errors: list[str] = []
-    for eval_set in sets(spec.recipe.eval):
+def check_keys(inputs: RunInputs) -> list[Problem]:
+    """Check the section `eval`."""
+    problems = []
+    for eval_set in sets(inputs.recipe.eval):
         key, section = eval_set.key, eval_set.section
         if not re.fullmatch(r"\w[\w-]*", eval_set.name, re.ASCII):
-            errors.append(
-                f"eval: the set's name {eval_set.name!r} must be letters, digits, _ and - alone: its fields bear it"
-            )
+            text = f"eval: {eval_set.name!r} is no name of a set, because its metrics are named after it"
+            problems.append(Problem(key, text, "Use only letters, digits, _ and -"))
         if not section.path:
-            errors.append(f"{key}.path is missing: set it to a file of prompts, a glob or a list of them")
-        if section.format in DRAWN:
-            errors.append(
-                f"{key}.format={section.format}: the model answers prompts; give it messages, question or "
-                "prompt_completion"
-            )
-        errors += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
-        errors += reward_problems(section.rewards, f"{key}.rewards")
+            fix = "Set it to a file of prompts, a glob or a list of them"
+            problems.append(Problem(f"{key}.path", f"{key}.path is missing", fix, is_missing=True))
+        if section.format in FORMATS_WITHOUT_PROMPTS:
+            text = f"{key}.format={section.format} has no prompts for the model to answer"
+            problems.append(Problem(f"{key}.format", text, "Use messages, question or prompt_completion"))
+        problems += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
+        problems += reward_problems(section.rewards, f"{key}.rewards")
         if section.samples > 1 and section.sampling.temperature == 0:
-            errors.append(
-                f"{key}.samples={section.samples} with {key}.sampling.temperature=0 draws one answer so many times: "
-                f"set {key}.sampling.temperature=1.0, or {key}.samples=1"
-            )
-    return errors
+            text = f"{key}.samples={section.samples} samples the same answer N times at {key}.sampling.temperature=0"
+            fix = f"Set {key}.sampling.temperature=1.0, or {key}.samples=1"
+            problems.append(Problem(f"{key}.samples", text, fix))
+    return problems
 
 
-def check_files(spec: RunSpec) -> list[str]:
-    """Check each set's files, as far as they are here."""
-    return [problem for eval_set in sets(spec.recipe.eval) for problem in _check_set(spec, eval_set)]
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Check each set's files that are on this machine already."""
+    problems = []
+    for eval_set in sets(inputs.recipe.eval):
+        problems += _check_set(inputs, eval_set)
+    return problems
 
 
-def _check_set(spec: RunSpec, eval_set: EvalSet) -> list[str]:
-    config, files = spec.source.any_config, []
+def _check_set(inputs: RunInputs, eval_set: EvalSet) -> list[Problem]:
+    config = inputs.source.any_config
     positions = None if config is None else config.max_position_embeddings
-    problems = of_no_hub(eval_set.section, eval_set.key)
-    problems += problems_of(lambda: files.extend(files_here(spec, eval_set.section, eval_set.key)))
-    return problems + problems_of(_look, eval_set, files, positions)
+    problems = check_hub_options(eval_set.section, eval_set.key)
+    files: list[Path] = []
+
+    def find_local_files() -> list[Problem]:
+        files.extend(local_files(inputs, eval_set.section, eval_set.key))
+        return []
+
+    problems += problems_in(f"{eval_set.key}.path", find_local_files)
+    return problems + problems_in(eval_set.key, partial(_check_rows, eval_set, files, positions))
 
 
-def _look(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> list[str]:
-    """Check a set, whose `files` are those that are here: its rewards on the columns of each file's first row, that its
-    judges answer, and room for a prompt among the model's `positions`. Raises UserError."""
-    section, errors = eval_set.section, _unjudged(eval_set)
-    new = section.sampling.max_new_tokens
-    if positions is not None and new is not None and new >= positions:
-        errors.append(
-            f"{eval_set.key}.sampling.max_new_tokens={new} leaves no room for a prompt within the model's {positions} "
-            "positions: set less"
-        )
-    if not files or section.format in DRAWN:
-        return errors
+def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> list[Problem]:
+    """Check the rewards on the columns of each file's first row, that judges answer, and the room for a prompt.
+
+    Args:
+        eval_set: The set.
+        files: Its files that are on this machine.
+        positions: The model's positions, if known.
+
+    Raises:
+        UserError: If a row cannot be read.
+    """
+    section = eval_set.section
+    problems = _check_judges(eval_set)
+    max_new_tokens = section.sampling.max_new_tokens
+    if positions is not None and max_new_tokens is not None and max_new_tokens >= positions:
+        key = f"{eval_set.key}.sampling.max_new_tokens"
+        text = f"{key}={max_new_tokens} leaves no room for a prompt within the model's {positions} positions"
+        problems.append(Problem(key, text, "Set a smaller number"))
+    if not files or section.format in FORMATS_WITHOUT_PROMPTS:
+        return problems
     formats = formats_of(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
     rewards = rewards_of(eval_set, files)
+    # `check_keys` reports rewards of unknown names.
+    known_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
+    keys = RewardKeys(f"{eval_set.key}.rewards", f"{eval_set.key}.reward_timeout", f"{eval_set.key}.columns")
     for file, name in zip(files, formats, strict=True):
-        first = first_row(file)
         if name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
-            errors.append(f"{file}: its prompts are token ids, and a judge reads words: give it prompts as text")
-        if first is not None:
-            line, row = first
-            try:
-                kept = normalise_prompt(columns.renamed(row, section.columns), name).columns
-            except UserError as problem:
-                raise UserError(f"{file}:{line}: {problem}") from problem
-            # `check_keys` reports rewards of unknown names.
-            known = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
-            keys = RewardKeys(f"{eval_set.key}.rewards", f"{eval_set.key}.reward_timeout", f"{eval_set.key}.columns")
-            for refusal in lacking_columns_of(known, [kept], keys):
-                errors.append(f"{file}:{line}: {refusal}")
-    return list(dict.fromkeys(errors))
+            text = f"{file}: its prompts are token ids, and the reward `judge` reads text"
+            problems.append(Problem(keys.rewards, text, "Use prompts as text"))
+        first = first_row(file)
+        if first is None:
+            continue
+        line, row = first
+        try:
+            kept = normalise_prompt(columns.renamed(row, section.columns), name).columns
+        except UserError as error:
+            raise UserError(f"{file}:{line}: {error}") from error
+        for refusal in lacking_columns_of(known_rewards, [kept], keys):
+            problems.append(Problem(keys.rewards, f"{file}:{line}: {refusal}"))
+    return list(dict.fromkeys(problems))
 
 
-def _unjudged(eval_set: EvalSet) -> list[str]:
-    errors = []
+def _check_judges(eval_set: EvalSet) -> list[Problem]:
+    """Check that the servers of the rewards `judge` answer."""
+    problems = []
     for index, reward in enumerate(eval_set.section.rewards):
-        if reward.fn == "judge" and not reward_problems([reward]):
-            try:
-                import_module("dtrain.rl.remote.judge").Judge(**reward.options).look()
-            except UserError as error:
-                errors.append(f"{eval_set.key}.rewards[{index}]: {error}")
-    return errors
+        if reward.fn != "judge" or reward_problems([reward]):
+            continue
+        key = f"{eval_set.key}.rewards[{index}]"
+        judge = import_module("dtrain.rl.remote.judge").Judge(**reward.options)  # only a recipe with a judge loads it
+        try:
+            judge.look()
+        except UserError as error:
+            problems.append(Problem(key, f"{key}: {error}"))
+    return problems
 
 
 def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
@@ -148,54 +169,90 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
     return "text_exact" if is_math and 2 * sum(is_math) < len(is_math) else "math_exact"
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Read the sets, on the first rank."""
-    for eval_set in sets(spec.recipe.eval):
-        if f"{eval_set.key}.path" not in spec.awaited:
-            host.first(partial(_read, spec, eval_set))
-    has_images = any(questions.reader is not None for questions, _ in spec.questions.values())
-    if host.ranks.every(lambda: has_images)[0]:
-        host.ask(accept_images, spec, True)
-    return True
+def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
+    """Read the questions of every set, on rank 0.
+
+    Args:
+        inputs: The run's inputs.
+        plain_prompts: Number of training rows whose prompt is a plain string. Prompts of `eval` are encoded like them.
+        host: The ranks.
+
+    Raises:
+        UserError: On every rank, if a row is wrong or too long, or if the model does not accept images.
+
+    Collectives:
+        A broadcast for each set, and one all-gather.
+    """
+    questions = {}
+    notes: list[str] = []
+    for eval_set in sets(inputs.recipe.eval):
+        if f"{eval_set.key}.path" in inputs.awaited:
+            continue
+        read = host.on_first_rank(f"{eval_set.key}.path", partial(_read_set, inputs, eval_set, plain_prompts))
+        if read is not None:
+            questions[eval_set.name] = (read.questions, read.rewards)
+            notes += read.notes
+    own_images = any(own_questions.reader is not None for own_questions, _ in questions.values())
+    has_images = host.ranks.every(lambda: own_images)[0]
+    if has_images:
+        host.attempt("eval", partial(refuse_images, inputs))
+    return EvalFacts(questions, has_images, tuple(notes))
 
 
-def _read(spec: RunSpec, eval_set: EvalSet) -> None:
-    """Read the questions of a set, and the rewards that judge its answers. Raises UserError for rows that are wrong, or
-    too long."""
-    recipe, section, tokenizer = spec.recipe, eval_set.section, spec.source.tokenizer
-    length = spec.model_config.max_position_embeddings
-    drawn = section.sampling
-    new = drawn.max_new_tokens or longest_answer(length)
-    options = PromptOptions.within(length, new, section.system_prompt)
-    template = spec.source.template
-    prompts_as = evaluated_as(recipe.data.prompts_as, spec.plain_prompts, template)
-    reader = image_reader(recipe.data, tokenizer, spec.cache)
+@dataclass(frozen=True)
+class _ReadSet:
+    questions: Questions
+    rewards: list[Reward]
+    notes: list[str]
+
+
+def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _ReadSet:
+    """Read the questions of a set, and the rewards that judge its answers.
+
+    Raises:
+        UserError: If a row is wrong or too long.
+    """
+    recipe, section, tokenizer = inputs.recipe, eval_set.section, inputs.source.tokenizer
+    positions = inputs.source.config.max_position_embeddings
+    sampling = section.sampling
+    max_new_tokens = sampling.max_new_tokens or longest_answer(positions)
+    options = PromptOptions.within(positions, max_new_tokens, section.system_prompt)
+    template = inputs.source.template
+    prompts_as = evaluated_as(recipe.data.prompts_as, plain_prompts, template)
+    reader = image_reader(recipe.data, tokenizer, inputs.cache)
     encoder = PromptEncoder(
-        tokenizer, template, max_length=length, options=options, prompts_as=prompts_as, images=reader
+        tokenizer, template, max_length=positions, options=options, prompts_as=prompts_as, images=reader
     )
-    files = find_files(section.path or [], f"{eval_set.key}.path", section, spec.cache)
-    columns = section.columns, f"{eval_set.key}.columns"
-    prompts = read_questions(files, encoder, section.limit, format=section.format, columns=columns[0], key=columns[1])
-    spec.notes += plain_prompts_of(eval_set.key, prompts, encoder)
+    files = find_files(section.path or [], f"{eval_set.key}.path", section, inputs.cache)
+    columns_key = f"{eval_set.key}.columns"
+    prompts = read_questions(
+        files, encoder, section.limit, format=section.format, columns=section.columns, key=columns_key
+    )
     for prompt in prompts:
         if len(prompt.ids) > options.room:
-            raise UserError(
-                f"{prompt.place}: the prompt has {len(prompt.ids)} tokens, and beside the {new} of an answer the "
-                f"model's {length} positions have room for {options.room}: set {eval_set.key}.sampling.max_new_tokens "
-                "to less, or leave the row out"
+            key = f"{eval_set.key}.sampling.max_new_tokens"
+            text = (
+                f"{prompt.place}: the prompt has {len(prompt.ids)} tokens. With {max_new_tokens} tokens for an answer, "
+                f"the model's {positions} positions have room for {options.room}"
             )
-    sampling = SamplingParams(
-        new, drawn.temperature, drawn.top_k, drawn.top_p, stop_ids=tuple(tokenizer.eos_ids), stop=tuple(drawn.stop)
+            raise RecipeError([Problem(key, text, f"Set a smaller {key}, or leave the row out")])
+    sampling_params = SamplingParams(
+        max_new_tokens,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        stop_ids=tuple(tokenizer.eos_ids),
+        stop=tuple(sampling.stop),
     )
-    rewards = [_remembered(spec, reward) for reward in rewards_of(eval_set, files)]
-    questions = Questions(prompts, section.samples, sampling, recipe.run.seed, options.room, section.pass_reward)
+    questions = Questions(prompts, section.samples, sampling_params, recipe.run.seed, options.room, section.pass_reward)
     if any(prompt.images for prompt in prompts):
         questions = replace(questions, reader=reader)
-    spec.questions[eval_set.name] = questions, rewards
+    rewards = [_with_cache(inputs, reward) for reward in rewards_of(eval_set, files)]
+    return _ReadSet(questions, rewards, plain_prompts_of(eval_set.key, prompts, encoder))
 
 
-def _remembered(spec: RunSpec, reward: Reward) -> Reward:
-    """A judge keeps what it judged beside the data's caches."""
+def _with_cache(inputs: RunInputs, reward: Reward) -> Reward:
+    """Return the reward; a judge gets a file next to the data's caches for the answers that it has judged."""
     if reward.fn != "judge" or "cache" in reward.kwargs:
         return reward
-    return replace(reward, kwargs={**reward.kwargs, "cache": str(spec.cache / "judged.jsonl")})
+    return replace(reward, kwargs={**reward.kwargs, "cache": str(inputs.cache / "judged.jsonl")})

@@ -1,13 +1,15 @@
-"""Stage first_rows, of dry runs: the rows of small files whole, of others the first, and the shape of what time allows.
+"""A dry run's look at the data: all rows of small files, and the first rows of large ones.
 
-Files of up to SMALL_DATA bytes are tokenised whole, as the run does it; of others the first rows of each file are read,
-and the shape of all rows that LOOK_SECONDS allow. Notes say what was not read.
+Files of up to SMALL_DATA bytes are tokenised completely, as the run does it. Of larger files the first rows are
+tokenised, and as many further rows as LOOK_SECONDS allow are checked for their shape. Notes say what was not read.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dtrain.base.json_files import loads
 from dtrain.base.nested_columns import example_row
@@ -15,101 +17,185 @@ from dtrain.data.formats.encoder import EncodedChunk, describe
 from dtrain.data.sources.sources import Look, looks, note_on_dropped_text, notes_on_endings, rows_left_out
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT, DroppedText, describe_dropped_text
 from dtrain.training.host import DryHost
-from dtrain.training.preflight import has_urls, to_copy
-from dtrain.training.setup.data import accept_images, open_splits, refuse_dropped_text, row_options, splits
-from dtrain.training.spec import RunSpec
+from dtrain.training.hub_files import has_urls, to_copy
+from dtrain.training.inputs import RunInputs
+from dtrain.training.setup.data import (
+    DataFacts,
+    open_splits,
+    refuse_dropped_text,
+    refuse_images,
+    row_options,
+    splits,
+)
 
 SMALL_DATA = 4 << 20
 LOOK_SECONDS = 5.0
 
 
-def resolve(spec: RunSpec, host: DryHost) -> bool:
-    """Read the first rows of every file, and the rows where the files are small. Each file's first mistake is one of
-    the problems; with problems that the checks have found the dry run ends here."""
-    _look_at_rows(spec, host)
-    return not host.known
+@dataclass(frozen=True)
+class FirstRows:
+    """The first rows of a split.
+
+    Attributes:
+        files: The split's files.
+        chunks: Their first rows. None for a file whose first rows are wrong, or that is empty.
+    """
+
+    files: Sequence[Look]
+    chunks: Sequence[EncodedChunk | None]
+
+    @property
+    def read_chunks(self) -> list[EncodedChunk]:
+        """The chunks that could be read."""
+        return [chunk for chunk in self.chunks if chunk is not None]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(chunk.rows for chunk in self.read_chunks)
+
+    @property
+    def plain_prompts(self) -> int:
+        """Number of rows whose prompt is a plain string."""
+        return sum(chunk.plain_prompts for chunk in self.read_chunks)
+
+    @property
+    def has_images(self) -> bool:
+        return any(any(chunk.images) for chunk in self.read_chunks)
+
+    @property
+    def example_row(self) -> dict[str, Any]:
+        """One row with every column that is kept for the method."""
+        texts = [text for chunk in self.read_chunks for text in chunk.columns if text]
+        return example_row([loads(text)["columns"] for text in texts])
 
 
-def _look_at_rows(spec: RunSpec, host: DryHost) -> None:
-    recipe, before = spec.recipe, len(host.problems)
-    copies = spec.cache if has_urls(recipe) else None  # of URLs; rows are kept nowhere
-    of_rows = ("data.", "data=", "grpo.tools")
-    is_unread = any(line.startswith(of_rows) for line in (*host.known, *spec.awaited)) or to_copy(recipe)
-    options = None if is_unread else host.ask(row_options, spec, copies)
+def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
+    """Read the first rows of every file, and all rows of small files.
+
+    Each file's first mistake becomes a problem of `host`. Nothing is read if `host` has a problem with a key of the
+    data already, or if data have to be downloaded or copied first.
+
+    Returns:
+        The facts as far as they are known. They have no rows if not all rows were read.
+    """
+    facts = DataFacts(inputs.recipe)
+    keys = [*(problem.key for problem in host.problems), *inputs.awaited]
+    if any(_is_of_data(key) for key in keys) or to_copy(inputs.recipe):
+        return facts
+    # Copies of files at URLs go to the cache, where the run finds them again. Tokenised rows are not kept.
+    cache_dir = inputs.cache if has_urls(inputs.recipe) else None
+    options = host.attempt("data.train", partial(row_options, inputs, cache_dir))
     if options is None:
-        return
-    plain: dict[str, int] = {}
-    dropped_text: list[str] = []
-    read: dict[str, int] = {}  # rows
-    files: list[tuple[str, Look]] = []
-    beginnings: dict[str, list[EncodedChunk]] = {}
-    start = len(host.problems)
-    for split in splits(spec):
-        opened = host.ask(partial(looks, recipe.data, split=split, **options)) or []
-        files += [(f"data.{split}", look) for look in opened]
-        chunks = [host.ask(look.first) for look in opened]
-        rows = [loads(text)["columns"] for chunk in chunks if chunk for text in chunk.columns if text]
-        beginnings[split] = [chunk for chunk in chunks if chunk]
-        spec.columns[split] = example_row(rows)
-        plain[split] = sum(chunk.plain_prompts for chunk in chunks if chunk)
-        read[split] = sum(chunk.rows for chunk in chunks if chunk)
-        dropped_text += _notes_on_dropped_text(f"{split} data", opened, chunks, recipe.data.allow_dropped_text)
-        host.ask(accept_images, spec, any(any(chunk.images) for chunk in chunks if chunk))
-    spec.plain_prompts = plain["train"]
-    if len(host.problems) > start:
-        return
-    encoders = {key: look.encoder for key, look in files}
+        return facts
+    had_problems = bool(host.problems)
+    num_problems = len(host.problems)
+    first_rows = {}
+    has_images = False
+    for split in splits(inputs):
+        first_rows[split] = _read_first_rows(inputs, host, split, options)
+        if first_rows[split].has_images:
+            before = len(host.problems)
+            host.attempt(f"data.{split}", partial(refuse_images, inputs))
+            has_images |= len(host.problems) == before
+    facts = replace(
+        facts,
+        example_rows={split: first.example_row for split, first in first_rows.items()},
+        plain_prompts=first_rows["train"].plain_prompts,
+        has_images=has_images,
+    )
+    if len(host.problems) > num_problems:
+        return facts
+    files = [(f"data.{split}", look) for split, first in first_rows.items() for look in first.files]
     is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
-    if is_small and not host.known:
-        host.ask(open_splits, spec, copies, host.say, False)
-        host.ask(refuse_dropped_text, spec)
-        # The whole sets are counted now, so that the first rows tell nothing more.
-        dropped_text = [
-            note for split, rows in spec.rows.items() for note in note_on_dropped_text(rows.samples, f"{split} data")
-        ]
-    for split, rows_of_split in spec.rows.items():
-        spec.notes += rows_left_out(rows_of_split.samples, f"{split} data", recipe.data.too_long)
-    plain |= {split: rows.samples.meta["plain_prompts"] for split, rows in spec.rows.items()}
-    read |= {split: rows.samples.meta["rows"] for split, rows in spec.rows.items()}
-    for split, count in plain.items():
-        encoder = encoders[f"data.{split}"]
-        spec.notes += describe(f"{split} data", count, encoder.prompts_as, encoder.template, bool(spec.rows))
-    formats = {look.format for key, look in files if key == "data.train"}
-    spec.notes += notes_on_endings(encoders["data.train"], formats, read["train"], plain["train"])
-    spec.notes += dropped_text
+    if is_small and not had_problems:
+        opened = host.attempt("data.train", partial(open_splits, inputs, cache_dir, host.say, False))
+        if opened is not None:
+            facts = opened
+            host.attempt("data.train", partial(refuse_dropped_text, opened))
+    notes = _notes(inputs, facts, first_rows, is_small)
     if not is_small:
-        for split, first in beginnings.items():
-            spec.notes += _left_out_of(first, f"{split} data", recipe.data.max_length)
-        _shapes(files, spec, host)
-    spec.is_data_read = bool(spec.columns) and len(host.problems) == before
+        for split, first in first_rows.items():
+            notes += _notes_on_rows_left_out(first, f"{split} data", inputs.recipe.data.max_length)
+        notes += _check_shapes(files, host)
+    is_read = bool(facts.example_rows) and len(host.problems) == num_problems
+    return replace(facts, is_read=is_read, notes=tuple(notes))
 
 
-def _left_out_of(chunks: Sequence[EncodedChunk], label: str, max_length: int) -> list[str]:
-    """Return the lines on those of the first rows that are left out or cut, where not all rows are read."""
-    rows = sum(chunk.rows for chunk in chunks)
-    left_out = [reason for chunk in chunks for _, reason in chunk.left_out]
+def _is_of_data(key: str) -> bool:
+    """Return whether a key decides how rows are read."""
+    return key == "data" or key.startswith(("data.", "grpo.tools"))
+
+
+def _read_first_rows(inputs: RunInputs, host: DryHost, split: str, options: dict[str, Any]) -> FirstRows:
+    key = f"data.{split}"
+    files = host.attempt(key, partial(looks, inputs.recipe.data, split=split, **options)) or []
+    return FirstRows(files, [host.attempt(key, look.first) for look in files])
+
+
+def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows], is_small: bool) -> list[str]:
+    """Return notes on rows that are left out, on prompts and templates, on endings and on dropped text.
+
+    Args:
+        inputs: The run's inputs.
+        facts: The facts so far, with the rows if they were all read.
+        first_rows: The first rows by split, which are described if not all rows were read.
+        is_small: Whether the files are small.
+    """
+    data = inputs.recipe.data
+    notes: list[str] = []
+    for split, rows in facts.rows.items():
+        notes += rows_left_out(rows.samples, f"{split} data", data.too_long)
+    num_rows = {}
+    plain_prompts = {}
+    for split, first in first_rows.items():
+        if split in facts.rows:
+            num_rows[split] = facts.rows[split].samples.meta["rows"]
+            plain_prompts[split] = facts.rows[split].samples.meta["plain_prompts"]
+        else:
+            num_rows[split] = first.num_rows
+            plain_prompts[split] = first.plain_prompts
+        encoder = first.files[0].encoder
+        notes += describe(f"{split} data", plain_prompts[split], encoder.prompts_as, encoder.template, bool(facts.rows))
+    train = first_rows["train"]
+    formats = {look.format for look in train.files}
+    notes += notes_on_endings(train.files[0].encoder, formats, num_rows["train"], plain_prompts["train"])
+    for split, first in first_rows.items():
+        if split in facts.rows:
+            notes += note_on_dropped_text(facts.rows[split].samples, f"{split} data")
+        else:
+            notes += _notes_on_dropped_text(f"{split} data", first, data.allow_dropped_text)
+    return notes
+
+
+def _notes_on_rows_left_out(first: FirstRows, label: str, max_length: int) -> list[str]:
+    """Return the lines on the first rows that are left out or cut."""
+    left_out = [reason for chunk in first.read_chunks for _, reason in chunk.left_out]
     lines = []
     if left_out:
         reasons = ", ".join(dict.fromkeys(left_out))
-        lines.append(f"{label}: {len(left_out):,} of the first {rows:,} rows are left out ({reasons})")
-    lengths = [pair for chunk in chunks for pair in zip(chunk.full, chunk.lengths, strict=True)]
-    cut = sum(full > length for full, length in lengths)
-    if cut:
-        lines.append(f"{label}: {cut:,} documents of the first {rows:,} rows are cut to data.max_length={max_length}")
+        lines.append(f"{label}: {len(left_out):,} of the first {first.num_rows:,} rows are left out ({reasons})")
+    num_cut = 0
+    for chunk in first.read_chunks:
+        num_cut += sum(full > length for full, length in zip(chunk.full, chunk.lengths, strict=True))
+    if num_cut:
+        lines.append(
+            f"{label}: {num_cut:,} documents of the first {first.num_rows:,} rows are cut to data.max_length={max_length}"
+        )
     return lines
 
 
-def _notes_on_dropped_text(
-    label: str, opened: Sequence[Look], chunks: Sequence[EncodedChunk | None], is_allowed: bool
-) -> list[str]:
-    """Return the note on text that the chat template leaves out of the first rows, if there is any."""
-    read = [(look.file, chunk) for look, chunk in zip(opened, chunks, strict=True) if chunk is not None]
-    dropping = [(file, *row) for file, chunk in read for row in chunk.dropping]
+def _notes_on_dropped_text(label: str, first: FirstRows, is_allowed: bool) -> list[str]:
+    """Return the note on text that the chat template drops from the first rows, if there is any."""
+    text = DroppedText()
+    dropping = []  # (file, line) of rows with dropped text
+    for look, chunk in zip(first.files, first.chunks, strict=True):
+        if chunk is not None:
+            text += chunk.text
+            dropping += [(look.file, line) for line, _ in chunk.dropping]
     if not dropping:
         return []
-    text = sum((chunk.text for _, chunk in read), start=DroppedText())
-    rows = f"{len(dropping):,} of the first {sum(chunk.rows for _, chunk in read):,} rows"
-    file, line, _ = dropping[0]
+    rows = f"{len(dropping):,} of the first {first.num_rows:,} rows"
+    file, line = dropping[0]
     note = f"note: {label}: {describe_dropped_text(text, rows, f'{file}:{line}')}. To train it, {WAY_OUT}"
     if text.is_mostly_dropped and not is_allowed:
         note += f". If it is more than half of all rows' text, the run asks for {CONFIRM}=true"
@@ -117,26 +203,40 @@ def _notes_on_dropped_text(
 
 
 def _size(file: Path) -> int:
-    """Bytes, those that are packed counted tenfold."""
+    """Return a file's size in bytes. Compressed files count tenfold."""
     return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
 
 
-def _shapes(files: Sequence[tuple[str, Look]], spec: RunSpec, host: DryHost) -> None:
-    """The shape of the rows of large files, and in the time that is left what the template and the lengths refuse. Each
-    file is given an equal part of the time."""
-    end, before = time.monotonic() + LOOK_SECONDS, len(host.problems)
-    files = list({look.file: (key, look) for key, look in reversed(files)}.values())  # a share of a file is one of both
-    for whole, what in ((False, "not looked at"), (True, "looked at without the chat template and data.too_long")):
-        wanted = [file for file in files if not (whole and file[1].shape_is_all)]
+def _check_shapes(files: Sequence[tuple[str, Look]], host: DryHost) -> list[str]:
+    """Check the rows of large files for LOOK_SECONDS, an equal part of the time for each file.
+
+    First the shape of all rows is checked; in the time that is left the rows are tokenised, to find rows that the
+    template or data.too_long refuses.
+
+    Returns:
+        A note on the rows that were not read.
+    """
+    end = time.monotonic() + LOOK_SECONDS
+    num_problems = len(host.problems)
+    # A share of a file is in both splits: check it once, for the first of them.
+    by_file = {look.file: (key, look) for key, look in reversed(files)}
+    for is_tokenised, missed in (
+        (False, "not looked at"),
+        (True, "looked at without the chat template and data.too_long"),
+    ):
+        wanted = [entry for entry in by_file.values() if not (is_tokenised and entry[1].shape_is_all)]
+        wanted.sort(key=lambda entry: _size(entry[1].file))
         unread = []
-        for index, (key, look) in enumerate(sorted(wanted, key=lambda file: _size(file[1].file))):
+        for index, (key, look) in enumerate(wanted):
             now = time.monotonic()
-            line = host.ask(look.rest, now + max(0.0, end - now) / (len(wanted) - index), whole)
+            share = max(0.0, end - now) / (len(wanted) - index)
+            line = host.attempt(key, partial(look.rest, now + share, is_tokenised))
             if line is not None:
                 unread.append(f"{key}: {look.file} from line {line} on")
         if unread:
             more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
             listed = "; ".join(unread[:3])
-            spec.notes.append(f"note: {what}, for want of time: {listed}{more}. The run reads it all")
-        if unread or len(host.problems) > before:
-            return
+            return [f"note: {missed}, for want of time: {listed}{more}. The run reads it all"]
+        if len(host.problems) > num_problems:
+            return []
+    return []

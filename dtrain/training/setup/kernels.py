@@ -1,49 +1,63 @@
-"""Stage kernels: the kernels of attention, and what the method asks of the device."""
+"""Setup of the kernels: attention and linear attention, and whatever else the method needs of the device."""
+
+from typing import TYPE_CHECKING
 
 import torch
 
+from dtrain.base.problems import Problem
+from dtrain.models.common.config import ModelConfig
 from dtrain.policy.build import choose_attention, choose_delta
-from dtrain.training.host import Host
-from dtrain.training.spec import RunSpec
+from dtrain.policy.precision import Precision
+from dtrain.recipe import Recipe
+from dtrain.training.host import DryHost
+from dtrain.training.inputs import RunInputs
+
+if TYPE_CHECKING:
+    from dtrain.methods import Method
 
 
-def check_keys(spec: RunSpec) -> list[str]:
-    """Check that a kernel for CUDA is not asked of the CPU, or of full precision."""
-    recipe = spec.recipe
-    unfit = {
-        "launch.device=cpu": recipe.launch.device == "cpu",
-        f"train.dtype={recipe.train.dtype}": recipe.train.dtype in ("float32", "float64"),
-    }
-    named = [key for key, is_so in unfit.items() if is_so]
-    kernels = {"attention": "varlen", "linear_attention": "fla"}
+def check_keys(inputs: RunInputs) -> list[Problem]:
+    """Check that a kernel for CUDA is not combined with the CPU or with full precision."""
+    recipe = inputs.recipe
     problems = []
     if recipe.run.deterministic and recipe.model.linear_attention == "fla":
-        problems = [
-            "model.linear_attention=fla has no fixed order of sums, which run.deterministic=true asks for: set "
-            "model.linear_attention=torch"
-        ]
-    return problems + [
-        f"model.{key}={value} is for CUDA and bfloat16 or float16, and {' and '.join(named)}: set "
-        f"model.{key}=auto, which takes it where it can"
-        for key, value in kernels.items()
-        if named and getattr(recipe.model, key) == value
-    ]
+        text = "model.linear_attention=fla adds up in no fixed order, and run.deterministic=true needs one"
+        problems.append(Problem("model.linear_attention", text, "Set model.linear_attention=torch"))
+    conflicts = []
+    if recipe.launch.device == "cpu":
+        conflicts.append("launch.device=cpu")
+    if recipe.train.dtype in ("float32", "float64"):
+        conflicts.append(f"train.dtype={recipe.train.dtype}")
+    if not conflicts:
+        return problems
+    for key, value, cuda_only in (
+        ("model.attention", recipe.model.attention, "varlen"),
+        ("model.linear_attention", recipe.model.linear_attention, "fla"),
+    ):
+        if value == cuda_only:
+            text = f"{key}={value} needs CUDA and bfloat16 or float16, and the recipe has {' and '.join(conflicts)}"
+            problems.append(Problem(key, text, f"Set {key}=auto, which uses {value} if it can"))
+    return problems
 
 
-def check_models(spec: RunSpec) -> list[str]:
-    """Check that there is linear attention for its kernel."""
-    model = spec.readable_config
-    if model is None or model.linear is not None or spec.recipe.model.linear_attention != "fla":
+def check_models(inputs: RunInputs) -> list[Problem]:
+    """Check that a kernel for linear attention is not requested for a model without it."""
+    config = inputs.readable_config
+    if config is None or config.linear is not None or inputs.recipe.model.linear_attention != "fla":
         return []
-    return ["model.linear_attention=fla: this model has no linear attention; leave it out"]
+    text = "model.linear_attention=fla: this model has no linear attention"
+    return [Problem("model.linear_attention", text, "Leave it out")]
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Refuse, in a dry run, what this machine's device cannot do. A run chooses where its ranks build the model: they
-    must agree on what each of their devices proves."""
-    if host.is_dry and spec.world.is_here and (spec.rows or spec.recipe.data.packing != "auto"):
-        recipe, device, longest = spec.recipe, torch.device(spec.world.device_type), spec.method.longest_row()
-        host.ask(choose_attention, recipe, spec.model_config, spec.precision, device, longest)
-        host.ask(choose_delta, recipe, spec.model_config, spec.precision, device)
-        host.ask(spec.method.refuse_device, device)
-    return True
+def check_device(
+    recipe: Recipe, method: "Method", config: ModelConfig, precision: Precision, device: torch.device, host: DryHost
+) -> None:
+    """Report what this machine's device cannot do.
+
+    A run does not call this: its ranks choose their kernels when they build the model, because they have to agree on
+    what each of their devices can do.
+    """
+    longest = method.longest_row()
+    host.attempt("model.attention", lambda: choose_attention(recipe, config, precision, device, longest))
+    host.attempt("model.linear_attention", lambda: choose_delta(recipe, config, precision, device))
+    host.attempt("launch.device", lambda: method.refuse_device(device))

@@ -1,59 +1,93 @@
-"""Stage mesh: the mesh and the batch in the world, and the models on the mesh."""
+"""Setup of the mesh: whether mesh and batch fit the number of ranks, and the models fit the mesh."""
 
+from dataclasses import replace
 from importlib.metadata import version
 
+from dtrain.base.problems import Problem
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.recipe.world import batch_problems, mesh_problems
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import RunInputs
 
 
-def check_keys(spec: RunSpec) -> list[str]:
-    """Check that the mesh fits the world, and the batch the mesh."""
-    recipe, wrong = spec.recipe, {key for key, _, _ in spec.wrong_values}
-    if spec.world.size < 1 or any(key.startswith("parallel.") for key in wrong):
+def check_keys(inputs: RunInputs) -> list[Problem]:
+    """Check that the mesh fits the number of ranks, and the batch fits the mesh."""
+    recipe = inputs.recipe
+    wrong_keys = {key for key, _, _ in inputs.wrong_values}
+    if inputs.world.size < 1 or any(key.startswith("parallel.") for key in wrong_keys):
         return []
-    problems, shape = mesh_problems(recipe, spec.world.size)
+    problems, shape = mesh_problems(recipe, inputs.world.size)
     length, cp = recipe.data.max_length, recipe.parallel.cp
-    if cp > 1 and 2 <= length < 2 * cp:  # some pieces would be nothing but padding in every row
-        problems.append(
-            f"parallel.cp={cp} cuts a sequence into {2 * cp} pieces, and data.max_length={length} has fewer tokens; "
-            f"set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
+    if cp > 1 and 2 <= length < 2 * cp:  # some chunks would be only padding in every row
+        text = (
+            f"parallel.cp={cp} cuts a sequence into {2 * cp} chunks, and data.max_length={length} has fewer tokens than "
+            "that"
         )
-    is_open = recipe.train.global_batch == "auto"  # the data say, when the run starts
-    if not is_open and not wrong & {"train.global_batch", "train.micro_batch"}:
-        # Where the mesh does not fit its world, what its keys say of dp: of dp_shard=-1 that it is 1 or more.
-        replicate, shard = shape[:2] if shape else (recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1))
+        fix = f"Set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
+        problems.append(Problem("parallel.cp", text, fix))
+    is_decided_by_data = recipe.train.global_batch == "auto"
+    if not is_decided_by_data and not wrong_keys & {"train.global_batch", "train.micro_batch"}:
+        if shape is not None:
+            replicate, shard = shape[:2]
+        else:  # the mesh does not fit: report what its keys alone say, with dp_shard=-1 as 1
+            replicate, shard = recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1)
         problems += batch_problems(recipe, replicate * shard)
     return problems
 
 
-def check_models(spec: RunSpec) -> list[str]:
+def check_models(inputs: RunInputs) -> list[Problem]:
     """Check that the model fits the mesh."""
-    model = spec.readable_config
-    return [] if model is None else unfit(spec, model, spec.recipe.parallel.ep)
+    config = inputs.readable_config
+    if config is None:
+        return []
+    return mesh_problems_of(inputs, config, inputs.recipe.parallel.ep)
 
 
-def unfit(spec: RunSpec, model: ModelConfig, ep: int) -> list[str]:
-    """Return what keeps `model` from the mesh, whose experts are shared by `ep` ranks, one line each."""
-    recipe, tp = spec.recipe, spec.recipe.parallel.tp
-    problems = mesh_problems_of_model(model, tp, ep) if tp >= 1 and ep >= 1 else []  # else check_keys says so
-    if ep > 1 and tuple(map(int, version("torch").split(".")[:2])) < (2, 12):
-        problems.append(f"parallel.ep={ep} needs torch 2.12 or newer, and this is {version('torch')}: install one")
-    section, masters = recipe.optimizer, recipe.train.masters
-    by_rows = {"optimizer.name=muon": section.name == "muon"}
-    by_rows |= {f"optimizer.state={section.state}": section.state != "float32"}
-    by_rows |= {f"train.masters={masters}": masters != "float32"}
-    if model.experts is not None and tp > 1 and any(by_rows.values()):
-        named = " and ".join(name for name, is_so in by_rows.items() if is_so)
-        problems.append(
-            f"{named}: takes parameters by whole rows, and parallel.tp={tp} cuts the rows of the experts' matrices; "
-            "leave it out, or set parallel.tp=1 and share experts by parallel.ep"
-        )
-    most, length = model.most_positions, recipe.data.max_length
+def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key: str = "") -> list[Problem]:
+    """Check that a model fits the recipe's mesh.
+
+    Args:
+        inputs: The run's inputs.
+        config: The model's config.
+        ep: Ranks that share its experts.
+        model_key: Key and value of a model that is not model.path, for the messages.
+    """
+    recipe, tp = inputs.recipe, inputs.recipe.parallel.tp
+    problems: list[Problem] = []
+    if tp >= 1 and ep >= 1:  # else `check_keys` reports them
+        problems += mesh_problems_of_model(config, tp, ep)
+    torch_version = version("torch")
+    if ep > 1 and tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
+        text = f"parallel.ep={ep} needs torch 2.12 or newer, and this is {torch_version}"
+        problems.append(Problem("parallel.ep", text, "Install a newer torch"))
+    if config.experts is not None and tp > 1:
+        problems += _check_whole_rows(inputs)
+    most, length = config.most_positions, recipe.data.max_length
     if most is not None and length > most:
-        problems.append(
-            f"data.max_length={length}: the model has LongRoPE, and beyond {most} tokens (its "
-            f"original_max_position_embeddings) another table of positions; set data.max_length={most} or less"
+        text = (
+            f"data.max_length={length}: the model has LongRoPE, which uses another table of positions beyond {most} "
+            "tokens (its original_max_position_embeddings)"
         )
+        problems.append(Problem("data.max_length", text, f"Set data.max_length={most} or less"))
+    if model_key:
+        problems = [replace(problem, text=f"{model_key}: {problem.text}") for problem in problems]
     return problems
+
+
+def _check_whole_rows(inputs: RunInputs) -> list[Problem]:
+    """Refuse optimizers that need whole rows of the experts' matrices, which tensor parallelism cuts."""
+    section, masters, tp = inputs.recipe.optimizer, inputs.recipe.train.masters, inputs.recipe.parallel.tp
+    by_rows = {
+        "optimizer.name=muon": section.name == "muon",
+        f"optimizer.state={section.state}": section.state != "float32",
+        f"train.masters={masters}": masters != "float32",
+    }
+    chosen = [setting for setting, is_set in by_rows.items() if is_set]
+    if not chosen:
+        return []
+    text = (
+        f"{' and '.join(chosen)} updates whole rows of parameters, and parallel.tp={tp} cuts the rows of the experts' "
+        "matrices"
+    )
+    fix = "Leave it out, or set parallel.tp=1 and distribute experts with parallel.ep"
+    return [Problem(chosen[0].partition("=")[0], text, fix)]

@@ -1,182 +1,201 @@
-"""Stage model: precision, the model on meta, digests of what the run reads at its start. Of weights the headers are
-read; nothing is allocated.
+"""Setup of the model: its precision, the model on the meta device, and digests of the files that the run reads.
+
+Only the headers of weight files are read, and nothing is allocated. `build` gives a `MetaModel`: the model and its
+optimizer as every rank will build them, without memory, so that a mistake in either is found before any work.
 """
 
-from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
 
 from dtrain import models
 from dtrain.adapters.nf4 import block_problems, held_by_nf4, holds_codes
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is_adapter_directory, read_header
 from dtrain.base.name_patterns import unmatched
+from dtrain.base.problems import Problem, RecipeError, problems_of_error
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
-from dtrain.models.common.config import ModelConfig
 from dtrain.models.shapes import on_meta
 from dtrain.parallel.apply import find_plan, styles_of
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained, frozen_pattern_problems
-from dtrain.training import resume
-from dtrain.training.host import Host
-from dtrain.training.preflight import model_ids
-from dtrain.training.spec import RunSpec
+from dtrain.recipe import Recipe
+from dtrain.training.hub_files import model_ids
+from dtrain.training.inputs import RunInputs
+from dtrain.training.setup import optimizer
 
-SMALL_WEIGHTS = 256 << 20  # bytes that a dry run reads whole
+if TYPE_CHECKING:
+    from dtrain.models.common.decoder import CausalLM
+
+SMALL_WEIGHTS = 256 << 20  # bytes of weights up to which a dry run computes digests
 
 
-def check_keys(spec: RunSpec) -> list[str]:
+@dataclass(frozen=True)
+class MetaModel:
+    """A model on the meta device with its optimizer.
+
+    Attributes:
+        model: The model, with adapters and frozen parameters as in the run.
+        optimizer: Its optimizer. None if the recipe names one by an import path, since only a run imports that.
+    """
+
+    model: "CausalLM"
+    optimizer: Optimizer | None
+
+
+def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check that the recipe names a model."""
-    missing = "model.path is missing: set it to a local directory with config.json, weights and tokenizer"
-    return [] if spec.recipe.model.path else [missing]
+    if inputs.recipe.model.path:
+        return []
+    fix = "Set it to a local directory with config.json, weights and tokenizer"
+    return [Problem("model.path", "model.path is missing", fix, is_missing=True)]
 
 
-def check_models(spec: RunSpec) -> list[str]:
-    """Check config.json, and the keys that choose among what it has. Raises UserError for a file that is no model."""
-    recipe, path = spec.recipe, spec.recipe.model.path
-    if not path or any(key == "model.path" for key, _, _ in model_ids(recipe)):
+def check_models(inputs: RunInputs) -> list[Problem]:
+    """Check config.json, and the keys that depend on the model's parts. Raises UserError for a file that is no model."""
+    recipe, path = inputs.recipe, inputs.recipe.model.path
+    is_on_hub = any(key == "model.path" for key, _, _ in model_ids(recipe))
+    if not path or is_on_hub:
         return []
     if is_adapter_directory(path):
-        return [_is_an_adapter(spec.source.path)]
-    model, problems = spec.model_config, []
-    if model.unquantized is not None and recipe.lora is None:
-        problems.append(
-            f"model.path={path}: its weights are in 4 bits, which take an adapter and are not trained: set lora={{}}, "
-            "or use the original checkpoint"
-        )
-    elif model.unquantized is not None and recipe.model.init == "scratch":
-        problems.append(
-            f"model.init=scratch draws weights, and config.json of model.path={path} is of a model in 4 bits: set "
-            "model.init=pretrained, or use the original checkpoint's config.json"
-        )
-    elif model.unquantized is None and recipe.lora is not None and recipe.lora.quantize == "nf4":
-        problems += block_problems(model, held_by_nf4(model), max(recipe.parallel.tp, 1))
-    if model.experts is None and recipe.moe.balance > 0:
-        problems.append(f"moe.balance={recipe.moe.balance}: this model has no experts; leave it out")
-    if recipe.train.tile == "mlp" and all(map(model.is_sparse, range(model.num_hidden_layers))):
-        problems.append(
-            "train.tile=mlp: every layer of this model has a mixture of experts, which is not tiled: set "
-            "train.tile=none, or all for attention by groups of heads"
-        )
-    problems += spec.method.model_problems(model)
-    model = config_with_tower(spec)
-    built = on_meta(model)
+        return [_adapter_problem(inputs.source.path)]
+    config = inputs.source.config
+    problems = []
+    is_4bit = config.unquantized is not None
+    if is_4bit and recipe.lora is None:
+        text = f"model.path={path} has weights in 4 bits, which cannot be trained without an adapter"
+        problems.append(Problem("model.path", text, "Set lora={}, or use the original checkpoint"))
+    elif is_4bit and recipe.model.init == "scratch":
+        text = f"model.init=scratch does not go with model.path={path}, whose config.json is of a model in 4 bits"
+        fix = "Set model.init=pretrained, or use the original checkpoint's config.json"
+        problems.append(Problem("model.init", text, fix))
+    elif not is_4bit and recipe.lora is not None and recipe.lora.quantize == "nf4":
+        problems += block_problems(config, held_by_nf4(config), max(recipe.parallel.tp, 1))
+    if config.experts is None and recipe.moe.balance > 0:
+        text = f"moe.balance={recipe.moe.balance} is for mixtures of experts, and this model has no experts"
+        problems.append(Problem("moe.balance", text, "Leave it out"))
+    if recipe.train.tile == "mlp" and all(map(config.is_sparse, range(config.num_hidden_layers))):
+        text = "train.tile=mlp: every layer of this model is a mixture of experts, which is not tiled"
+        fix = "Set train.tile=none, or train.tile=all to tile attention by groups of heads"
+        problems.append(Problem("train.tile", text, fix))
+    problems += inputs.method.model_problems(config)
+    built = on_meta(inputs.source.config_with_tower)
     names = [name for name, _ in built.named_parameters(remove_duplicate=False)]
     for tower in built.model.vision:
         problems += frozen_pattern_problems(recipe.train, tower, names)
-    if model.vision is None and recipe.train.vision != "frozen":
-        problems.append(
-            f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains: set "
-            "train.vision=frozen"
-        )
+    if inputs.source.config_with_tower.vision is None and recipe.train.vision != "frozen":
+        text = f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains"
+        problems.append(Problem("train.vision", text, "Set train.vision=frozen"))
     return problems + unmatched(recipe.train.parameter_patterns, names)
 
 
-def config_with_tower(spec: RunSpec) -> ModelConfig:
-    """Return the model's config, with the vision tower that it is built with where data have images, if it has one that
-    dtrain reads. Raises UserError."""
-    with suppress(UserError):
-        return spec.source.vision_config
-    return spec.source.config
-
-
-def _is_an_adapter(directory: Path) -> str:
-    from dtrain.checkpoint.peft.config import base_of
+def _adapter_problem(directory: Path) -> Problem:
+    from dtrain.checkpoint.peft.config import base_of  # an optional feature
 
     try:
-        base, why = str(base_of(directory)), ""
+        base, reason = str(base_of(directory)), ""
     except UserError as error:
-        base, why = "BASE", f" ({error})"
-    return (
-        f"model.path={directory} is an adapter in PEFT's layout, not a model: set model.path={base} and "
-        f"lora.path={directory} to go on from it{why}"
-    )
+        base, reason = "BASE", f" ({error})"
+    text = f"model.path={directory} is an adapter in PEFT's layout, not a model{reason}"
+    fix = f"To continue training it, set model.path={base} and lora.path={directory}"
+    return Problem("model.path", text, fix)
 
 
-def check_files(spec: RunSpec) -> list[str]:
+def check_files(inputs: RunInputs) -> list[Problem]:
     """Check the headers of the weights."""
-    is_read = spec.source.any_config is not None and spec.recipe.model.init == "pretrained"
-    if not is_read or "model.path" in spec.awaited:
+    is_read = inputs.source.any_config is not None and inputs.recipe.model.init == "pretrained"
+    if not is_read or "model.path" in inputs.awaited:
         return []
-    return weight_problems(spec.source.path, ", or model.init=scratch to start from random ones")
+    return weight_problems(inputs.source.path, ", or model.init=scratch for random weights")
 
 
-def weight_problems(directory: Path, otherwise: str = "", key: str = "model.path") -> list[str]:
-    """Return what is wrong with the headers of a model's files, one line each; `check_fit` compares them with the
-    model."""
+def weight_problems(directory: Path, alternative: str = "", key: str = "model.path") -> list[Problem]:
+    """Check that a model's weight files are complete. `check_fit` compares them with the model.
+
+    Args:
+        directory: The model's directory.
+        alternative: An addition to the fix if there are no weights.
+        key: The recipe's key for the directory.
+    """
     index = directory / INDEX
     if not has_weights(directory):
-        bins = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
-        return [
-            f"{directory} has neither model.safetensors nor {index.name}{bins}: "
-            f"set {key} to a directory with weights{otherwise}"
-        ]
+        pickle = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
+        text = f"{key}={directory} has neither model.safetensors nor {index.name}{pickle}"
+        return [Problem(key, text, f"Set {key} to a directory with weights{alternative}")]
     try:
         wanted = files_of_weights(directory) or {}
     except UserError as error:
-        return [str(error)]
+        return problems_of_error(key, error)
     missing = [name for name in sorted(wanted) if not (directory / name).is_file()]
+    again = "Download the model again"
     if missing:
-        return [f"{index} names files that are not there: {', '.join(missing)}; download the model again"]
+        return [Problem(key, f"{index} names files that do not exist: {', '.join(missing)}", again)]
     problems = []
     for name, tensors in wanted.items():
         try:
-            lacking = sorted(set(tensors) - read_header(directory / name)[0].keys())
+            stored = read_header(directory / name)[0].keys()
         except UserError as error:
-            problems.append(f"{key}: {error}")
+            problems.append(Problem(key, f"{key}: {error}"))
             continue
+        lacking = sorted(set(tensors) - stored)
         if lacking:
-            first = f"first {lacking[0]}; download the model again"
-            problems.append(f"{directory / name} is without {len(lacking)} tensors that {INDEX} places there, {first}")
+            text = f"{directory / name} lacks {len(lacking)} tensors that {INDEX} expects there, first {lacking[0]}"
+            problems.append(Problem(key, text, again))
     return problems
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Build the model on meta, on the first rank, unless the stage tower has to; read the digests of what the run
-    reads."""
-    recipe, world = spec.recipe, spec.world
-    if host.known:
-        return True
-    spec.precision = choose_precision(recipe.train.dtype, world.device_type, recipe.train.masters)
-    if not _may_name_tower(spec):
-        host.first(partial(build, spec))
-        spec.built_for_images = spec.has_images
-    host.ask(_identify, spec, host)
-    return True
+def may_name_tower(inputs: RunInputs) -> bool:
+    """Return whether the recipe has patterns of names that may mean a vision tower.
+
+    A model is built with its tower only if the data have images. So such patterns can be checked only after the data
+    were read. Raises UserError if config.json cannot be read.
+    """
+    recipe = inputs.recipe
+    has_patterns = recipe.lora is not None or any(recipe.train.parameter_patterns.values())
+    return has_patterns and inputs.source.config_with_tower.vision is not None
 
 
-def _may_name_tower(spec: RunSpec) -> bool:
-    """Return whether names of the recipe may be of a vision tower that images alone bring, so that the data are read
-    first."""
-    recipe = spec.recipe
-    has_names = recipe.lora is not None or any(recipe.train.parameter_patterns.values())
-    return has_names and not spec.has_images and config_with_tower(spec).vision is not None
+def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaModel:
+    """Build the model on the meta device, and its optimizer, as every rank will build them.
 
+    Args:
+        inputs: The run's inputs.
+        precision: Dtypes of the run.
+        has_images: Whether the model is built with its vision tower.
 
-def build(spec: RunSpec) -> None:
-    """Put the model on meta, as every rank builds it, once the headers of its weights fit it. Raises UserError."""
-    recipe, compute = spec.recipe, spec.precision.compute
-    model = models.build(spec.model_config, dtype=spec.precision.master, device="meta")
-    choose_trained(model, recipe, compute)
+    Raises:
+        UserError: If the headers of the weights do not fit the model, or if the optimizer cannot be used.
+    """
+    recipe = inputs.recipe
+    model = models.build(inputs.model_config(has_images), dtype=precision.master, device="meta")
+    choose_trained(model, recipe, precision.compute)
     coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
-    if problems := block_problems(model.config, coded, recipe.parallel.tp):
-        raise UserError("\n".join(problems))
+    problems = block_problems(model.config, coded, recipe.parallel.tp)
+    if problems:
+        raise RecipeError(problems)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
         styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
-    if recipe.model.init == "pretrained" and "model.path" not in spec.awaited:
+    if recipe.model.init == "pretrained" and "model.path" not in inputs.awaited:
         check_fit(model, WeightFiles(recipe.model.directory))
-    spec.model = model
+    return MetaModel(model, optimizer.build(inputs, model, precision))
 
 
-def _identify(spec: RunSpec, host: Host) -> None:
-    """Read the digests; a dry run does where the weights are few, and here."""
-    if host.is_dry:
-        sources = [*spec.others.values(), *([spec.source] if spec.recipe.model.init == "pretrained" else [])]
-        if spec.awaited or spec.model is None:
-            return
-        files = [file for source in sources for file in weight_files(source.path)]
-        if sum(file.stat().st_size for file in files) > SMALL_WEIGHTS:
-            return
-    spec.identities |= resume.identities(spec, host.ranks)
+def refuse_unused_tower(recipe: Recipe, has_images: bool) -> None:
+    """Raise RecipeError if the recipe trains a vision tower and no data have images."""
+    vision = recipe.train.vision
+    if vision != "frozen" and not has_images:
+        text = f"train.vision={vision}: no data have images, so the model is built without its vision tower"
+        raise RecipeError([Problem("train.vision", text, "Set train.vision=frozen")])
+
+
+def has_small_weights(inputs: RunInputs) -> bool:
+    """Return whether the weights that the run reads are so small that a dry run computes their digests too."""
+    sources = list(inputs.others.values())
+    if inputs.recipe.model.init == "pretrained":
+        sources.append(inputs.source)
+    files = [file for source in sources for file in weight_files(source.path)]
+    return sum(file.stat().st_size for file in files) <= SMALL_WEIGHTS

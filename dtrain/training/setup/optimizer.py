@@ -1,74 +1,75 @@
-"""Stage optimizer: the optimizer and its arguments, and the bits of weights and moments."""
+"""Setup of the optimizer: its name and arguments, and the number of bits of weights and moments."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
+from torch import nn
 
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import Range, is_finite, shown
 from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
+from dtrain.policy.precision import Precision
 from dtrain.recipe.schema import OPTIMIZERS
-from dtrain.training.host import Host
+from dtrain.training.inputs import RunInputs
 from dtrain.training.setup.code import unknown_name
-from dtrain.training.spec import RunSpec
 
 
-def check_keys(spec: RunSpec) -> list[str]:
-    """Check the section `optimizer`, and the keys around it that say in what bits weights and moments are held."""
-    name = unknown_name("optimizer.name", spec.recipe.optimizer.name, OPTIMIZERS)
-    return [*name, *_few_bits(spec), *_muon(spec)]
+def check_keys(inputs: RunInputs) -> list[Problem]:
+    """Check the section `optimizer`, and the keys that decide in how many bits weights and moments are stored."""
+    problems = unknown_name("optimizer.name", inputs.recipe.optimizer.name, OPTIMIZERS)
+    return [*problems, *_check_memory_options(inputs), *_check_muon(inputs)]
 
 
-def _few_bits(spec: RunSpec) -> list[str]:
-    """Return conflicts of weights and moments of fewer bits than float32, or of moments on the host."""
-    recipe = spec.recipe
-    state, masters, dtype = recipe.optimizer.state, recipe.train.masters, recipe.train.dtype
-    settings = {
-        f"optimizer.state={state}": state != "float32",
-        f"train.masters={masters}": masters != "float32",
-        "parallel.optimizer_offload=true": recipe.parallel.optimizer_offload,
+def _check_memory_options(inputs: RunInputs) -> list[Problem]:
+    """Check combinations of low-bit weights, low-bit moments and moments on the host."""
+    recipe = inputs.recipe
+    name, state = recipe.optimizer.name, recipe.optimizer.state
+    masters, dtype = recipe.train.masters, recipe.train.dtype
+    options = {  # setting -> (is it set, the setting that undoes it)
+        f"optimizer.state={state}": (state != "float32", "optimizer.state=float32"),
+        f"train.masters={masters}": (masters != "float32", "train.masters=float32"),
+        "parallel.optimizer_offload=true": (recipe.parallel.optimizer_offload, "parallel.optimizer_offload=false"),
     }
-    fewer = [setting for setting, is_set in settings.items() if is_set]
-    if not fewer:
+    chosen = [option for option, (is_set, _) in options.items() if is_set]
+    if not chosen:
         return []
-    problems, named = [], " and ".join(fewer)
-    back = " and ".join(
-        key.partition("=")[0] + ("=false" if key.startswith("parallel") else "=float32") for key in fewer
-    )
+    named = " and ".join(chosen)
+    undo = " and ".join(undoing for is_set, undoing in options.values() if is_set)
+    first_key = chosen[0].partition("=")[0]
+    problems = []
     if recipe.parallel.optimizer_offload and recipe.parallel.cpu_offload:
-        problems.append(
-            "parallel.optimizer_offload=true and parallel.cpu_offload=true: the second has the optimizer's state and "
-            "its step on the host already; set one of them to false"
+        text = (
+            "parallel.optimizer_offload=true and parallel.cpu_offload=true exclude each other, since the second keeps "
+            "the optimizer's state and its step on the host already"
         )
-    can = ("adamw", "adam", "muon") if fewer == ["train.masters=bfloat16"] else ("adamw", "adam")
-    if recipe.optimizer.name not in can:
-        able = f"{', '.join(can[:-1])} and {can[-1]}"
-        problems.append(f"{named}: for {able}, and optimizer.name={recipe.optimizer.name}; set {back}")
-    elif recipe.optimizer.name != "muon":
-        why = f"not with {named}, whose step takes lr, betas, eps and weight_decay there; leave it out, or set {back}"
-        problems += _kwargs(spec, _ADAMS, f"optimizer.kwargs.{{}}: {why}")
+        problems.append(Problem("parallel.optimizer_offload", text, "Set one of them to false"))
+    allowed = ("adamw", "adam", "muon") if chosen == ["train.masters=bfloat16"] else ("adamw", "adam")
+    if name not in allowed:
+        text = f"{named} needs optimizer.name={' or '.join(allowed)}, and optimizer.name={name}"
+        problems.append(Problem(first_key, text, f"Set {undo}"))
+    elif name != "muon":
+        text = f"optimizer.kwargs.{{}} does not go with {named}, which accepts lr, betas, eps and weight_decay there"
+        problems += _check_kwargs(inputs, _ADAM_KWARGS, text, f"Leave it out, or set {undo}")
     if masters == "bfloat16" and dtype not in ("auto", "bfloat16"):
-        problems.append(
-            f"train.masters=bfloat16 keeps weights in bfloat16, in which train.dtype={dtype} would gain nothing: set "
-            "train.dtype=bfloat16, or train.masters=float32"
-        )
+        text = f"train.masters=bfloat16 stores weights in bfloat16, so train.dtype={dtype} would gain nothing"
+        problems.append(Problem("train.masters", text, "Set train.dtype=bfloat16, or train.masters=float32"))
     elif state != "float32" and dtype == "float64":
-        problems.append(
-            f"train.dtype=float64 is for exact numbers, and optimizer.state={state} rounds moments: set "
-            "train.dtype=float32 or bfloat16, or optimizer.state=float32"
-        )
+        text = f"train.dtype=float64 is for exact numbers, and optimizer.state={state} rounds moments"
+        fix = "Set train.dtype=float32 or bfloat16, or optimizer.state=float32"
+        problems.append(Problem("train.dtype", text, fix))
     if masters == "bfloat16" and recipe.parallel.cpu_offload:
-        problems.append(
-            "parallel.cpu_offload=true steps on the host, where the rounding of train.masters=bfloat16 would take "
-            "longer than all else: set parallel.cpu_offload=false, or train.masters=float32"
+        text = (
+            "parallel.cpu_offload=true steps on the host, where the stochastic rounding of train.masters=bfloat16 "
+            "would dominate the step"
         )
+        problems.append(Problem("train.masters", text, "Set parallel.cpu_offload=false, or train.masters=float32"))
     return problems
 
 
-# What dtrain's own AdamW and Adam take of `optimizer.kwargs`, as torch's do.
+# Entries of `optimizer.kwargs` that dtrain's own AdamW and Adam accept, as torch's do.
 _SIZE = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
-_ADAMS: dict[str, Range] = {
+_ADAM_KWARGS: dict[str, Range] = {
     "lr": _SIZE,
     "betas": (
         lambda v: isinstance(v, list) and len(v) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in v),
@@ -79,24 +80,35 @@ _ADAMS: dict[str, Range] = {
 }
 
 
-def _kwargs(spec: RunSpec, holds: Mapping[str, Range], unknown: str) -> list[str]:
-    """Return the entries of `optimizer.kwargs` that are none of `holds`, in the words of `unknown`, or break its
-    rule."""
+def _check_kwargs(inputs: RunInputs, accepted: Mapping[str, Range], unknown: str, fix: str = "") -> list[Problem]:
+    """Check the entries of `optimizer.kwargs`.
+
+    Args:
+        inputs: The run's inputs.
+        accepted: The ranges of the accepted entries.
+        unknown: The text about another entry, with {} for its name.
+        fix: The fix for another entry.
+    """
     problems = []
-    for key, value in spec.recipe.optimizer.kwargs.items():
-        if key not in holds:
-            problems.append(unknown.format(key))
-        elif not holds[key][0](value):
-            problems.append(f"optimizer.kwargs.{key}={shown(value)} must be {holds[key][1]}")
+    for name, value in inputs.recipe.optimizer.kwargs.items():
+        key = f"optimizer.kwargs.{name}"
+        if name not in accepted:
+            problems.append(Problem(key, unknown.format(name), fix))
+            continue
+        holds, sentence = accepted[name]
+        if not holds(value):
+            problems.append(Problem(key, f"{key}={shown(value)} must be {sentence}"))
     return problems
 
 
-def notes(spec: RunSpec) -> list[str]:
-    """Return a note on a learning rate of 0, with which a pipeline can be checked. Muon has two rates, and the
-    arguments of the optimizer's class win."""
-    section = spec.recipe.optimizer
-    others = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
-    if section.lr != 0 or others > 0 or "lr" in section.kwargs:
+def notes(inputs: RunInputs) -> list[str]:
+    """Return a note if the learning rate is 0, which is useful to check a pipeline.
+
+    Muon has two rates, and `optimizer.kwargs` overrides both.
+    """
+    section = inputs.recipe.optimizer
+    adam_lr = (section.adam_lr or 0.0) if section.name == "muon" else 0.0
+    if section.lr != 0 or adam_lr > 0 or "lr" in section.kwargs:
         return []
     return [
         "note: optimizer.lr=0: the run computes losses and gradients and leaves the weights as they are. To train, set "
@@ -104,36 +116,39 @@ def notes(spec: RunSpec) -> list[str]:
     ]
 
 
-def _muon(spec: RunSpec) -> list[str]:
-    """Check `optimizer.kwargs` of muon, and `optimizer.adam_lr` of others."""
-    section, name = spec.recipe.optimizer, spec.recipe.optimizer.name
-    if name != "muon":
-        is_set = section.adam_lr is not None
-        fix = f"optimizer.adam_lr is muon's, and optimizer.name={name}: set optimizer.lr, or optimizer.adam_lr=null"
-        return [fix] if is_set else []
-    holds: dict[str, Range] = {
+def _check_muon(inputs: RunInputs) -> list[Problem]:
+    """Check `optimizer.kwargs` of muon, and `optimizer.adam_lr` of other optimizers."""
+    section = inputs.recipe.optimizer
+    if section.name != "muon":
+        if section.adam_lr is None:
+            return []
+        text = f"optimizer.adam_lr is for optimizer.name=muon, and optimizer.name={section.name}"
+        return [Problem("optimizer.adam_lr", text, "Set optimizer.lr, or optimizer.adam_lr=null")]
+    accepted: dict[str, Range] = {
         "momentum": (lambda v: is_finite(v) and 0 <= v < 1, "a number from 0 up to 1"),
         "nesterov": (lambda v: isinstance(v, bool), "true or false"),
         "ns_steps": (lambda v: type(v) is int and 1 <= v < 100, "a whole number from 1 to 99"),
         "ns_coefficients": (lambda v: isinstance(v, list) and len(v) == 3 and all(map(is_finite, v)), "three numbers"),
         "adjust_lr_fn": (lambda v: v in ("match_rms_adamw", "original"), "match_rms_adamw or original"),
     }
-    return _kwargs(spec, holds, f"optimizer.kwargs.{{}} is none of muon's: {', '.join(holds)}")
+    return _check_kwargs(inputs, accepted, f"optimizer.kwargs.{{}} is none of muon's: {', '.join(accepted)}")
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Put the optimizer over the model on meta, on the first rank."""
-    host.first(partial(build, spec))
-    return True
+def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.optim.Optimizer | None:
+    """Build the optimizer over `model`, which is on the meta device.
 
+    Returns:
+        The optimizer; None if the recipe names one by an import path, since only a run imports that.
 
-def build(spec: RunSpec) -> None:
-    """Put the optimizer over the model, where no stranger's code is needed for it. Raises UserError, also where it
-    cannot step what FSDP shards."""
-    section, model = spec.recipe.optimizer, spec.model
-    if model is None or not (section.name in NAMES or is_torchs(section.name)):
-        return
-    spec.optimizer = build_optimizer(section, model.named_parameters(), spec.recipe.run.seed)
-    is_mixed = spec.precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-    if (spec.world.size > 1 or is_mixed) and isinstance(spec.optimizer, WHOLE_PARAMETERS_ONLY):
+    Raises:
+        UserError: If the optimizer does not accept its arguments, or if it cannot step sharded parameters.
+    """
+    section = inputs.recipe.optimizer
+    if not (section.name in NAMES or is_torchs(section.name)):
+        return None
+    built = build_optimizer(section, model.named_parameters(), inputs.recipe.run.seed)
+    is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes precisions through FSDP
+    is_sharded = inputs.world.size > 1 or is_mixed
+    if is_sharded and isinstance(built, WHOLE_PARAMETERS_ONLY):
         raise UserError(cannot_step_shards(section.name))
+    return built

@@ -1,87 +1,131 @@
-"""Stage outputs: the run's directory, its metrics, its export, and the measures that its saves are kept by."""
+"""Setup of the outputs: the run's directory, its metrics, its export, and the measure that its saves are kept by."""
 
 import os
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from dtrain import recipe as config
 from dtrain.base.files import refuse_unwritable
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import hint, shown
+from dtrain.base.ranks import Ranks
 from dtrain.recipe.schema import BEST
+from dtrain.recipe.secrets import masked
+from dtrain.training import metrics
 from dtrain.training.eval_sets import fields, sets
-from dtrain.training.host import Host
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import RunInputs
+from dtrain.training.metrics import Recorder
+
+_NAME_BYTES = 200  # of `run.name`: file systems allow 255 for a name, and some files add to it
 
 
-def check_keys(spec: RunSpec) -> list[str]:
+def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check `run.name`, `checkpoint.keep_best` and `train.patience`."""
-    problems, name = [], spec.recipe.run.name
-    if name is not None and (not name.strip() or "/" in name or name in (".", "..")):
-        problems.append(f"run.name={name} must be the name of one directory; run.dir says where it lies")
-    elif name is not None and (not name.isprintable() or len(name.encode()) > 200):
-        problems.append(f"run.name={name[:40]!r} must have at most 200 bytes, and no character that is not printed")
-    return problems + _best(spec)
+    return _check_name(inputs.recipe.run.name) + _check_best(inputs)
 
 
-def _best(spec: RunSpec) -> list[str]:
-    """Return what is wrong with `checkpoint.keep_best` and `train.patience`, one line each.
+def _check_name(name: str | None) -> list[Problem]:
+    if name is None:
+        return []
+    key = "run.name"
+    if not name.strip() or "/" in name or name in (".", ".."):
+        text = f"run.name={name} is not the name of one directory"
+        return [Problem(key, text, "Set run.name to a name without slashes, and run.dir to the directory of the runs")]
+    if not name.isprintable() or len(name.encode()) > _NAME_BYTES:
+        text = f"run.name={name[:40]!r} has characters that cannot be printed, or more than {_NAME_BYTES} bytes"
+        return [Problem(key, text, "Choose a shorter name of printable characters")]
+    return []
+
+
+def _check_best(inputs: RunInputs) -> list[Problem]:
+    """Check `checkpoint.keep_best` and `train.patience`.
 
     keep_best compares saves, so each save needs a value of its own; patience counts values.
     """
-    recipe = spec.recipe
+    recipe = inputs.recipe
     best, every, patience = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.patience
+    key = "checkpoint.keep_best"
     if best is None:
-        asks = f"train.patience={patience} counts values of checkpoint.keep_best, which is null: name a field there"
-        return [asks] if patience is not None else []
+        if patience is None:
+            return []
+        text = f"train.patience={patience} counts values of checkpoint.keep_best, which is null"
+        return [Problem("train.patience", text, "Set checkpoint.keep_best to a field")]
     set_of = {name: each for each in sets(recipe.eval) for name in fields(each)}
-    measured = [*(name for name in BEST if name in spec.method.best), *set_of]
+    measured = [*(name for name in BEST if name in inputs.method.best), *set_of]
     if best in BEST and best not in measured:
-        return [f"checkpoint.keep_best={best} is not measured by method={recipe.method}; it has {', '.join(measured)}"]
+        text = f"checkpoint.keep_best={best} is not measured by method={recipe.method}"
+        return [Problem(key, text, f"Use {' or '.join(measured)}")]
     if best not in measured:
-        known, meant = ", ".join([*BEST, *set_of]), hint(best, measured, otherwise="")
-        return [f"checkpoint.keep_best={best} is none of {known}, nor null{meant}"]
+        known = ", ".join([*BEST, *set_of])
+        near = hint(best, measured, otherwise="")
+        return [Problem(key, f"checkpoint.keep_best={best} is none of {known}, nor null{near}")]
     if best == "loss":
         return []
     if best in BEST and recipe.data.val is None:
-        return [f"checkpoint.keep_best={best} needs a validation set: set data.val.path, or data.val=0.05"]
+        text = f"checkpoint.keep_best={best} needs a validation set"
+        return [Problem(key, text, "Set data.val.path, or data.val=0.05 for a share of the training rows")]
     if best in BEST and recipe.train.validate_every == "auto":
         return []  # it validates at every save
-    key, often = "train.validate_every", recipe.train.validate_every
+    interval_key, interval = "train.validate_every", recipe.train.validate_every
     if best in set_of:
-        key, often = f"{set_of[best].key}.every", set_of[best].section.every
+        interval_key, interval = f"{set_of[best].key}.every", set_of[best].section.every
     problems = []
-    if every is not None and not (isinstance(often, int) and every % often == 0):
-        problems.append(
-            f"checkpoint.keep_best={best} needs a measure at every save, and checkpoint.every={every} is no multiple "
-            f"of {key}={shown(often)}: set {key}={every}"
+    is_measured_at_saves = isinstance(interval, int) and every is not None and every % interval == 0
+    if every is not None and not is_measured_at_saves:
+        text = (
+            f"checkpoint.keep_best={best} needs a value at every save, and checkpoint.every={every} is not a multiple "
+            f"of {interval_key}={shown(interval)}"
         )
-    if patience is not None and often is None:
-        problems.append(f"train.patience={patience} counts values of {best}, and {key}=null: set {key}")
+        problems.append(Problem(key, text, f"Set {interval_key}={every}"))
+    if patience is not None and interval is None:
+        text = f"train.patience={patience} counts values of {best}, and {interval_key} is null"
+        problems.append(Problem("train.patience", text, f"Set {interval_key}"))
     return problems
 
 
-def check_files(spec: RunSpec) -> list[str]:
-    """An export takes the place of its whole directory."""
-    recipe = spec.recipe
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Check that the export replaces no directory that the run reads."""
+    recipe = inputs.recipe
     if recipe.checkpoint.export == "none":
         return []
-    target = os.path.realpath(spec.run.export)  # of a loop of links it gives something
-    read = [("model.path", recipe.model.path), *spec.method.other_models()]
-    read += [] if recipe.lora is None else [("lora.path", recipe.lora.path)]
-    return [
-        f"{key}={path} lies where this run puts its export ({target}), which would take its place: choose another "
-        "run.name, or checkpoint.export=none"
-        for key, path in read
-        if path and Path(os.path.realpath(path)).is_relative_to(target)
-    ]
+    target = os.path.realpath(inputs.run.export)  # returns a path even for a loop of links
+    paths = [("model.path", recipe.model.path), *inputs.method.other_models()]
+    if recipe.lora is not None:
+        paths.append(("lora.path", recipe.lora.path))
+    problems = []
+    for key, path in paths:
+        if path and Path(os.path.realpath(path)).is_relative_to(target):
+            text = f"{key}={path} is inside {target}, which this run's export replaces"
+            problems.append(Problem(key, text, "Choose another run.name, or checkpoint.export=none"))
+    return problems
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Take the run's directory, or look whether it could be taken; refuse an export that cannot be written."""
-    host.open_outputs(spec)
-    if spec.recipe.checkpoint.export != "none":
-        host.first(lambda: _refuse_unwritable(spec))
-    return True
+def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStack) -> Recorder:
+    """Lock the run's directory and open the sinks of its metrics, until `stack` closes.
+
+    Raises:
+        UserError: On every rank, if another run uses the directory, or if the export could not be written.
+
+    Collectives:
+        Two broadcasts over `ranks`.
+    """
+    recipe, run = inputs.recipe, inputs.run
+
+    def lock() -> None:
+        run.hold(tell=print)
+
+    ranks.first(lock)
+    if is_main:
+        stack.callback(run.release)
+    recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
+    recorder.hide = partial(masked, secrets=getattr(recipe, "secrets", ()))
+    stack.callback(recorder.close)
+    ranks.first(lambda: refuse_unwritable_export(inputs))
+    return recorder
 
 
-def _refuse_unwritable(spec: RunSpec) -> None:
-    if spec.run.path.is_dir():
-        refuse_unwritable(spec.run.export)
+def refuse_unwritable_export(inputs: RunInputs) -> None:
+    """Raise UserError if the run's directory exists and the run could not write its export there."""
+    if inputs.recipe.checkpoint.export != "none" and inputs.run.path.is_dir():
+        refuse_unwritable(inputs.run.export)

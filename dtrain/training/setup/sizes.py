@@ -1,97 +1,158 @@
-"""Stage sizes: the method and its section, and what the data decide: `train.global_batch=auto`, and the steps."""
+"""Setup of the sizes: the ranges of all values, the batch that the data decide, and the number of steps."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem, RecipeError
 from dtrain.base.ranges import plural, shown
 from dtrain.data import Cursor, Rows
+from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.automatic import largest_divisor
-from dtrain.training import method_of
 from dtrain.training.host import Host
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import ModelDirectory, RunInputs
+from dtrain.training.registry import method_of
+from dtrain.training.setup.data import DataFacts
+
+if TYPE_CHECKING:
+    from dtrain.methods import Method
 
 
-def check_keys(spec: RunSpec) -> list[str]:
+@dataclass(frozen=True)
+class SizeFacts:
+    """The sizes of a run.
+
+    Attributes:
+        recipe: The recipe with numbers for `train.global_batch` and `train.micro_batch`.
+        method: The method of that recipe.
+        sizes: The mesh and the batch.
+        steps: Steps of a fresh run. None if the rows were not read.
+        notes: Lines for the user.
+    """
+
+    recipe: Recipe
+    method: "Method"
+    sizes: Sizes
+    steps: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check the range of every value, the method's section, and the steps."""
-    recipe, method = spec.recipe, spec.method
-    problems = [f"{key}={shown(value)} must be {sentence}" for key, value, sentence in spec.wrong_values]
+    recipe, method = inputs.recipe, inputs.method
+    problems = []
+    for key, value, sentence in inputs.wrong_values:
+        problems.append(Problem(key, f"{key}={shown(value)} must be {sentence}"))
     problems += method.missing() + method.problems()
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:
-        problems.append("train.steps or train.epochs is missing: set one of them")
+        text = "train.steps or train.epochs is missing"
+        other_keys = ("train.epochs",)
+        problems.append(Problem("train.steps", text, "Set one of them", is_missing=True, other_keys=other_keys))
     if steps is not None and epochs is not None:
-        problems.append(f"train.steps={steps} and train.epochs={epochs} exclude each other: set one of them to null")
+        text = f"train.steps={steps} and train.epochs={epochs} exclude each other"
+        problems.append(Problem("train.steps", text, "Set one of them to null"))
     if recipe.train.dynamic_batch and recipe.data.packing:
-        problems.append("train.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out")
+        text = "train.dynamic_batch=true is for padded rows, and data.packing packs them"
+        problems.append(Problem("train.dynamic_batch", text, "Set data.packing=false, or leave it out"))
     return problems
 
 
-def check_files(spec: RunSpec) -> list[str]:
-    """Return keys that the recipe gives to another method."""
-    return [
-        f"{key} is read by method={(other := key.split('.')[0])} alone, and this recipe has "
-        f"method={spec.recipe.method}: leave it out, or set method={other}"
-        for key in getattr(spec.recipe, "unread", ())
-    ]
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Check that the recipe sets no keys of another method."""
+    problems = []
+    for key in getattr(inputs.recipe, "unread", ()):
+        other = key.split(".")[0]
+        text = f"{key} is read only by method={other}, and this recipe has method={inputs.recipe.method}"
+        problems.append(Problem(key, text, f"Leave it out, or set method={other}"))
+    return problems
 
 
-def position_notes(spec: RunSpec) -> list[str]:
+def position_notes(recipe: Recipe, source: ModelDirectory) -> list[str]:
     """Return a note on sequences that are longer than the model's positions."""
-    config, length = spec.source.any_config, spec.recipe.data.max_length
-    if config is None or length <= config.max_position_embeddings:
+    model, length = source.any_config, recipe.data.max_length
+    if model is None or length <= model.max_position_embeddings:
         return []
     return [
-        f"note: data.max_length={length} is more than the {config.max_position_embeddings} positions that the model "
+        f"note: data.max_length={length} is more than the {model.max_position_embeddings} positions that the model "
         "was made for (max_position_embeddings of its config.json)"
     ]
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Give the recipe its sizes, and make its method."""
-    rows = spec.rows.get("train")
-    if host.is_dry:  # a run writes it with the other lines of its opening
-        spec.notes += position_notes(spec)
-    if rows is not None and host.ask(_resolve_batch, spec, rows) is None:
-        return False
-    method = host.ask(method_of, spec.recipe)
-    if method is None:
-        return False
-    spec.method = method
-    if rows is not None:
-        spec.steps = spec.recipe.train.steps or host.ask(method.source.steps_left, rows, Cursor(), {})
-    if spec.is_data_read:
-        samples = {split: len(rows_of.samples) for split, rows_of in spec.rows.items()}
-        host.first(lambda: method.examine(spec.columns, samples))  # it may start a process
-    spec.sizes = config.sizes(spec.recipe, spec.world.size)
-    return True
+def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
+    """Decide the batch and the steps, and let the method examine the data, on rank 0.
 
+    Args:
+        inputs: The run's inputs.
+        data: The data. Without rows, only what follows from the recipe is decided.
+        host: The ranks.
 
-def _resolve_batch(spec: RunSpec, rows: Rows) -> bool:
-    """Give the recipe a number in place of `train.global_batch=auto`, by the rows of the first pass over them.
+    Returns:
+        The sizes. None in a dry run that found a problem with them.
 
-    The number is a function of the data and the recipe alone, so every mesh has the same; a micro-batch that does not
-    divide a rank's part of it becomes the next smaller one that does. Raises UserError where the data-parallel ranks do
-    not divide it.
+    Raises:
+        UserError: On every rank, if the ranks cannot share the batch, or if the method cannot use the data.
+
+    Collectives:
+        One broadcast, if the data were read.
     """
-    recipe = spec.recipe
+    recipe = data.recipe
+    rows = data.rows.get("train")
+    notes: list[str] = []
+    if rows is not None:
+        decided = host.attempt("train.global_batch", partial(_with_batch, inputs, recipe, rows))
+        if decided is None:
+            return None
+        recipe = decided
+        notes += _note_on_micro_batch(inputs, data.recipe, recipe)
+    method = host.attempt(recipe.method, partial(method_of, recipe))
+    if method is None:
+        return None
+    steps = None
+    if rows is not None:
+        steps = recipe.train.steps
+        if steps is None:
+            steps = host.attempt("train.epochs", partial(method.source.steps_left, rows, Cursor(), {}))
+    if data.is_read:
+        samples = {split: len(rows_of_split.samples) for split, rows_of_split in data.rows.items()}
+        # It may start a process, for example a server of tools.
+        host.on_first_rank(recipe.method, partial(method.examine, data.example_rows, samples))
+    return SizeFacts(recipe, method, config.sizes(recipe, inputs.world.size), steps, tuple(notes))
+
+
+def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
+    """Return the recipe with a number for `train.global_batch=auto`, which follows from the rows of one pass.
+
+    The number depends only on the data and the recipe, so every mesh has the same. A micro-batch that does not divide a
+    rank's share of it becomes the next smaller one that does.
+
+    Raises:
+        RecipeError: If the data-parallel ranks do not divide the number.
+    """
     if recipe.train.global_batch != "auto":
-        return True
-    per_pass = rows.rows_in_epoch(0)
-    total = method_of(recipe).automatic_batch(per_pass)
-    dp = config.sizes(recipe, spec.world.size).dp
+        return recipe
+    rows_per_pass = rows.rows_in_epoch(0)
+    total = method_of(recipe).automatic_batch(rows_per_pass)
+    dp = config.sizes(recipe, inputs.world.size).dp
     if total % dp:
         fewer = max(n for n in range(1, dp) if total % n == 0)
-        raise UserError(
-            f"train.global_batch=auto comes to {total} for this data ({per_pass} rows a pass), which {dp} "
-            f"data-parallel ranks cannot share: set train.global_batch={-(-total // dp) * dp}, or train on "
-            f"{fewer} of them (launch.nproc)"
+        text = (
+            f"train.global_batch=auto is {total} for this data ({rows_per_pass} rows a pass), which {dp} data-parallel "
+            "ranks cannot share"
         )
+        fix = f"Set train.global_batch={-(-total // dp) * dp}, or train on {fewer} of them (launch.nproc)"
+        raise RecipeError([Problem("train.global_batch", text, fix)])
     micro = largest_divisor(total // dp, recipe.train.micro)
-    if micro != recipe.train.micro and spec.written.train.micro_batch != "auto":
-        spec.notes.append(
-            f"note: train.micro_batch={recipe.train.micro} becomes {micro}, since it does not divide the "
-            f"{total // dp} {plural(total // dp, 'row')} that a rank has of the global batch"
-        )
-    spec.recipe = replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
-    return True
+    return replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
+
+
+def _note_on_micro_batch(inputs: RunInputs, before: Recipe, after: Recipe) -> list[str]:
+    """Return a note if the micro-batch that the recipe sets does not divide a rank's rows."""
+    if after.train.micro == before.train.micro or inputs.written.train.micro_batch == "auto":
+        return []
+    rows = after.train.batch // config.sizes(after, inputs.world.size).dp
+    return [
+        f"note: train.micro_batch={before.train.micro} becomes {after.train.micro}, since it does not divide the "
+        f"{rows} {plural(rows, 'row')} that a rank has of the global batch"
+    ]

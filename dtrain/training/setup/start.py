@@ -1,141 +1,200 @@
-"""Stage start: the checkpoint that a run goes on from, or whose weights it takes, and the step that it ends with."""
+"""Setup of the start: the checkpoint that a run resumes or whose weights it takes, and the last step."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
 from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import beside, hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data import Cursor
 from dtrain.models.shapes import adaptable
 from dtrain.policy.checkpoint import weights_of
-from dtrain.recipe.schema import BEST, Recipe
+from dtrain.recipe import Recipe
+from dtrain.recipe.schema import BEST
 from dtrain.training import model_keys, recipe_keys, resume
 from dtrain.training.host import Host
-from dtrain.training.spec import ModelDirectory, RunSpec
+from dtrain.training.inputs import ModelDirectory, RunInputs
+from dtrain.training.resume import Start
+from dtrain.training.setup.data import DataFacts
+from dtrain.training.setup.model import MetaModel
+from dtrain.training.setup.sizes import SizeFacts
 
-VALIDATIONS = 5  # of a run with train.validate_every=auto: four on the way, and one at the end
+if TYPE_CHECKING:
+    pass
+
+VALIDATIONS = 5  # of a run with train.validate_every=auto: four during the run, and one at the end
 
 
-def check_keys(spec: RunSpec) -> list[str]:
+@dataclass(frozen=True)
+class StartFacts:
+    """The start and the end of a run.
+
+    Attributes:
+        store: The run's checkpoints.
+        start: The checkpoint that the run starts from, or a fresh start.
+        identities: Digests of everything that the run reads at its start.
+        changes: Lines on differences from the saved recipe.
+        total_steps: The last step. None if the rows were not read, in a dry run.
+        validate_every: Steps between validations. None: no validation.
+    """
+
+    store: CheckpointStore
+    start: Start
+    identities: Mapping[str, str] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
+    total_steps: int | None = None
+    validate_every: int | None = None
+
+
+def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check the names of `checkpoint.allow_changes`."""
-    if not spec.recipe.checkpoint.allow_changes:
+    key = "checkpoint.allow_changes"
+    if not inputs.recipe.checkpoint.allow_changes:
         return []
     known = recipe_keys()
-    parents = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
+    parents = {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
     names = [*parents, *known, *resume.DIGESTS]
-    mappings = tuple(f"{key}." for key in known if isinstance(_value(spec, key), Mapping))  # any name may stand in them
+    # A mapping such as optimizer.kwargs has entries of any name.
+    mappings = tuple(f"{name}." for name in known if isinstance(_value(inputs.recipe, name), Mapping))
     problems = []
-    for name in spec.recipe.checkpoint.allow_changes:
+    for name in inputs.recipe.checkpoint.allow_changes:
         if name not in names and not name.startswith(mappings):
-            meant = hint(name, names, otherwise="")
-            problems.append(f"checkpoint.allow_changes: {name} is no key of a recipe{meant}")
+            near = hint(name, names, otherwise="")
+            problems.append(Problem(key, f"{key}: {name} is not a key of a recipe{near}"))
     return problems
 
 
-def _value(spec: RunSpec, key: str) -> object:
-    """The value at a dotted key; None where a section on the way is switched off."""
-    value: object = spec.recipe
+def _value(recipe: Recipe, key: str) -> object:
+    """Return the value at a dotted key; None if a section of the key is switched off."""
+    value: object = recipe
     for part in key.split("."):
         value = getattr(value, part, None)
     return value
 
 
-def check_files(spec: RunSpec) -> list[str]:
-    """Check that what `checkpoint.resume` and `checkpoint.init_from` name is there, and of this model."""
-    recipe = spec.recipe
-    resume, init_from = recipe.checkpoint.resume, recipe.checkpoint.init_from
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Check that the paths of `checkpoint.resume` and `checkpoint.init_from` exist and are of this model."""
+    if any(inputs.run.checkpoints.glob("step-*")):
+        return []  # the run resumes, and reports itself what it needs of them
+    return _check_resume(inputs) + _check_init_from(inputs)
+
+
+def _check_resume(inputs: RunInputs) -> list[Problem]:
+    path = inputs.recipe.checkpoint.resume
+    if path in (None, "auto") or Path(path).is_dir():
+        return []
+    text = f"checkpoint.resume={path}: there is no such directory{beside(path)}"
+    return [Problem("checkpoint.resume", text, "Use auto for the run's newest checkpoint")]
+
+
+def _check_init_from(inputs: RunInputs) -> list[Problem]:
+    recipe, key = inputs.recipe, "checkpoint.init_from"
+    if recipe.checkpoint.init_from is None:
+        return []
+    path = Path(recipe.checkpoint.init_from)
+    named = f"{key}={path}"
     problems = []
-    if any(spec.run.checkpoints.glob("step-*")):
-        return []  # a run that goes on says itself what it needs of them
-    if resume not in (None, "auto") and not Path(resume).is_dir():
-        problems.append(
-            f"checkpoint.resume={resume}: there is no such directory{beside(resume)}; auto takes the run's newest "
-            "checkpoint"
-        )
-    if init_from is None:
-        return problems
-    if not Path(init_from).is_dir():
-        problems.append(
-            f"checkpoint.init_from={init_from}: there is no such directory{beside(init_from)}; give a run's, or a "
-            "step-N of one"
-        )
-    elif is_adapter_directory(init_from):
-        problems.append(
-            f"checkpoint.init_from={init_from} is an adapter's directory, not a run's: set lora.path={init_from} "
-            "instead"
-        )
-    elif (Path(init_from) / "config.json").is_file():
-        problems.append(
-            f"checkpoint.init_from={init_from} is a model's directory, not a run's: set model.path={init_from} instead"
-        )
+    if not path.is_dir():
+        text = f"{named}: there is no such directory{beside(str(path))}"
+        problems.append(Problem(key, text, "Use a run's directory, or a step-N of one"))
+    elif is_adapter_directory(path):
+        problems.append(Problem(key, f"{named} is an adapter, not a run", f"Set lora.path={path} instead"))
+    elif (path / CONFIG).is_file():
+        problems.append(Problem(key, f"{named} is a model, not a run", f"Set model.path={path} instead"))
     elif "model.config" not in recipe.checkpoint.allow_changes:
-        problems += _differences(spec, Path(init_from))
-    is_adapter = any(any(Path(init_from).glob(place)) for place in ("adapter", "checkpoints/step-*/adapter"))
-    if recipe.lora is None and is_adapter:
-        problems.append(
-            f"checkpoint.init_from={init_from} has an adapter that this run has not: set lora as it was there, or "
-            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
-        )
-    is_stored_so = spec.readable_config is not None and spec.readable_config.unquantized is not None
-    if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_so) and not is_adapter:
-        problems.append(
-            f"checkpoint.init_from={init_from} holds whole weights, and this run holds those of model.path in 4 bits: "
-            f"`dtrain export {init_from} OUT`, and set model.path=OUT and checkpoint.init_from=null"
-        )
+        problems += _check_same_model(inputs, path)
+    has_adapter = any(any(path.glob(pattern)) for pattern in ("adapter", "checkpoints/step-*/adapter"))
+    export = f"`dtrain export {path} OUT`, then set model.path=OUT and {key}=null"
+    if recipe.lora is None and has_adapter:
+        text = f"{named} has an adapter, and this run has none"
+        problems.append(Problem(key, text, f"Set lora as in that run, or run {export}"))
+    config = inputs.readable_config
+    is_stored_in_4bit = config is not None and config.unquantized is not None
+    if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_in_4bit) and not has_adapter:
+        text = f"{named} holds full weights, and this run holds those of model.path in 4 bits"
+        problems.append(Problem(key, text, f"Run {export}"))
     return problems
 
 
-def _differences(spec: RunSpec, path: Path) -> list[str]:
-    """Return what makes the model whose weights are taken another one than ours, by the files that its run keeps."""
-    above = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, a step of them
-    kept = next((place / "model" for place in above if (place / "model" / CONFIG).is_file()), None)
-    if kept is None:
+def _check_same_model(inputs: RunInputs, path: Path) -> list[Problem]:
+    """Check that the run at `path` has the same model and tokens, by the files that it keeps."""
+    parents = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, or a step of them
+    saved_model = next((parent / "model" for parent in parents if (parent / "model" / CONFIG).is_file()), None)
+    if saved_model is None:
         return []
-    theirs, key = ModelDirectory(kept, spec.source.labels), "checkpoint.init_from"
-    if spec.source.any_config is None or theirs.any_config is None:
+    theirs, key = ModelDirectory(saved_model, inputs.source.labels), "checkpoint.init_from"
+    if inputs.source.any_config is None or theirs.any_config is None:
         return []
-    others = import_module("dtrain.training.setup.others")
-    differences = others.reference_problems(spec.model_config, theirs.config, key, str(path))
-    differences += [f"{key}={path}: {problem}" for problem in others.differing_tokens(theirs, spec.source)]
-    return [f"{problem}, or name the change: checkpoint.allow_changes=[model.config]" for problem in differences]
+    from dtrain.training.setup import others  # most runs need no second model
+
+    problems = others.reference_problems(inputs.source.config, theirs.config, key, str(path))
+    problems += others.token_problems(theirs, inputs.source, key, str(path))
+    allowing = "or allow the change with checkpoint.allow_changes=[model.config]"
+    return [replace(problem, fix=f"{problem.fix}, {allowing}") for problem in problems]
 
 
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Find the start, compare what it was saved with, and count the steps. Collective."""
-    recipe, needs_start = spec.recipe, spec.method.needs_start
-    if host.ranks.is_first and spec.model is None:  # in a dry run that has a problem with it
-        return False
-    spec.store = CheckpointStore(spec.run.checkpoints, host.ranks)
-    start = host.ask(resume.find_start, spec, host)
+def resolve(
+    inputs: RunInputs,
+    data: DataFacts,
+    sizes: SizeFacts,
+    meta: MetaModel | None,
+    identities: Mapping[str, str],
+    host: Host,
+) -> StartFacts | None:
+    """Find the start, compare it with the run that saved it, and count the steps.
+
+    Args:
+        inputs: The run's inputs.
+        data: The data.
+        sizes: The sizes.
+        meta: The model on the meta device, on rank 0.
+        identities: Digests of what the run reads. A dry run has read only some of them.
+        host: The ranks.
+
+    Returns:
+        The facts. None in a dry run that found a problem with them.
+
+    Raises:
+        UserError: On every rank.
+
+    Collectives:
+        Over all ranks of `host`.
+    """
+    recipe = sizes.recipe
+    store = CheckpointStore(inputs.run.checkpoints, host.ranks)
+    start = host.attempt("checkpoint.resume", partial(resume.find_start, inputs, store, host))
     if start is None:
-        return False
-    spec.start = start
-    if needs_start is not None and "model.config" in spec.identities:
-        spec.identities[f"{recipe.method}.reference"] = _identity(spec, needs_start)
+        return None
+    digests = dict(identities)
+    needs_start = sizes.method.needs_start
+    if needs_start is not None and "model.config" in digests:
+        digests[f"{recipe.method}.reference"] = _start_identity(recipe, digests, start, needs_start)
     if start.weights is not None:
-        host.first(partial(_check_weights, spec))
+        host.on_first_rank("checkpoint.init_from", partial(_check_weights, inputs, recipe, start, digests, meta))
+    changes: list[str] | None = []
     if start.state is not None:
-        changes = host.ask(_compare, spec, host)
+        changes = host.attempt("checkpoint.resume", partial(_compare, inputs, data, sizes, start, digests, meta, host))
         if changes is None:
-            return False
-        spec.changes = changes
-    if recipe.train.steps or "train" in spec.rows:
-        spec.total_steps = recipe.train.steps or _last_step_of_epochs(spec)
-        spec.validate_every = validate_every(recipe, spec.total_steps)
-    return True
+            return None
+    total_steps = recipe.train.steps
+    if total_steps is None and "train" in data.rows:
+        total_steps = _last_step_of_epochs(sizes, start, data)
+    interval = None if total_steps is None else validate_every(recipe, total_steps)
+    return StartFacts(store, start, digests, tuple(changes), total_steps, interval)
 
 
 def validate_every(recipe: Recipe, total_steps: int) -> int | None:
-    """Return the steps between validations, None for none; `auto` follows the saves that they compare, or the steps."""
+    """Return the steps between validations, None if there are none. `auto` follows the saves that use the validation
+    loss, or the number of steps."""
     every, checkpoint = recipe.train.validate_every, recipe.checkpoint
     if recipe.data.val is None or every is None:
         return None
@@ -146,78 +205,114 @@ def validate_every(recipe: Recipe, total_steps: int) -> int | None:
     return -(-total_steps // VALIDATIONS)
 
 
-def _identity(spec: RunSpec, named: str) -> str:
-    """Return the digest of the weights that the run trains from, or with named="base" of these without an adapter."""
-    recipe, digest_of, began = spec.recipe, spec.identities, spec.start.began
-    own = digest_of.get("model.weights") or digest(recipe.run.seed, digest_of["model.config"])
-    if recipe.checkpoint.init_from is not None and resume.INIT in began:
-        own = began[resume.INIT]["identity"]
+def _start_identity(recipe: Recipe, identities: Mapping[str, str], start: Start, reference: str) -> str:
+    """Return the digest of the weights that the run trains from.
+
+    Args:
+        recipe: The recipe.
+        identities: Digests of what the run reads.
+        start: The start.
+        reference: `Method.needs_start`. "base": without the adapter.
+    """
+    own = identities.get("model.weights") or digest(recipe.run.seed, identities["model.config"])
+    if recipe.checkpoint.init_from is not None and resume.INIT in start.began:
+        own = start.began[resume.INIT]["identity"]
     if recipe.lora is None:
         return own
-    return digest(own, None if named == "base" else digest_of.get("lora.path"), recipe.lora.quantize, named)
+    adapter = None if reference == "base" else identities.get("lora.path")
+    return digest(own, adapter, recipe.lora.quantize, reference)
 
 
-def _check_weights(spec: RunSpec) -> None:
-    """Check that the weights of `checkpoint.init_from` are of this model. No file is read whole. Raises UserError: also
-    for those of an adapter that mean another model here, by other scales or the base in other bits; and where they were
-    trained beside other weights."""
-    assert spec.start.weights is not None and spec.model is not None
-    (store, step), adapters = spec.start.weights, spec.model.adapters
+def _check_weights(
+    inputs: RunInputs, recipe: Recipe, start: Start, identities: Mapping[str, str], meta: MetaModel | None
+) -> None:
+    """Check that the weights of `checkpoint.init_from` are of this model. Only headers are read. Rank 0 only.
+
+    Raises:
+        UserError: Also for an adapter with other scales or a base in other bits, which would be another model here, and
+            for tensors that were trained on top of other weights.
+    """
+    assert start.weights is not None and meta is not None
+    store, step = start.weights
     state = store.read_state(step)
+    adapters = meta.model.adapters
     if adapters is not None:
-        _check_adapter(spec, adapters.config, state["recipe"], store.path(step))
-    weights = weights_of(spec.model, store, step)
-    saved, ours = state.get("identities", {}).get("model.weights"), spec.identities.get("model.weights")
-    if not weights.is_whole and "model.config" in spec.identities and saved != ours:
+        adaptable_layers = adaptable(meta.model.config)
+        _check_adapter(recipe, adaptable_layers, adapters.config, state["recipe"], store.path(step))
+    weights = weights_of(meta.model, store, step)
+    saved, ours = state.get("identities", {}).get("model.weights"), identities.get("model.weights")
+    if not weights.is_whole and "model.config" in identities and saved != ours:
         raise UserError(
-            f"{resume.INIT}: {store.path(step)} holds what was trained alone, and the weights beside it were not those "
-            "of model.path: set model.path to the model that its run began from"
+            f"{resume.INIT}: {store.path(step)} holds only the trained tensors, and its run's other weights were not "
+            "those of model.path. Set model.path to the model that its run began from."
         )
     store.refuse_misfit(step, weights.wanted, weights.cast)
 
 
-def _check_adapter(spec: RunSpec, ours: AdapterConfig, saved: str, directory: Path) -> None:
-    """Check that the adapter of a step, if it has one, means what ours does. Raises UserError."""
-    from dtrain.checkpoint.peft.config import ADAPTER, read_adapter_config
+def _check_adapter(
+    recipe: Recipe,
+    adaptable_layers: Mapping[str, tuple[int, ...]],
+    ours: AdapterConfig,
+    saved_recipe: str,
+    directory: Path,
+) -> None:
+    """Check that the adapter of a saved step, if it has one, has the meaning of ours. Raises UserError."""
+    from dtrain.checkpoint.peft.config import ADAPTER, read_adapter_config  # an optional feature
 
-    folder, layers = directory / ADAPTER, adaptable(spec.model_config)
-    if not (folder / ADAPTER_CONFIG).is_file():
+    adapter = directory / ADAPTER
+    if not (adapter / ADAPTER_CONFIG).is_file():
         return
-    differing = [key for key, _, _ in config.diff(saved, spec.recipe) if key == "lora.quantize"]
-    if read_adapter_config(folder).adapted(layers) != ours.adapted(layers):
+    differing = [key for key, _, _ in config.diff(saved_recipe, recipe) if key == "lora.quantize"]
+    if read_adapter_config(adapter).adapted(adaptable_layers) != ours.adapted(adaptable_layers):
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
     if differing:
         raise UserError(
-            f"{resume.INIT}: {folder} is an adapter that was trained with other settings: {', '.join(differing)}. "
-            "Set them as its run has them"
+            f"{resume.INIT}: {adapter} is an adapter that was trained with other settings: {', '.join(differing)}. "
+            "Set them as in its run."
         )
 
 
-def _compare(spec: RunSpec, host: Host) -> list[str]:
-    """Return the changes since the save that the run goes on from.
+def _compare(
+    inputs: RunInputs,
+    data: DataFacts,
+    sizes: SizeFacts,
+    start: Start,
+    identities: Mapping[str, str],
+    meta: MetaModel | None,
+    host: Host,
+) -> list[str]:
+    """Return the changes since the save that the run resumes.
 
-    A dry run allows those of places whose content it has not read: it may be the same. Collective: one broadcast.
-    Raises UserError.
+    A dry run allows changes of locations whose content it has not read, because the content may be the same.
+
+    Raises:
+        UserError: On every rank, if the recipe has changed in a way that no resume allows.
+
+    Collectives:
+        One broadcast.
     """
-    unfit = host.ranks.first(lambda: _unfit(spec))
-    section = spec.written.checkpoint
+    unfit = host.ranks.first(lambda: _misfit(start, meta))
+    allowed = inputs.written.checkpoint.allow_changes
     if host.is_dry:
-        unread = [key for key, of in resume.DIGEST_OF_LOCATION.items() if of not in spec.identities]
-        unread += [key for key in model_keys(spec.recipe.method) if key not in spec.identities]
-        section = replace(section, allow_changes=[*section.allow_changes, *unread])
-    return resume.compare(spec, section.allow_changes, unfit)
+        unread = [key for key, digest_key in resume.DIGEST_OF_LOCATION.items() if digest_key not in identities]
+        unread += [key for key in model_keys(sizes.recipe.method) if key not in identities]
+        allowed = [*allowed, *unread]
+    return resume.compare(
+        inputs.written, start, identities, data.rows, sizes.method, allow_changes=allowed, unfit=unfit
+    )
 
 
-def _unfit(spec: RunSpec) -> str | None:
+def _misfit(start: Start, meta: MetaModel | None) -> str | None:
     """Return how the tensors that the run would train differ from those of the start. Rank 0 only."""
-    assert spec.model is not None
-    store, state = spec.start.saved
-    return first_misfit(spec.model, state["policy"].get("optimizer", {}), store.tensors(spec.start.step))
+    assert meta is not None
+    store, state = start.saved
+    return first_misfit(meta.model, state["policy"].get("optimizer", {}), store.tensors(start.step))
 
 
-def _last_step_of_epochs(spec: RunSpec) -> int:
-    """The step that `train.epochs` ends with: those of the start and what is left. Where the start was saved with other
-    epochs or another global_batch, its rows are not step × batch."""
-    start = spec.start
+def _last_step_of_epochs(sizes: SizeFacts, start: Start, data: DataFacts) -> int:
+    """Return the step that `train.epochs` ends with: the start's step and the steps that are left.
+
+    If the start was saved with other epochs or another global batch, its rows are not step × batch.
+    """
     saved = start.state["method"] if start.state else {}
-    return start.step + spec.method.source.steps_left(spec.rows["train"], Cursor(*start.cursor), saved)
+    return start.step + sizes.method.source.steps_left(data.rows["train"], Cursor(*start.cursor), saved)

@@ -1,32 +1,27 @@
-"""Stage tokenizer: the tokenizer of the model's directory, and its chat template."""
+"""Setup of the tokenizer and the chat template of the model's directory."""
 
-from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem, problems_in
 from dtrain.data.formats.encoder import refuse_without_template
-from dtrain.training.host import Host, problems_of
-from dtrain.training.spec import RunSpec
+from dtrain.training.inputs import RunInputs
 
 
-def check_files(spec: RunSpec) -> list[str]:
-    """Read both, and compare the tokenizer with config.json."""
-    source, config = spec.source, spec.source.any_config
+def check_files(inputs: RunInputs) -> list[Problem]:
+    """Read the tokenizer and the template, and compare the tokenizer's size with config.json."""
+    source, config = inputs.source, inputs.source.any_config
     if config is None:
         return []
-    prompts_as = spec.recipe.data.prompts_as
-    if problems := problems_of(lambda: refuse_without_template(prompts_as, source.template, source.path)):
+
+    def check_template() -> list[Problem]:
+        refuse_without_template(inputs.recipe.data.prompts_as, source.template, source.path)
+        return []
+
+    problems = problems_in("data.prompts_as", check_template)
+    if problems:
         return problems
     if source.tokenizer.size > config.vocab_size:
-        return [
+        text = (
             f"{source.path}: the tokenizer's highest id is {source.tokenizer.size - 1}, but config.json's vocab_size "
-            f"is {config.vocab_size}: the model has no embedding for it; take the tokenizer that belongs to this model"
-        ]
+            f"is {config.vocab_size}, so the model has no embedding for it"
+        )
+        return [Problem("model.path", text, "Use the tokenizer that belongs to this model")]
     return []
-
-
-def resolve(spec: RunSpec, host: Host) -> bool:
-    """Read the tokenizer; without one a dry run ends, whose checks have told why. Raises UserError."""
-    try:
-        return spec.source.tokenizer is not None
-    except (OSError, UserError):
-        if not host.is_dry:
-            raise
-        return False

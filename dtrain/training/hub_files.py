@@ -1,0 +1,163 @@
+"""Models and datasets of a recipe that may be on the Hugging Face hub: which are here, and what a run would fetch.
+
+A model or dataset of the hub that is not in the cache is no mistake: a run fetches it once everything else is checked,
+and `dtrain validate` asks the hub for the same files. Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from dtrain.base.errors import UserError
+from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
+from dtrain.base.problems import Problem
+from dtrain.base.ranges import beside, plural
+from dtrain.data.sources.files import absent_ids, entries, files_to_copy, is_url, paths_of
+from dtrain.data.sources.hub_splits import Pick
+from dtrain.recipe import Recipe
+from dtrain.recipe.automatic import changed
+from dtrain.recipe.schema import DataSource, Source
+from dtrain.training import eval_sets
+from dtrain.training.registry import method_of
+
+
+@dataclass(frozen=True)
+class SmallFiles:
+    """A recipe whose models have their small files (config.json, tokenizer) on this machine.
+
+    Attributes:
+        recipe: The recipe with the models' directories.
+        awaited: For each key, a line on the files that the run downloads first.
+        problems: What the hub refuses, as it would refuse the run.
+    """
+
+    recipe: Recipe
+    awaited: Mapping[str, str]
+    problems: Sequence[Problem]
+
+
+def _data_hub() -> ModuleType:
+    """Return the module of datasets on the hub, which a run on local files does not load."""
+    from dtrain.data.sources import hub
+
+    return hub
+
+
+def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
+    """Replace each model's id on the hub (`Qwen/Qwen3-0.6B`) by its directory in the hub's cache.
+
+    Args:
+        recipe: The recipe.
+        fetch: Whether to download models and datasets that are not in the cache. Without it, such a model keeps its id.
+            A dataset always keeps its id.
+
+    Raises:
+        UserError: If the hub refuses a download.
+    """
+    for key, name, needs_weights in model_ids(recipe):
+        path = cached(name, weights=needs_weights)
+        if path is None and fetch:
+            try:
+                path = download(name, weights=needs_weights, key=key)
+            except UserError as error:
+                raise UserError(_refused(key, name, error).text) from error
+        if path is not None:
+            recipe = changed(recipe, {key: str(path)})
+    for key, name, pick in absent_data(recipe) if fetch else ():
+        try:
+            _data_hub().download(name, pick, key.removesuffix(".path"))
+        except UserError as error:
+            raise UserError(_refused(key, name, error).text) from error
+    return recipe
+
+
+def with_small_files(recipe: Recipe) -> SmallFiles:
+    """Download the small files of models on the hub, and look up the files that the run would download."""
+    awaited: dict[str, str] = {}
+    problems: list[Problem] = []
+    for key, name, needs_weights in model_ids(recipe):
+        try:
+            if needs_weights:
+                directory, size = look(name, key)
+                awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
+            else:
+                directory = download(name, weights=False, key=key)
+            recipe = changed(recipe, {key: str(directory)})
+        except UserError as error:
+            problems.append(_refused(key, name, error))
+    for key, name, pick in absent_data(recipe):
+        try:
+            count = len(_data_hub().look(name, pick, key.removesuffix(".path")).paths)
+        except UserError as error:
+            problems.append(_refused(key, name, error))
+            continue
+        awaited[key] = (
+            f"{key}={name}: the run downloads {count} {plural(count, 'file')} from the hub and checks the rows then"
+        )
+    return SmallFiles(recipe, awaited, problems)
+
+
+def _refused(key: str, name: str, error: UserError) -> Problem:
+    """Return the problem of a model or dataset that the hub refuses."""
+    reason = str(error).removeprefix(f"{key}: ")
+    return Problem(key, f"{key}={name}: {reason}")
+
+
+def not_here(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each model and dataset that `with_local_model` would fetch."""
+    problems = []
+    for key, name, needs_weights in model_ids(recipe):
+        missing = missing_files(name, weights=needs_weights)
+        if missing:
+            problems.append(Problem(key, f"{key}={incomplete(name, missing, f'dtrain download {name}')}"))
+            continue
+        text = (
+            f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's "
+            f"cache{beside(name)}"
+        )
+        problems.append(Problem(key, text, f"Fetch it with `dtrain download {name}`"))
+    for key, name, pick in absent_data(recipe):
+        problems.append(Problem(key, _data_hub().absent(name, pick, key)))
+    return problems
+
+
+def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
+    """Return key, id and whether weights are needed, for every model that the recipe names by an id on the hub."""
+    named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
+    named += [(key, path, True) for key, path in method_of(recipe).other_models()]
+    return [(key, name, needs_weights) for key, name, needs_weights in named if name and is_id(name)]
+
+
+def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
+    """Return every source of rows with its key: those of the splits and of the sets of `eval`."""
+    sources: list[tuple[Source, str]] = []
+    for key, split in (("data.train", recipe.data.train), ("data.val", recipe.data.val)):
+        if isinstance(split, DataSource):
+            sources += entries(split, key)
+    sources += [(each.section, each.key) for each in eval_sets.sets(recipe.eval)]
+    return sources
+
+
+def absent_data(recipe: Recipe) -> list[tuple[str, str, Pick]]:
+    """Return key, id and wanted part of every dataset of the hub that is not in the cache."""
+    absent = []
+    for source, key in sources_of(recipe):
+        for name, pick in absent_ids(source, key):
+            absent.append((f"{key}.path", name, pick))
+    return absent
+
+
+def has_urls(recipe: Recipe) -> bool:
+    """Return whether the recipe names files by URLs."""
+    return any(is_url(path) for source, _ in sources_of(recipe) for path in paths_of(source))
+
+
+def to_copy(recipe: Recipe) -> list[str]:
+    """Return a line for each file at a URL that a run of a sound recipe copies into its cache."""
+    lines = []
+    for source, key in sources_of(recipe):
+        for path in paths_of(source):
+            for file in files_to_copy(path, f"{key}.path", recipe.cache):
+                size = "" if file.size is None else f", {file.size / 2**20:.1f} MiB"
+                lines.append(f"{key}.path={path}: the run copies {file.url} into {recipe.cache}{size}")
+    return lines

@@ -1,0 +1,164 @@
+"""Inputs of a run's spec: everything that follows from a recipe and its world before the first file is read.
+
+The checks of `training.setup` read a `RunInputs`, and so does everything that needs only a part of a spec: `dtrain
+preview`, the sizes that are chosen before the ranks meet. Imports no torch.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.base.errors import UserError
+from dtrain.base.ranges import out_of_range
+from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.models.common.config import ModelConfig
+from dtrain.models.read_config import read_config
+from dtrain.recipe import Recipe
+from dtrain.recipe.automatic import with_compile, without_auto
+from dtrain.recipe.world import dp_of
+from dtrain.training.directory import RunDirectory
+from dtrain.training.registry import REWARD_MODEL, method_of
+
+if TYPE_CHECKING:
+    from dtrain.methods import Method
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run.
+
+    Attributes:
+        size: Their number.
+        device_type: "cuda" or "cpu".
+        is_here: Whether they run on this machine, whose devices and compilers can then be examined.
+    """
+
+    size: int
+    device_type: str = "cpu"
+    is_here: bool = True
+
+
+class ModelDirectory:
+    """The directory of one of a run's models. Each file is read at most once, when it is first needed.
+
+    Attributes:
+        path: The directory.
+        labels: Outputs of the model's head, as in `read_config`.
+    """
+
+    def __init__(self, path: str | Path, labels: int | None, *template_options: Any):
+        """Name the directory; nothing is read.
+
+        Args:
+            path: The directory.
+            labels: As in `read_config`.
+            template_options: Further arguments of `choose_template`.
+        """
+        self.path = Path(path)
+        self.labels = labels
+        self._template_options = template_options
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """config.json. Raises UserError if it is no model for the run."""
+        return read_config(self.path, self.labels)
+
+    @cached_property
+    def vision_config(self) -> ModelConfig:
+        """config.json with the vision tower. Raises UserError if dtrain does not have the tower."""
+        return read_config(self.path, self.labels, vision=True)
+
+    @cached_property
+    def any_config(self) -> ModelConfig | None:
+        """config.json of a model with any head; None if it cannot be read."""
+        with suppress(UserError):
+            return self.config
+        with suppress(UserError):
+            return read_config(self.path, 0)
+        return None
+
+    @cached_property
+    def config_with_tower(self) -> ModelConfig:
+        """`vision_config` if dtrain can read it, else `config`. Raises UserError."""
+        with suppress(UserError):
+            return self.vision_config
+        return self.config
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises UserError."""
+        return Tokenizer.from_directory(self.path)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, or None. Raises UserError."""
+        return choose_template(self.path, self.tokenizer, *self._template_options)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """A recipe in a world, with the objects that follow from both without reading a file.
+
+    Attributes:
+        written: The recipe as it was given.
+        recipe: The recipe with values in place of `auto`, except for those that the data decide (data.packing,
+            train.global_batch).
+        world: The processes.
+        method: The recipe's method.
+        run: The run's directory.
+        source: The directory of model.path.
+        others: The directories of the method's other models, by key.
+        awaited: Keys of files that the run downloads first, and that a dry run therefore cannot read.
+    """
+
+    written: Recipe
+    recipe: Recipe
+    world: World
+    method: "Method"
+    run: RunDirectory
+    source: ModelDirectory
+    others: Mapping[str, ModelDirectory]
+    awaited: Collection[str] = ()
+
+    @classmethod
+    def of(cls, written: Recipe, world: World, awaited: Collection[str] = ()) -> "RunInputs":
+        """Return the inputs of a recipe, which need not be checked yet."""
+        recipe = with_compile(written, world.device_type, world.is_here)
+        recipe = without_auto(recipe, dp_of(recipe, world.size))
+        method = method_of(recipe)
+        data = recipe.data
+        template_options = (data.chat_template, data.template_kwargs, data.special_tokens)
+        source = ModelDirectory(recipe.model.directory, method.labels(), *template_options)
+        others = {}
+        for key, path in method.other_models():
+            others[key] = ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None)
+        run = RunDirectory(recipe.run.directory, recipe.run.lock)
+        return cls(written, recipe, world, method, run, source, others, awaited)
+
+    @property
+    def cache(self) -> Path:
+        """The directory of caches."""
+        return self.recipe.cache
+
+    def model_config(self, has_images: bool) -> ModelConfig:
+        """Return the config of the model as it is trained, with its vision tower if the data have images.
+
+        Raises UserError.
+        """
+        return self.source.vision_config if has_images else self.source.config
+
+    @property
+    def readable_config(self) -> ModelConfig | None:
+        """The model's config without a vision tower; None if it cannot be read, which has a problem of its own."""
+        with suppress(OSError, UserError):
+            return self.source.config
+        return None
+
+    @cached_property
+    def wrong_values(self) -> list[tuple[str, object, str]]:
+        """Values of the recipe that are out of their range, as of `out_of_range`."""
+        return out_of_range(self.written)
