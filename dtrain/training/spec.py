@@ -4,7 +4,7 @@ Each topic has a module in `training.setup`. Its functions take the facts that t
 changed afterwards. `resolve` is what a rank of a run calls. The other commands call the same functions:
 
     dtrain run       the checks (`training.checks`) in the launcher; then `resolve` on each rank
-    dtrain validate  `training.dry_run`: the checks, then the functions of `resolve` in one process, which collects problems
+    dtrain validate  `training.dry_run`: the checks, then the functions of `resolve`, in one process
     dtrain plan      the checks of keys and models, then the functions up to the sizes
     dtrain preview   the rows of `setup.data`
 

@@ -20,6 +20,7 @@ from dtrain.base.host_memory import host_memory, num_cores
 from dtrain.base.problems import RecipeError
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
+from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
 from dtrain.commands.plan.units import gib
 from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
@@ -28,7 +29,6 @@ from dtrain.recipe import sizes
 from dtrain.recipe.automatic import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
 from dtrain.training.sizing import Sizing
-from dtrain.training.spec import RunSpec
 
 FREE = 0.1
 """Share of a device's memory that a choice leaves free."""
@@ -61,7 +61,7 @@ class _Tried:
     time: float
 
 
-def choose(spec: RunSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
+def choose(spec: PlanSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
     """Return values for the open keys of a spec of `resolve_plan`, on devices with `memory` bytes each.
 
     hardware: whose numbers decide what is fast; None: the first of the table. host: bytes of the host's memory for each
@@ -83,7 +83,7 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
 
 
 class _Search:
-    def __init__(self, spec: RunSpec, memory: int, hardware: Hardware | None, host: int | None):
+    def __init__(self, spec: PlanSpec, memory: int, hardware: Hardware | None, host: int | None):
         self.spec, self.recipe, self.world_size = spec, spec.written, spec.world.size
         self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE))
         self.host_budget = inf if host is None else host * (1 - FREE)
@@ -149,7 +149,7 @@ class _Search:
     def _refused(self, values: Values) -> bool:
         return bool(problems(changed(self.spec.recipe, values), self.world_size))
 
-    def _at(self, spec: RunSpec, values: Values, micro: int) -> RunSpec:
+    def _at(self, spec: PlanSpec, values: Values, micro: int) -> PlanSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
         recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
         return with_keys(spec, recipe, sizes(recipe, spec.world.size))
@@ -163,7 +163,7 @@ class _Search:
             self.known[key] = _Tried(values, micro, step, self._time(step, spec) if self.is_gpu else 0.0)
         return [self.known[key] for key in keys]
 
-    def _time(self, step: Step, spec: RunSpec) -> float:
+    def _time(self, step: Step, spec: PlanSpec) -> float:
         time = estimate(step, spec.sizes, self.hardware)
         return max(time.total, step.kernels * LAUNCH + time.exposed + time.optimizer)
 

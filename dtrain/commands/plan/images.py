@@ -5,6 +5,7 @@ them as often as this document fits into it. No two images are alike, so that ea
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,24 +17,36 @@ from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.images.tensors import feature_index
 from dtrain.data.sources.sources import looks
 from dtrain.methods import Method
+from dtrain.training.inputs import RunInputs
 from dtrain.training.setup.data import row_options
-from dtrain.training.spec import RunSpec
 
 
-def add_images(spec: RunSpec) -> None:
-    """Set of `spec` whether its data have images and the layouts of those of a row, with a note of what was assumed; of
-    a model without a tower that dtrain has, nothing. Files of the data are read as far as `Look.first` does."""
+@dataclass(frozen=True)
+class PlannedImages:
+    """The images of a planned row.
+
+    Attributes:
+        layouts: Their layouts. Empty if rows have no images, or if the model takes none.
+        notes: A note on the assumption.
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def images_of_first_rows(inputs: RunInputs) -> PlannedImages:
+    """Return the images that every planned row has, by the first rows of the data."""
     try:
-        if not has_vision(spec.source.path) or spec.source.vision_config.vision is None:
-            return
+        if not has_vision(inputs.source.path) or inputs.source.vision_config.vision is None:
+            return PlannedImages()
     except UserError:
-        return
+        return PlannedImages()
     try:
-        options = row_options(spec, None)
-        chunks = [look.first() for look in looks(spec.recipe.data, split="train", **options)]
+        options = row_options(inputs, None)
+        chunks = [look.first() for look in looks(inputs.recipe.data, split="train", **options)]
     except (OSError, UserError) as error:
-        spec.notes.append(f"images are left out: the first rows of data.train cannot be read ({in_words(error)})")
-        return
+        note = f"images are left out: the first rows of data.train cannot be read ({in_words(error)})"
+        return PlannedImages(notes=(note,))
     documents = [
         (length, [record.layout for record in records])
         for chunk in chunks
@@ -42,16 +55,16 @@ def add_images(spec: RunSpec) -> None:
         if records
     ]
     if not documents:
-        spec.notes.append("images are left out: the first rows of data.train have none")
-        return
-    spec.has_images = True
-    spec.row_images = densest(documents, spec.method.row_length(), is_packed(spec.method))
-    patches, tokens = (sum(getattr(image, name) for image in spec.row_images) for name in ("patches", "tokens"))
-    count = len(spec.row_images)
-    spec.notes.append(
+        return PlannedImages(notes=("images are left out: the first rows of data.train have none",))
+    layouts = densest(documents, inputs.method.row_length(), is_packed(inputs.method))
+    patches = sum(image.patches for image in layouts)
+    tokens = sum(image.tokens for image in layouts)
+    count = len(layouts)
+    note = (
         f"images: every row is taken to have {count} {plural(count, 'image')} of {patches:,} patches and {tokens:,} "
         "tokens, the most by the first rows of data.train"
     )
+    return PlannedImages(layouts, (note,))
 
 
 def is_packed(method: Method) -> bool:

@@ -8,17 +8,17 @@ one also the first rows of the data, the tokenizer and the image processor, wher
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dtrain.base.gpus import OF_FREE
-from dtrain.base.problems import RecipeError
+from dtrain.base.problems import Problem, RecipeError
 from dtrain.base.row_images import RowImages
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
-from dtrain.commands.plan.images import add_images
+from dtrain.commands.plan.images import images_of_first_rows
+from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.models.common.config import ModelConfig
@@ -34,8 +34,11 @@ from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, Sizes
 from dtrain.training import method_of
 from dtrain.training.eval_sets import longest_answer
 from dtrain.training.host import DryHost
+from dtrain.training.inputs import RunInputs, World
 from dtrain.training.preflight import shapes
-from dtrain.training.spec import RunSpec, World, resolve
+from dtrain.training.setup import model as model_setup
+from dtrain.training.setup import sizes as sizes_setup
+from dtrain.training.setup.data import DataFacts
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Plan:
     between two steps; 0 without. assumed: in place of the code that the recipe names. chosen: lines on what `auto` is.
     """
 
-    spec: RunSpec
+    spec: PlanSpec
     hardware: Hardware
     budget: int
     step: Step
@@ -83,7 +86,6 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     memory."""
     spec = resolve_plan(recipe, world_size, "cpu" if recipe.launch.device == "cpu" else "cuda", hardware)
     recipe, model, method = spec.recipe, spec.model, method_of(spec.recipe)
-    assert model is not None
     step = plan_step(spec)
     return Plan(
         spec=spec,
@@ -104,61 +106,77 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     )
 
 
-class PlanHost(DryHost):
-    """Host of a plan on devices of a kind, which looks at neither weights nor data."""
+def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Hardware | None = None) -> PlanSpec:
+    """Return the spec of a step of `recipe`.
 
-    stages = ("model", "optimizer", "tower", "sizes")
+    Code that the recipe names by import path is replaced by dtrain's own, because only a run imports it: a plan may be
+    of a stranger's recipe. torch's own optimizers are used.
 
-    def __init__(self, recipe: Recipe, hardware: Hardware | None):
-        super().__init__(awaited=["model.path", *(key for key, _ in method_of(recipe).other_models())])
-        self._hardware = hardware
+    Args:
+        recipe: The recipe.
+        world_size: Number of devices.
+        device_type: "cpu" or "cuda".
+        hardware: The devices. None: devices that compute in every dtype.
 
-    def check(self, spec: RunSpec, *_: object) -> bool:
-        """Check the recipe, and its dtype on devices that do not compute in bfloat16; these have no flash attention."""
-        recipe, hardware = spec.recipe, self._hardware
-        self.problems += problems(recipe, spec.world.size)
-        if not self.problems:
-            add_images(spec)
-        if hardware is None or spec.world.device_type == "cpu" or torch.bfloat16 in hardware.arithmetic:
-            return not self.problems
-        if choose_precision(recipe.train.dtype, "cuda", recipe.train.masters).compute is torch.bfloat16:
-            self.problems.append(
-                f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute: set "
-                "train.dtype=float16 or float32"
-            )
-        spec.recipe = changed(recipe, {"model.attention": "sdpa"})
-        return not self.problems
-
-
-def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Hardware | None = None) -> RunSpec:
-    """Return the spec of a step of `recipe` on so many devices of a type (cpu or cuda). Raises RecipeError.
-
-    Code that the recipe names by import path gives way to dtrain's own, since only a run imports it: a plan may be of a
-    stranger's. torch's own optimizers are here anyhow.
+    Raises:
+        RecipeError: If the recipe cannot run there, whatever the memory.
     """
-    host, recipe = PlanHost(recipe, hardware), ready(recipe)
+    recipe = ready(recipe)
     if recipe.train.global_batch == "auto":
         few, many = map(method_of(recipe).automatic_batch, (0, LARGEST_AUTO * STEPS_OF_A_PASS))
         if few == many:  # a rollout, whatever the data
             recipe = changed(recipe, {"train.global_batch": few})
-    spec = resolve(recipe, World(world_size, device_type, is_here=False), host, until="sizes")
-    if host.problems:
+    awaited = ["model.path", *(key for key, _ in method_of(recipe).other_models())]  # no weights are read
+    inputs = RunInputs.of(recipe, World(world_size, device_type, is_here=False), awaited)
+    found = problems(inputs.recipe, world_size)
+    if found:
+        raise RecipeError(found)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
+    if hardware is not None and device_type == "cuda" and torch.bfloat16 not in hardware.arithmetic:
+        if precision.compute is torch.bfloat16:
+            text = f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute"
+            raise RecipeError([Problem("train.dtype", text, "Set train.dtype=float16 or float32")])
+        without_varlen = changed(inputs.recipe, {"model.attention": "sdpa"})  # flash attention needs bfloat16 too
+        inputs = replace(inputs, recipe=without_varlen)
+    images = images_of_first_rows(inputs)
+    has_images = bool(images.layouts)
+    host = DryHost()
+    meta = host.attempt("model", lambda: model_setup.build(inputs, precision, has_images))
+    decided = sizes_setup.decide(inputs, DataFacts(inputs.recipe), host)
+    if meta is None or decided is None:
         raise RecipeError(host.problems)
+    recipe = _without_foreign_code(decided.recipe, decided.sizes)
+    return PlanSpec(
+        written=inputs.written,
+        recipe=recipe,
+        world=inputs.world,
+        source=inputs.source,
+        method=decided.method,
+        precision=precision,
+        model=meta.model,
+        model_config=inputs.model_config(has_images),
+        sizes=decided.sizes,
+        row_images=images.layouts,
+        notes=(*images.notes, *sizes_setup.position_notes(inputs.recipe, inputs.source), *decided.notes),
+    )
+
+
+def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
+    """Return the recipe with dtrain's own code in place of import paths, and a number for the global batch."""
     overrides: dict[str, Any] = {}
-    if spec.recipe.optimizer.name not in OPTIMIZERS and not is_torchs(spec.recipe.optimizer.name):
+    if recipe.optimizer.name not in OPTIMIZERS and not is_torchs(recipe.optimizer.name):
         overrides = {"optimizer.name": "adamw", "optimizer.kwargs": {}}
-    if isinstance(spec.recipe.parallel.custom_plan, str):
+    if isinstance(recipe.parallel.custom_plan, str):
         overrides["parallel.custom_plan"] = None
-    if spec.sizes.is_open:
-        overrides["train.global_batch"] = spec.sizes.global_batch
+    if sizes.is_open:
+        overrides["train.global_batch"] = sizes.global_batch
     # What a schedule does to the rate changes nothing here.
-    spec.recipe = replace(changed(spec.recipe, overrides), scheduler=Scheduler("constant"))
-    return spec
+    return replace(changed(recipe, overrides), scheduler=Scheduler("constant"))
 
 
-def _vision_flops(spec: RunSpec) -> float:
+def _vision_flops(spec: PlanSpec) -> float:
     """Return the FLOPs of the vision tower for the images of a row; 0 without."""
-    if not spec.has_images or spec.model is None:
+    if not spec.has_images:
         return 0.0
     from dtrain.models.vision.flops import ImageFlops
 
@@ -166,7 +184,7 @@ def _vision_flops(spec: RunSpec) -> float:
     return ImageFlops(*spec.model.model.vision).of(RowImages([], [grids]))
 
 
-def _assumed(spec: RunSpec) -> Iterator[str]:
+def _assumed(spec: PlanSpec) -> Iterator[str]:
     """Yield notes of what `resolve_plan` put in place of what was written."""
     name, tensor_plan = spec.written.optimizer.name, spec.written.parallel.custom_plan
     if name != spec.recipe.optimizer.name:
@@ -178,7 +196,7 @@ def _assumed(spec: RunSpec) -> Iterator[str]:
     yield from spec.notes
 
 
-def _evaluation(spec: RunSpec, step: Step) -> int:
+def _evaluation(spec: PlanSpec, step: Step) -> int:
     """Return `Plan.evaluation`, for a prompt that fills `data.max_length`."""
     recipe, config = spec.recipe, spec.model_config
     if recipe.eval is None:
@@ -199,14 +217,13 @@ def ready(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def problems(recipe: Recipe, world_size: int) -> list[str]:
+def problems(recipe: Recipe, world_size: int) -> list[Problem]:
     """Return the errors of `recipe` on `world_size` ranks, except for memory and the files that only a run reads."""
     errors = shapes(recipe, world_size)
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
-        errors.append(
-            "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow: plan "
-            "with parallel.cpu_offload=false, which needs more of the device"
-        )
+        text = "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow"
+        fix = "Plan with parallel.cpu_offload=false, which needs more memory of the device"
+        errors.append(Problem("parallel.cpu_offload", text, fix))
     return errors
 
 
@@ -216,11 +233,9 @@ def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     return changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
 
 
-def with_keys(spec: RunSpec, recipe: Recipe, sizes: Sizes) -> RunSpec:
+def with_keys(spec: PlanSpec, recipe: Recipe, sizes: Sizes) -> PlanSpec:
     """Return `spec` with the keys of `recipe`, on other sizes."""
-    other = copy(spec)
-    other.recipe, other.sizes = recipe, sizes
-    return other
+    return replace(spec, recipe=recipe, sizes=sizes)
 
 
 def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:

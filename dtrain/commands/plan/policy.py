@@ -17,6 +17,7 @@ from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, Phase
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedSdpa
+from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.memory.activation_offload import HostMemory
 from dtrain.memory.compilation import computes_again, is_selective_inside, obstacle
@@ -39,7 +40,6 @@ from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
 from dtrain.policy.teacher import Teacher, beside
-from dtrain.training.spec import RunSpec
 
 
 class PlannedPolicy(Policy):
@@ -47,7 +47,7 @@ class PlannedPolicy(Policy):
 
     scorer: "_TracedScorer"
 
-    def __init__(self, spec: RunSpec, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
+    def __init__(self, spec: PlanSpec, config: ModelConfig, mesh: Mesh, runtime: Runtime, tracer: Tracer):
         is_varlen = wants_varlen(spec.recipe, spec.precision, spec.world.device_type)
         # It is not tried out: the device is not here.
         self.kernel: Kernel = VarlenKernel() if is_varlen else PlannedSdpa(mesh.cp.get_local_rank(), mesh.cp.size())

@@ -38,7 +38,7 @@ def answer(arguments: Namespace) -> None:
         between=arguments.link_between * 1e9 if arguments.link_between else known.between,
     )
     if errors:
-        raise RecipeError(list(dict.fromkeys([*errors, *problems(ready(recipe), world_size)])))
+        raise RecipeError([*errors, *problems(ready(recipe), world_size)])
     with config.redacted_errors(recipe):
         begin, budget = recipe, arguments.memory and int(arguments.memory * 2**30)
         if arguments.search:

@@ -73,7 +73,6 @@ class ClosedForms:
     def __init__(self, plan: Plan):
         self.plan, recipe = plan, plan.spec.recipe
         self.precision = plan.spec.precision
-        assert plan.spec.model is not None
         self.fsdp = self._messages_of_fsdp(plan.spec.model)
         self.computes_again = recipe.train.activation_checkpointing == "full"
         self.held = plan.step.held * _shards(plan.spec.sizes)

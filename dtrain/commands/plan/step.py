@@ -34,6 +34,7 @@ from dtrain.commands.plan.images import is_packed, split, streams_of
 from dtrain.commands.plan.memory import LEFT_OUT, Phase
 from dtrain.commands.plan.planned_device import PlannedDevice, PlannedStream
 from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
+from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.tracer import Collective, Tracer
 from dtrain.data.images.reader import ImageReader
 from dtrain.memory.activation_offload import ON_THEIR_WAY
@@ -45,7 +46,6 @@ from dtrain.parallel.placement import local_bounds
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.config import PolicyConfig
 from dtrain.recipe import Sizes
-from dtrain.training.spec import RunSpec
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
 
@@ -66,7 +66,7 @@ class Trace:
     held: Counter[str]
 
 
-def trace_step(spec: RunSpec, config: ModelConfig, rank: int = 0) -> Trace:
+def trace_step(spec: PlanSpec, config: ModelConfig, rank: int = 0) -> Trace:
     """Trace a step of `spec` on the model of `config`, as rank `rank` of its world computes it. Nothing is sent: no
     other rank is in the process group.
 
@@ -125,7 +125,7 @@ def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
     return batch if images is None else batch | {"images": images}
 
 
-def images_of(spec: RunSpec, rows: int, device: str = "cpu") -> RowImages | None:
+def images_of(spec: PlanSpec, rows: int, device: str = "cpu") -> RowImages | None:
     """Return the images of so many planned rows, with pixels of zeros on `device`; None without images."""
     if not spec.row_images or (tower := spec.model_config.vision) is None:
         return None
@@ -134,7 +134,7 @@ def images_of(spec: RunSpec, rows: int, device: str = "cpu") -> RowImages | None
     return RowImages([torch.zeros(shape, device=device) for _ in range(rows)], [grids] * rows)
 
 
-def full_rows(method: Method, micro_batches: int, spec: RunSpec | None = None) -> list[Row]:
+def full_rows(method: Method, micro_batches: int, spec: PlanSpec | None = None) -> list[Row]:
     """Return a rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row
     of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
     masks are those of packing. spec: with the images of a row, for which every row has the streams."""
@@ -220,7 +220,7 @@ class Step:
         return self.parameters + self.gradients + self.state
 
 
-def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
+def plan_step(spec: PlanSpec, *, rank: int = 0, whole: bool = False) -> Step:
     """Return the step of rank `rank` in the world of `spec`, whose devices are of type cpu or cuda.
 
     whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
@@ -229,7 +229,7 @@ def plan_step(spec: RunSpec, *, rank: int = 0, whole: bool = False) -> Step:
     return plan_steps([spec], rank=rank, whole=whole)[0]
 
 
-def plan_steps(specs: Sequence[RunSpec], *, rank: int = 0, whole: bool = False) -> list[Step]:
+def plan_steps(specs: Sequence[PlanSpec], *, rank: int = 0, whole: bool = False) -> list[Step]:
     """Return the steps of `specs`, each as of `plan_step`, traced side by side."""
     cuts = [_cuts(spec, whole) for spec in specs]
     calls = [partial(trace_step, spec, cut, rank) for spec, own in zip(specs, cuts, strict=True) for cut in own]
@@ -241,12 +241,12 @@ def plan_steps(specs: Sequence[RunSpec], *, rank: int = 0, whole: bool = False) 
     return steps
 
 
-def traces_of(spec: RunSpec) -> int:
+def traces_of(spec: PlanSpec) -> int:
     """Return how many traces a step takes, as many processes side by side."""
     return len(_cuts(spec, whole=False))
 
 
-def _cuts(spec: RunSpec, whole: bool) -> list[ModelConfig]:
+def _cuts(spec: PlanSpec, whole: bool) -> list[ModelConfig]:
     """Return the model of `spec` with the numbers of layers that are traced: all of them, or two numbers."""
     config = spec.model_config
     layers, period = config.num_hidden_layers, _period(config.layer_types)

@@ -1,30 +1,29 @@
-"""Stages of `resolve`, a file each, in the order in which they resolve.
+"""Setup of a run: a module per topic, with everything that is asked about that topic.
 
-outputs      the run's directory, its metrics, its export, which saves it keeps
+outputs      the run's directory, its metrics, its export, the measure that its saves are kept by
 tokenizer    the tokenizer and the chat template
-model        precision, the model on meta, digests of what is read
+model        precision, the model on the meta device
 others       a reference, a teacher, a reward model
 adapter      the section `lora`
 code         what the recipe names by an import path or a command
 mesh         the mesh, and whether the batch and the models fit it
-optimizer    the optimizer on meta
-first_rows   the rows as a dry run looks at them
+optimizer    the optimizer on the meta device
 data         the rows of the splits
+first_rows   the rows as a dry run reads them
 evals        the sets of `eval`
-tower        the model anew with its vision tower, where rows have images
-sizes        the method and its section, the batch and the steps
+sizes        the batch, the method and the steps
 kernels      the kernels of attention
 schedule     the learning rate over the steps, and runs that would train nothing
-start        the checkpoint that the run goes on from
+start        the checkpoint that the run resumes, and the last step
 
-All that is asked about a topic is in its file. A stage has those of these functions that it needs:
+Every module has some of these functions:
 
-`check_keys`    problems of the recipe alone, a line each
-`check_models`  of the recipe with each model's config.json
-`check_files`   of weights' headers, tokenizers, first rows
-`notes`         lines for the user that are no mistakes, which `run.preflight.notes` collects
-`resolve`       fills fields of the `RunSpec`; returns whether the next stage has what it needs
+`check_keys`    checks the recipe only
+`check_models`  checks the recipe with each model's config.json
+`check_files`   checks headers of weights, tokenizers and first rows
+`notes`         returns lines for the user that are no mistakes
 
-`DryHost.check` calls the checks before any stage resolves, each kind on all stages before the next kind. A check
-therefore finds the spec as it is made, without what `resolve` fills.
+They take `RunInputs` and return problems; `training.checks` has the table of them. The other functions (`build`,
+`open_data`, `read_sets`, `decide`, `resolve`) return facts: frozen dataclasses such as `DataFacts`. `training.spec`
+and `training.dry_run` call them in order.
 """

@@ -120,8 +120,8 @@ def notes(inputs: RunInputs) -> list[str]:
     lowest, usual = inputs.method.adapter_rates
     if 0 < recipe.optimizer.lr < lowest:
         lines.append(
-            f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 times "
-            f"that of full fine-tuning is usual, such as optimizer.lr={usual}"
+            f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 "
+            f"times that of full fine-tuning is usual, such as optimizer.lr={usual}"
         )
     return lines
 

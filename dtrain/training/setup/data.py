@@ -219,7 +219,7 @@ def open_data(inputs: RunInputs, host: Host) -> DataFacts:
 
 
 def refuse_dropped_text(facts: DataFacts) -> None:
-    """Raise RecipeError if the chat template drops more than half of a split's text and the recipe does not allow it."""
+    """Raise RecipeError if the chat template drops more than half of a split's text, unless the recipe allows it."""
     if facts.recipe.data.allow_dropped_text:
         return
     for split, rows in facts.rows.items():

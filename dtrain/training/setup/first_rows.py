@@ -179,7 +179,8 @@ def _notes_on_rows_left_out(first: FirstRows, label: str, max_length: int) -> li
         num_cut += sum(full > length for full, length in zip(chunk.full, chunk.lengths, strict=True))
     if num_cut:
         lines.append(
-            f"{label}: {num_cut:,} documents of the first {first.num_rows:,} rows are cut to data.max_length={max_length}"
+            f"{label}: {num_cut:,} documents of the first {first.num_rows:,} rows are cut to "
+            f"data.max_length={max_length}"
         )
     return lines
 

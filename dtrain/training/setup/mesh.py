@@ -19,10 +19,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     problems, shape = mesh_problems(recipe, inputs.world.size)
     length, cp = recipe.data.max_length, recipe.parallel.cp
     if cp > 1 and 2 <= length < 2 * cp:  # some chunks would be only padding in every row
-        text = (
-            f"parallel.cp={cp} cuts a sequence into {2 * cp} chunks, and data.max_length={length} has fewer tokens than "
-            "that"
-        )
+        text = f"parallel.cp={cp} cuts a sequence into {2 * cp} chunks, and data.max_length={length} has fewer tokens"
         fix = f"Set data.max_length={2 * cp} or more, or parallel.cp={length // 2} or less"
         problems.append(Problem("parallel.cp", text, fix))
     is_decided_by_data = recipe.train.global_batch == "auto"

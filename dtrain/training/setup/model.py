@@ -55,7 +55,10 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Check config.json, and the keys that depend on the model's parts. Raises UserError for a file that is no model."""
+    """Check config.json, and the keys that depend on the model's parts.
+
+    Raises UserError if config.json is not of a model that dtrain can train.
+    """
     recipe, path = inputs.recipe, inputs.recipe.model.path
     is_on_hub = any(key == "model.path" for key, _, _ in model_ids(recipe))
     if not path or is_on_hub:

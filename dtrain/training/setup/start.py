@@ -180,11 +180,13 @@ def resolve(
         digests[f"{recipe.method}.reference"] = _start_identity(recipe, digests, start, needs_start)
     if start.weights is not None:
         host.on_first_rank("checkpoint.init_from", partial(_check_weights, inputs, recipe, start, digests, meta))
-    changes: list[str] | None = []
+    changes: list[str] = []
     if start.state is not None:
-        changes = host.attempt("checkpoint.resume", partial(_compare, inputs, data, sizes, start, digests, meta, host))
-        if changes is None:
+        compare = partial(_compare, inputs, data, sizes, start, digests, meta, host)
+        compared = host.attempt("checkpoint.resume", compare)
+        if compared is None:
             return None
+        changes = compared
     total_steps = recipe.train.steps
     if total_steps is None and "train" in data.rows:
         total_steps = _last_step_of_epochs(sizes, start, data)
