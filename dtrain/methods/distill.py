@@ -12,11 +12,11 @@ from torch import Tensor
 from dtrain.base.batch import Batch
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import at_least, shown
-from dtrain.base.run_context import RunContext
 from dtrain.data import Rows
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.methods.method import Method
+from dtrain.methods.run_context import RunContext
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher

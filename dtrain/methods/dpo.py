@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
 from dtrain.base.ranges import at_least, is_number, shown
-from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.preference.losses import (
     combined_preference_loss,
@@ -27,6 +26,7 @@ from dtrain.losses.preference.losses import (
 from dtrain.losses.preference.options import LOSSES, SFT, over_the_batch, problems
 from dtrain.methods.method import MethodWithReference
 from dtrain.methods.precompute import at_first_labels, reference_table
+from dtrain.methods.run_context import RunContext
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced, gather_rows
 from dtrain.policy.score import LogprobSource, Loss

@@ -21,12 +21,12 @@ from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, t
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.base.ranges import at_least
-from dtrain.base.run_context import RunContext
 from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.rows import pack, row_of
 from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference
+from dtrain.methods.run_context import RunContext
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
 from dtrain.policy.score import LogprobSource, Loss

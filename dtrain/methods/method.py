@@ -13,8 +13,8 @@ from dtrain.base.batch import Batch, collate
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import shown
 from dtrain.base.row_images import collate_with_images
-from dtrain.base.run_context import RunContext
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
+from dtrain.methods.run_context import RunContext
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.automatic import without_auto

@@ -34,7 +34,7 @@ from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
@@ -58,6 +58,7 @@ class Policy:
         mesh: The mesh. Every rank of it builds the policy.
         runtime: This rank and its device.
         build: Builds the sharded model from `build_model`'s arguments.
+        precision: The dtypes of the model. None: those that the recipe means on this device.
 
     Attributes:
         model: The model, sharded over `mesh`.
@@ -89,12 +90,15 @@ class Policy:
         mesh: Mesh,
         runtime: Runtime,
         build: Callable[..., CausalLM] = build_model,
+        precision: Precision | None = None,
     ):
         self.runtime = runtime
         rank, device = self.rank, self.device = runtime.rank, runtime.device
         recipe = without_auto(recipe, mesh.dp_size)
         self.recipe, self.mesh = recipe, mesh
-        self.precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
+        if precision is None:
+            precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
+        self.precision = precision
         model = self.model = build(recipe, config, mesh, self.precision, device)
         self.sharding = Sharding(model)
         self.scorer = Scorer(model, mesh, device)

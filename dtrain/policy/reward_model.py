@@ -1,7 +1,6 @@
 """A reward model beside the policy: another model, frozen, on the policy's mesh, that rates texts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, collate, document_ids, rows_in
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import LARGEST_REWARD
-from dtrain.data import Tokenizer
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.data.text.template import choose_template
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.read_config import read_config
 from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.batching import DynamicShapes, gather_rows, micro_batches
 from dtrain.policy.build import build_model
@@ -30,15 +27,13 @@ class RewardModel:
     the policy's will do. Its weights lie on the mesh as a teacher's do. Raises UserError where it cannot be read.
     """
 
-    def __init__(self, policy: Policy, path: str, build: Callable[..., CausalLM] = build_model):
-        self._policy, config = policy, read_config(path, labels=0)
-        self.model = beside(policy, path, config, build)
+    def __init__(self, policy: Policy, source: ModelDirectory, build: Callable[..., CausalLM] = build_model):
+        self._policy, config = policy, source.config
+        self.model = beside(policy, str(source.path), config, build)
         self._sharding = Sharding(self.model)
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
         self._pad, recipe = config.pad_token_id, policy.recipe
-        tokenizer = Tokenizer.from_directory(path)
-        template = choose_template(Path(path), tokenizer, None)
-        self._encoder = PairEncoder(tokenizer, template, max_length=config.max_position_embeddings)
+        self._encoder = PairEncoder(source.tokenizer, source.template, max_length=config.max_position_embeddings)
         self._batching = DynamicShapes(recipe.train.micro * recipe.data.max_length)
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:

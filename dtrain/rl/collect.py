@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunContext
 from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.formats.formats import read_tools
 from dtrain.data.rows.rows import Placement
@@ -23,6 +22,7 @@ from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Request, RolloutEngine, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
+from dtrain.methods.run_context import RunContext
 from dtrain.policy import Policy
 from dtrain.policy.reward_model import RewardModel
 from dtrain.recipe.rollouts import RolloutSection, Sampling

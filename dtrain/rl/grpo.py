@@ -13,13 +13,13 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import at_least, is_number
-from dtrain.base.run_context import RunContext, RunLog
-from dtrain.data import Cursor, GlobalBatch, Rows, Tokenizer
+from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
 from dtrain.methods.method import MethodWithReference
+from dtrain.methods.run_context import RunContext, RunLog
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.batching import gather_rows
@@ -243,13 +243,15 @@ class GrpoMethod(MethodWithReference):
         self.refuse_device(policy.device)
         if self.needs_reference():
             self.keep_reference(policy)
-        tokenizer = Tokenizer.from_directory(self.recipe.model.directory)
+        tokenizer = run.source.tokenizer
         self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section)
         engine = open_engine(section, policy, tokenizer, run)
         rewards = open_rewards(section, run)
-        rates = None if section.reward_model.path is None else RewardModel(policy, section.reward_model.path)
-        episodes = open_episodes(section, self.recipe.data, tokenizer, run)
+        rates = None
+        if section.reward_model.path is not None:
+            rates = RewardModel(policy, run.others["grpo.reward_model.path"])
+        episodes = open_episodes(section, self.recipe.data, run)
         length, seed = self.recipe.data.max_length, self.recipe.run.seed
         sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop, episodes)
         self.source.data = splits["train"]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunContext
-from dtrain.data import Cursor, Rows, Tokenizer
+from dtrain.data import Cursor, Rows
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
+from dtrain.methods.run_context import RunContext
 from dtrain.policy import Policy
 from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
 from dtrain.rl.rollouts import Buffer, Rollouts
@@ -183,7 +183,7 @@ class OnPolicyDistillMethod(DistillMethod):
 def open_student(method: OnPolicyDistillMethod, policy: Policy, rows: Rows, run: RunContext) -> StudentCollector:
     """Return the collector of the method's rollouts, to prompts of `rows`, by the native engine. Collective."""
     recipe, section = method.recipe, method.section
-    tokenizer = Tokenizer.from_directory(recipe.model.directory)
+    tokenizer = run.source.tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     engine = NativeEngine(policy, decode=decode, say=run.metrics.say)
     length, seed = recipe.data.max_length, recipe.run.seed

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.data import Rows
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.precision import Precision, choose_precision
@@ -29,7 +30,7 @@ from dtrain.training import resume
 from dtrain.training.directory import RunDirectory
 from dtrain.training.eval_sets import EvalFacts
 from dtrain.training.host import Host
-from dtrain.training.inputs import ModelDirectory, RunInputs, World
+from dtrain.training.inputs import RunInputs, World
 from dtrain.training.metrics import Recorder
 from dtrain.training.resume import Start
 from dtrain.training.setup import data as data_setup
@@ -54,6 +55,7 @@ class RunSpec:
         world: The processes.
         run: The run's directory.
         source: The directory of model.path.
+        others: The directories of the method's other models, by key.
         method: The method of `recipe`.
         precision: Dtypes of the weights and of the computation.
         model_config: The config of the model, with its vision tower if the data have images.
@@ -75,6 +77,7 @@ class RunSpec:
     world: World
     run: RunDirectory
     source: ModelDirectory
+    others: Mapping[str, ModelDirectory]
     method: "Method"
     precision: Precision
     model_config: ModelConfig
@@ -156,6 +159,7 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
         world=inputs.world,
         run=inputs.run,
         source=inputs.source,
+        others=inputs.others,
         method=decided.method,
         precision=precision,
         model_config=inputs.model_config(has_images),

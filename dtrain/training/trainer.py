@@ -29,13 +29,13 @@ from dtrain import recipe as config
 from dtrain.base.errors import NOTHING_LOST, Interrupted, Stopped, Unavailable, UserError
 from dtrain.base.files import replace_text
 from dtrain.base.problems import RecipeError
-from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.origin import run_of
 from dtrain.checkpoint.dcp.retention import Patience, Retention
 from dtrain.checkpoint.dcp.space import bytes_of, free_bytes, saves_at_once, shown_bytes, space_line
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
+from dtrain.methods.run_context import RunContext
 from dtrain.models.common.flops import text_flops
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
@@ -122,7 +122,7 @@ class Trainer:
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.longest_row())
-        self.policy = Policy(recipe, spec.model_config, mesh, runtime, build)
+        self.policy = Policy(recipe, spec.model_config, mesh, runtime, build, spec.precision)
         self._text_flops = text_flops(self.policy.model)
         self.policy.init_optimizer(self.total_steps)
         self.saver, self.patience = self._open_saver()
@@ -379,7 +379,15 @@ class Trainer:
         def ask_stop() -> bool:
             return self.runtime.stop.signum != 0
 
-        return RunContext(self.metrics, self.run.path, self.identities, self._stack, ask_stop)
+        return RunContext(
+            metrics=self.metrics,
+            path=self.run.path,
+            identities=self.identities,
+            source=self.spec.source,
+            others=self.spec.others,
+            stack=self._stack,
+            ask_stop=ask_stop,
+        )
 
     def _tell_space(self) -> None:
         """Report what the run's saves take and what is free, after the update that makes the optimizer's state."""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtrain.data.images.processor import Layout
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy.precision import Precision
 from dtrain.recipe import Recipe, Sizes
-from dtrain.training.inputs import ModelDirectory, World
+from dtrain.training.inputs import World
 
 if TYPE_CHECKING:
     from dtrain.methods import Method

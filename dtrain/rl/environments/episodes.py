@@ -10,14 +10,14 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunContext
 from dtrain.data import Tokenizer
 from dtrain.data.formats.formats import read_tool_calls
 from dtrain.data.text.call_form import QUESTION
 from dtrain.data.text.replies import REPLY, Replies
-from dtrain.data.text.template import ChatTemplate, choose_template
+from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
+from dtrain.methods.run_context import RunContext
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.recipe.schema import Data
 from dtrain.rl.environments.stepping import EnvironmentReply, Environments, Observation, Turn
@@ -162,14 +162,13 @@ class Episodes:
         return samples
 
 
-def open_episodes(section: RolloutSection, data: Data, tokenizer: Tokenizer, run: RunContext) -> Episodes | None:
+def open_episodes(section: RolloutSection, data: Data, run: RunContext) -> Episodes | None:
     """Open the environments of `section`, or its tools, in their own process, on rank 0 alone; the run closes it. None
     where it has neither. Collective. Raises UserError."""
     if not section.has_episodes:
         return None
     library = section.verifiers
-    template_options = (data.chat_template, data.template_kwargs, data.special_tokens)
-    template = choose_template(tokenizer.directory, tokenizer, *template_options)
+    tokenizer, template = run.source.tokenizer, run.source.template
     tools = tool_schemas(section.tools) if section.tools else []
     calls = learn_tool_format(template, [schema for _, schema in tools]) if tools else None
     ranks = Ranks()

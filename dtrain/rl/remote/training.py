@@ -11,9 +11,9 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import adapted_layers
 from dtrain.base.errors import Interrupted, Unavailable, UserError
 from dtrain.base.ranks import Ranks
-from dtrain.base.run_context import RunContext
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
+from dtrain.methods.run_context import RunContext
 from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection

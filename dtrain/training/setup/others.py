@@ -9,9 +9,10 @@ from dtrain.base.model_directory import TOKENIZER, is_adapter_directory
 from dtrain.base.problems import Problem, problems_in
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.training.hub_files import model_ids
-from dtrain.training.inputs import ModelDirectory, RunInputs
+from dtrain.training.inputs import RunInputs
 from dtrain.training.registry import REWARD_MODEL, TEACHER
 from dtrain.training.setup.mesh import mesh_problems_of
 from dtrain.training.setup.model import weight_problems

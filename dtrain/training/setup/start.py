@@ -16,13 +16,14 @@ from dtrain.base.ranges import beside, hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data import Cursor
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.shapes import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import BEST
 from dtrain.training import model_keys, recipe_keys, resume
 from dtrain.training.host import Host
-from dtrain.training.inputs import ModelDirectory, RunInputs
+from dtrain.training.inputs import RunInputs
 from dtrain.training.resume import Start
 from dtrain.training.setup.data import DataFacts
 from dtrain.training.setup.model import MetaModel
