@@ -23,7 +23,7 @@ from dtrain.launch.place import RankPlace
 from dtrain.launch.reports import OutOfMemory, Report, log_file
 from dtrain.launch.signals import on_signals
 from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, open_keys, value_of, with_compile
+from dtrain.recipe.automatic import AUTO, COMPILE, as_overrides, changed, choose_compile, open_keys, value_of
 from dtrain.training import method_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def run_rank(
     with ExitStack() as stack:
         attempt = place.attempt if meeting is None else meeting.attempt
         recipe = resumed(job.recipe) if attempt else job.recipe
-        recipe, lines = choose_compile(recipe, device)
+        recipe, lines = resolve_compile(recipe, device)
         plan = start_plan(recipe, job, place, device, stack)
         store = open_store(place, meeting)
         use_interfaces(recipe, job, place, device, stack)
@@ -146,17 +146,19 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def choose_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a value for `train.compile`, and a line that says why on CUDA."""
-    chosen = with_compile(recipe, device.type)
-    if device.type != "cuda" or value_of(recipe, COMPILE) != AUTO:
+def resolve_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with a value for `train.compile`, and a line that says why on CUDA.
+
+    The plan and the trainer read the value, so both compile or neither.
+    """
+    if value_of(recipe, COMPILE) != AUTO:
+        return recipe, ()
+    choice = choose_compile(recipe, device.type)
+    chosen = changed(recipe, {COMPILE: choice.value})
+    if device.type != "cuda":
         return chosen, ()
-    is_compiled = value_of(chosen, COMPILE)
-    (value,) = as_overrides({COMPILE: is_compiled})
-    why = f"Triton and a C compiler are {'' if is_compiled else 'not both '}installed"
-    if chosen.run.deterministic:
-        why = "run.deterministic=true"
-    return chosen, (f"{value} (auto): {why}",)
+    (setting,) = as_overrides({COMPILE: choice.value})
+    return chosen, (f"{setting} (auto): {choice.reason}",)
 
 
 def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.device", stack: ExitStack) -> StartedPlan:

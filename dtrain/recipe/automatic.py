@@ -6,7 +6,7 @@ one of them. `train.compile`, which rounds otherwise, the kind of device decides
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -79,13 +79,43 @@ def without_auto(config: Config, dp: int = 1) -> Config:
     return changed(config, values)
 
 
-def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
-    """Return `config` with a value in place of `auto` for `train.compile` on devices of a type, of this machine or of
-    one that has what it takes."""
+@dataclass(frozen=True)
+class CompileChoice:
+    """The value of `train.compile=auto`.
+
+    Attributes:
+        value: Whether layers are compiled.
+        reason: Why, for the terminal.
+    """
+
+    value: bool
+    reason: str
+
+
+def choose_compile(config: Config, device_type: str, is_here: bool = True) -> CompileChoice:
+    """Decide whether layers are compiled with `train.compile=auto`.
+
+    Args:
+        config: The recipe.
+        device_type: "cuda" or "cpu".
+        is_here: Whether the devices are on this machine, whose compilers can be examined. Other machines are taken to
+            have compilers.
+    """
+    if device_type != "cuda":
+        return CompileChoice(False, "no CUDA device")
+    if config.run.deterministic:  # type: ignore[attr-defined]
+        return CompileChoice(False, "run.deterministic=true")
     has_compilers = find_spec("triton") is not None and any(map(shutil.which, C_COMPILERS))
-    is_able = device_type == "cuda" and (has_compilers or not is_here)
-    is_able &= not config.run.deterministic  # type: ignore[attr-defined]
-    return changed(config, {COMPILE: is_able}) if value_of(config, COMPILE) == AUTO else config
+    if is_here and not has_compilers:
+        return CompileChoice(False, "Triton and a C compiler are not both installed")
+    return CompileChoice(True, "Triton and a C compiler are installed")
+
+
+def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
+    """Return `config` with the value of `choose_compile` if `train.compile` is auto."""
+    if value_of(config, COMPILE) != AUTO:
+        return config
+    return changed(config, {COMPILE: choose_compile(config, device_type, is_here).value})
 
 
 def largest_divisor(number: int, limit: int) -> int:
