@@ -77,7 +77,7 @@ def place_masters(model: CausalLM, recipe: PolicyConfig, precision: Precision, d
     """Move the masters of `model` to the host with `parallel.optimizer_offload` on CUDA, unless layers compute in their
     dtype. No collective."""
     if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
-        from dtrain.parallel.host_masters import keep_on_host
+        from dtrain.memory.host_masters import keep_on_host
 
         keep_on_host(model, precision.compute)
 

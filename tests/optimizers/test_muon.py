@@ -9,7 +9,7 @@ from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
 from dtrain.optim.muon import is_matrix
-from dtrain.optim.update import build_optimizer
+from dtrain.policy.optimizer import build_optimizer
 from dtrain.recipe import schema
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES

@@ -7,7 +7,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import Range, is_finite, shown
-from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
+from dtrain.policy.optimizer import NAMES, UNSHARDED_ONLY, build_optimizer, cannot_step_shards, is_torchs
 from dtrain.recipe.schema import OPTIMIZERS
 from dtrain.training.host import Host
 from dtrain.training.setup.code import unknown_name
@@ -135,5 +135,5 @@ def build(spec: RunSpec) -> None:
         return
     spec.optimizer = build_optimizer(section, model.named_parameters(), spec.recipe.run.seed)
     is_mixed = spec.precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-    if (spec.world.size > 1 or is_mixed) and isinstance(spec.optimizer, WHOLE_PARAMETERS_ONLY):
+    if (spec.world.size > 1 or is_mixed) and isinstance(spec.optimizer, UNSHARDED_ONLY):
         raise UserError(cannot_step_shards(section.name))
