@@ -1,8 +1,11 @@
 """Building of a recipe's optimizer.
 
-This is the one place that attaches the optional parts of `memory/` to the update of a step: `LowBitAdam` for low-bit
-moments, bfloat16 weights or state in host memory, and `GradientSums` for bfloat16 gradients. They are imported only by
-recipes that use them. A plain recipe is stepped by torch's own class.
+This is the one place that attaches the optional parts of `memory/` to the update of a step. They are imported only for
+recipes that use them; a plain recipe is stepped by torch's own class.
+
+    LowBitAdam          low-bit moments, bfloat16 weights, or optimizer state in host memory
+    host_masters        float32 weights in host memory next to that state
+    GradientSums        bfloat16 gradients that are reduced after each micro-batch
 """
 
 import inspect
@@ -106,6 +109,28 @@ def build_gradient_sums(
     from dtrain.memory.gradient_sums import GradientSums  # optional
 
     return GradientSums(named_parameters, recipe.run.seed)
+
+
+def offloads_optimizer(recipe: PolicyConfig, device: torch.device) -> bool:
+    """Check whether the optimizer's state is in pinned host memory. On a CPU it is in host memory anyway."""
+    return bool(recipe.parallel.optimizer_offload) and device.type == "cuda"
+
+
+def place_masters(model: nn.Module, recipe: PolicyConfig, precision: Precision, device: torch.device) -> None:
+    """Move float32 weights to host memory, if the optimizer's state is there and layers compute in another dtype.
+
+    No collective.
+
+    Args:
+        model: The sharded model, before its first forward.
+        recipe: The recipe.
+        precision: The dtypes of the model.
+        device: Device of the layers.
+    """
+    if offloads_optimizer(recipe, device) and precision.master != precision.compute:
+        from dtrain.memory.host_masters import keep_on_host  # optional
+
+        keep_on_host(model, precision.compute)
 
 
 def cannot_step_shards(name: str) -> str:

@@ -34,7 +34,7 @@ from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
-from dtrain.policy.optimizer import build_gradient_sums, build_optimizer
+from dtrain.policy.optimizer import build_gradient_sums, build_optimizer, offloads_optimizer
 from dtrain.policy.precision import choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
@@ -103,7 +103,7 @@ class Policy:
         self.sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
         self._unread: list[Totals] = []  # of the steps since the last update
-        is_on_host = bool(recipe.parallel.optimizer_offload) and device.type == "cuda"  # the optimizer's state
+        is_on_host = offloads_optimizer(recipe, device)
         self.gradient_device = device if is_on_host else None
         self.checkpoint = PolicyCheckpoint(
             model,

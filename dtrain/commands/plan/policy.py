@@ -33,9 +33,9 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
+from dtrain.policy.build import keep_for_backward, lay_out, wants_varlen
 from dtrain.policy.config import PolicyConfig
-from dtrain.policy.optimizer import build_optimizer
+from dtrain.policy.optimizer import build_optimizer, place_masters
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
