@@ -118,20 +118,26 @@ class Muon(ShardOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
         """Step every parameter that has a gradient."""
+        # AdamW's parameters come first. The order in which states are made is their order in a checkpoint's file.
+        for parameter, group in self._with_gradients(is_matrix_group=False):
+            shard, name = self._shards[parameter], self._names[parameter]
+            adam_step(parameter, self.state[parameter], group, shard, name, self._seed)
         matrices: list[_Matrix] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, shard, name = self.state[parameter], self._shards[parameter], self._names[parameter]
-                if "momentum" in group:
-                    matrices.append(_Matrix(parameter, state, group, shard, name, _process_groups(parameter)))
-                else:
-                    adam_step(parameter, state, group, shard, name, self._seed)
+        for parameter, group in self._with_gradients(is_matrix_group=True):
+            shard, name = self._shards[parameter], self._names[parameter]
+            matrices.append(_Matrix(parameter, self.state[parameter], group, shard, name, _process_groups(parameter)))
         turns: dict[str, int] = {}
         remaining = iter(matrices)
         while wave := _next_wave(remaining):
             self._step_wave(wave, turns)
+
+    def _with_gradients(self, *, is_matrix_group: bool) -> Iterator[tuple[nn.Parameter, Group]]:
+        """Yield the parameters that have a gradient, of the groups of matrices or of the other groups."""
+        for group in self.param_groups:
+            if ("momentum" in group) == is_matrix_group:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        yield parameter, group
 
     def _step_wave(self, wave: list["_Matrix"], turns: dict[str, int]) -> None:
         """Step the matrices of a wave.
