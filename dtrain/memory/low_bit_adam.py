@@ -17,7 +17,8 @@ from dtrain.memory.host_masters import HostMaster
 from dtrain.memory.low_bit_states import BLOCK_SIZE, MOMENT_STORAGE, Int8Moment, PlainMoment, kind_of, read, write
 from dtrain.memory.optimizer_offload import StateOffloader, ring_bytes
 from dtrain.optim.adam import MOMENTS, AdamScalars, adam_scalars, adam_update
-from dtrain.optim.local_shard import MAX_SLICE_ELEMENTS, LocalShard, ShardOptimizer, StateLocation
+from dtrain.optim.local_shard import MAX_SLICE_ELEMENTS, LocalShard
+from dtrain.optim.shard_optimizer import ShardOptimizer, StateLocation
 from dtrain.optim.stochastic_rounding import (
     BitPositions,
     bit_positions,

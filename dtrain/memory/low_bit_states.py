@@ -26,7 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.optim.local_shard import LocalShard, StateLocation
+from dtrain.optim.local_shard import LocalShard
+from dtrain.optim.shard_optimizer import StateLocation
 from dtrain.optim.stochastic_rounding import round_bfloat16
 
 BLOCK_SIZE = 256

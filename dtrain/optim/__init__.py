@@ -3,6 +3,7 @@
     update                  parameter groups, schedules, and the update of a step
     adam                    the update of AdamW and Adam as functions
     muon                    Muon for matrices, with AdamW for everything else
+    shard_optimizer         interface of optimizers that step local shards
     local_shard             a rank's shard of a parameter as rows and columns of a matrix
     stochastic_rounding     rounding to bfloat16 by random bits that are the same on every mesh
 

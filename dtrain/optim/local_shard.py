@@ -22,11 +22,9 @@ rows are 1, 2, 6 and 7 of the full matrix.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dtrain.parallel.placement import cut_by, local_bounds, local_tensor
 
@@ -140,27 +138,3 @@ class LocalShard:
         rows_per_slice = max(1, num_elements // max(self.num_columns, min_row_elements))
         for start in range(0, self.local_rows, rows_per_slice):
             yield slice(start, min(start + rows_per_slice, self.local_rows))
-
-
-class StateLocation(NamedTuple):
-    """Where a rank's part of a state tensor is in the tensor of all ranks.
-
-    Attributes:
-        global_size: Size of the tensor of all ranks.
-        offsets: Indices in it at which this rank's part begins.
-    """
-
-    global_size: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-class ShardOptimizer(Optimizer):
-    """Interface of dtrain's own optimizers, which step local shards as plain tensors.
-
-    `checkpoint.dcp` queries where a state tensor is in that of all ranks. `dtrain plan` lets such an optimizer step
-    DTensors without memory, but replaces them by plain tensors for torch's classes, which would take minutes.
-    """
-
-    def state_location(self, parameter: Tensor, key: str) -> StateLocation | None:
-        """Return where the state tensor `key` of `parameter` is. None: where the parameter's local shard is."""
-        return None

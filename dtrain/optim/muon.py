@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from dtrain.base.fused import Fused
 from dtrain.optim.adam import adam_step
-from dtrain.optim.local_shard import LocalShard, ShardOptimizer
+from dtrain.optim.local_shard import LocalShard
+from dtrain.optim.shard_optimizer import ShardOptimizer
 from dtrain.optim.stochastic_rounding import (
     BitPositions,
     bit_positions,

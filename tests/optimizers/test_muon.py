@@ -89,6 +89,18 @@ def test_matrices_by_the_formulas_and_the_rest_by_adamw(nesterov, scale):
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-13)
 
 
+def test_embeddings_and_vectors_in_bfloat16_have_the_bits_of_adamw():
+    """bfloat16 weights are rounded at random, by the same bits under both optimizers."""
+    shapes = {"embed_tokens": (50, 24), "norm": (24,)}
+    found = []
+    for section in (schema.Optimizer(name="muon", adam_lr=1e-3), schema.Optimizer(name="adamw", lr=1e-3)):
+        torch.manual_seed(0)
+        named = {name: nn.Parameter(torch.randn(shape).bfloat16()) for name, shape in shapes.items()}
+        found.append(move(named, [build_optimizer(section, named.items(), seed=3)]))
+    for name, weights_of_muon in found[0].items():
+        assert torch.equal(weights_of_muon, found[1][name]), name
+
+
 def test_torchs_own_class_takes_these_steps_in_bfloat16():
     section = schema.Optimizer(name="muon", lr=0.02, weight_decay=0.1)
     mine, torchs = ({name: one for name, one in sample().items() if name in ("up", "down")} for _ in range(2))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
-from dtrain.optim.local_shard import ShardOptimizer
+from dtrain.optim.shard_optimizer import ShardOptimizer
 from dtrain.parallel.placement import local_tensor
 
 SCORE = "model.score.weight"  # of a model that rates texts: a language model has none

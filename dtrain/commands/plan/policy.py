@@ -27,7 +27,7 @@ from dtrain.methods.method import MethodWithReference
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
-from dtrain.optim.local_shard import ShardOptimizer
+from dtrain.optim.shard_optimizer import ShardOptimizer
 from dtrain.parallel.fsdp import MasterTensor, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
