@@ -110,11 +110,15 @@ class LowBitAdam(ShardOptimizer):
         )
 
     def ring_bytes(self) -> int:
-        """Return the bytes on the device that a step with the present gradients takes for state in host memory."""
+        """Return the bytes on the device that a step takes for state in host memory.
+
+        For `dtrain plan`, in place of a step: it allocates the state of the parameters that have gradients and counts a
+        step, but updates nothing.
+        """
         return ring_bytes(each.state for each in self._slices())
 
     def _slices(self) -> list["_Slice"]:
-        """Begin a step, and return the slices of all parameters that have gradients."""
+        """Count a step, allocate state that is missing, and return the slices of parameters that have gradients."""
         slices: list[_Slice] = []
         for group in self.param_groups:
             for parameter in group["params"]:
