@@ -23,7 +23,8 @@ from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.losses.head import filtered, kl, logprobs, topk, weighted_sum
-from dtrain.optim import adam, muon, sums
+from dtrain.memory import gradient_sums, low_bit_adam
+from dtrain.optim import muon
 from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe, write_model
 
@@ -52,7 +53,7 @@ def stepped(shape, state, dtype, device="cpu", decoupled=True):
     torch.manual_seed(0)
     weight = nn.Parameter((torch.randn(shape) * 0.1).to(dtype).to(device))
     options = {"names": {weight: "w"}, "seed": 0, "state": state, "lr": 1e-3, "decoupled": decoupled}
-    optimizer = adam.LowBitAdam([{"params": [weight], "weight_decay": 0.1}], **options)
+    optimizer = low_bit_adam.LowBitAdam([{"params": [weight], "weight_decay": 0.1}], **options)
     for step in range(3):
         torch.manual_seed(step)
         weight.grad = (torch.randn(shape) * 0.01).to(dtype).to(device)
@@ -73,7 +74,7 @@ def test_a_compiled_step_in_few_bits_has_the_same_bits(compile_here):
     shape, state = CASES[0]
     expected = stepped(shape, state, torch.bfloat16)
     before = generated.generated_kernel_count
-    compile_here(adam._step)
+    compile_here(low_bit_adam._step_rows)
     assert_equal(stepped(shape, state, torch.bfloat16), expected)
     stepped((2 * shape[0], shape[1]), state, torch.bfloat16)  # other rows are no other kernel
     assert 0 < generated.generated_kernel_count - before <= 11
@@ -241,7 +242,7 @@ def rounded(matrix, gradients):
     weight = nn.Parameter(matrix.clone())
     optimizer = muon.Muon([{"params": [weight], "weight_decay": 0.1}], names={weight: "w"}, lr=0.02, seed=3)
     summed = nn.Parameter(matrix.clone())
-    adding = sums.GradientSums([("w", summed)], 5)
+    adding = gradient_sums.GradientSums([("w", summed)], 5)
     for number, gradient in enumerate(gradients):
         weight.grad = gradient.clone()
         optimizer.step()
@@ -257,7 +258,7 @@ def test_compiled_steps_of_muon_and_sums_of_gradients_are_one_kernel_and_have_th
     torch.manual_seed(0)
     matrix, *gradients = (torch.randn(64, 512).bfloat16() for _ in range(4))
     expected, before = rounded(matrix, gradients), generated.generated_kernel_count
-    compile_here(muon._average, muon._step, sums._add)
+    compile_here(muon._update_momentum, muon._step_rows, gradient_sums._add)
     assert_equal(rounded(matrix, gradients), expected)
     assert generated.generated_kernel_count - before == 3
 
@@ -267,7 +268,7 @@ def test_what_cannot_be_compiled_runs_as_written_and_is_said_once(compile_here):
         raise ValueError("no such kernel")
 
     expected = stepped(*CASES[1], torch.bfloat16)
-    compile_here(adam._step, backend=broken)
+    compile_here(low_bit_adam._step_rows, backend=broken)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert_equal(stepped(*CASES[1], torch.bfloat16), expected)
@@ -279,7 +280,7 @@ def on_card(rank):
     torch.compile = partial(torch.compile, backend="aot_eager")
     compiled.has_triton = lambda: True
     held = stepped(*CASES[1], torch.bfloat16, "cuda")
-    return [tensor.tolist() for tensor in held], adam._step.compiles(torch.zeros(1).cuda())
+    return [tensor.tolist() for tensor in held], low_bit_adam._step_rows.compiles(torch.zeros(1).cuda())
 
 
 def test_a_card_compiles_its_steps_and_keeps_the_bits():

@@ -26,7 +26,23 @@ EXCEPTIONS = {
     ("parallel/__init__.py", "policy"),
     ("parallel/context/__init__.py", "attention"),
 }
-NOT_FOR_SFT = ("rl", "inference", "commands/chat", "commands/eval", "commands/plan", "commands/push", "commands/report")
+OPTIONAL_OPTIMIZERS = (
+    "optim/muon",
+    "memory/low_bit",
+    "memory/optimizer_offload",
+    "memory/host_masters",
+    "memory/gradient_sums",
+)
+NOT_FOR_SFT = (
+    "rl",
+    "inference",
+    "commands/chat",
+    "commands/eval",
+    "commands/plan",
+    "commands/push",
+    "commands/report",
+    *OPTIONAL_OPTIMIZERS,
+)
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """

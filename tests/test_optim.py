@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, SequentialLR
 
 from dtrain.base.errors import UserError
-from dtrain.optim.update import OPTIMIZERS, SCHEDULES, build_optimizer, build_scheduler
+from dtrain.optim.update import SCHEDULES, build_scheduler
+from dtrain.policy.optimizer import OPTIMIZERS, build_optimizer
 from dtrain.recipe import schema
 from tests.world import run_world
 

@@ -1,14 +1,20 @@
-"""Activations in host memory: what layers keep for the backward goes there beside the forward, and comes back ahead of
-it.
+"""Activations in host memory between forward and backward.
 
-Autograd's hooks of saved tensors around each layer see what it keeps: under activation checkpointing its inputs.
-Storages move whole, each once however many tensors are views of it. Parameters stay, small storages, and what a layer
-is handed beside its hidden states, for other layers read it too; so does what the last layer keeps, which is wanted
-first.
+The tensors that a layer saves for the backward are copied to the host while later layers compute, and are copied back
+while the backward of later layers computes. autograd's hooks of saved tensors see them. Under activation checkpointing
+they are the layer's inputs. For example, in a model with 4 layers:
 
-On CUDA the copies have two streams of their own, out and in. A storage on its way out is let go of when later layers
-are done; what computes waits for the copy there, so that the memory is free to it. When the backward comes to a layer,
-what the layer before it keeps is fetched.
+    forward of layer 1    its tensors begin to move to the host
+    forward of layer 3    at its end layer 1's tensors are freed on the device: at most 2 layers are on their way
+    forward of layer 4    its tensors stay on the device, because the backward needs them first
+    backward of layer 4   layer 3's tensors begin to move back
+    backward of layer 3   layer 2's tensors begin to move back
+
+A storage moves as one piece, once, however many saved tensors are views of it. Parameters stay on the device, and so do
+small storages and the tensors that a layer receives besides its hidden states, because other layers read them too.
+
+On CUDA the copies run on two streams of their own, one in each direction. Before the memory of a copied storage is used
+again, the computing stream waits for the copy.
 """
 
 import weakref
@@ -24,13 +30,23 @@ from dtrain.base.torch_functions import in_backward
 from dtrain.models.common.micro_batch import LayerContext
 from dtrain.parallel.placement import local_tensor
 
-SMALL = 2**14  # bytes of a storage that stays
-ON_THEIR_WAY = 2  # layers whose storages may be on their way out
+SMALL = 2**14
+"""Bytes; smaller storages stay on the device."""
+
+ON_THEIR_WAY = 2
+"""Layers whose storages may be on their way to the host at a time."""
 
 
 class HostMemory:
-    """Buffers of host memory, and the copies to them and back, of a device whose copies the host waits for. bytes: of
-    all buffers; copied: out and back so far; is_given_back: free buffers make room for those of other sizes."""
+    """Host memory for the activations of a device, and the copies to it and back.
+
+    This class is for a CPU, where a copy is done when the function returns. Buffers are used again.
+
+    Attributes:
+        bytes: Bytes of all buffers.
+        copied: Bytes that were copied so far, in both directions.
+        is_given_back: Whether free buffers are released if a buffer of another size is needed.
+    """
 
     is_given_back = True
 
@@ -39,18 +55,34 @@ class HostMemory:
         self._free: dict[int, deque[Tensor]] = {}  # by size
 
     def moves(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` [..] lies on the device."""
+        """Check whether a tensor is on the device, and not on the host already."""
         return True
 
     def send(self, flat: Tensor) -> Tensor:
-        """Return a buffer that the bytes `flat` [n], uint8 on the device, are on their way to."""
+        """Begin to copy bytes to the host.
+
+        Args:
+            flat: uint8 [n] on the device.
+
+        Returns:
+            The buffer, uint8, of n bytes or more.
+        """
         buffer = self._take(flat.numel())
         self.copied += flat.numel()
         self.copy(buffer[: flat.numel()], flat)
         return buffer
 
     def fetch(self, buffer: Tensor, size: int, device: torch.device) -> Tensor:
-        """Return memory of `device`, [size] uint8, that the bytes of `buffer` are on their way to; it is free then."""
+        """Begin to copy bytes back to the device, and mark their buffer as free.
+
+        Args:
+            buffer: Buffer that `send` returned.
+            size: Number of bytes.
+            device: The device.
+
+        Returns:
+            uint8 [size] on the device.
+        """
         self.copied += size
         flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.copy(flat, buffer[:size])
@@ -58,12 +90,14 @@ class HostMemory:
         return flat
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back, for other bytes."""
+        """Mark a buffer as free. Copies from it that have begun end before others to it."""
         self._free.setdefault(buffer.numel(), deque()).append(buffer)
 
     def _take(self, size: int) -> Tensor:
+        """Return a free or new buffer of `size` bytes or more."""
         size = self.taken(size)
-        if free := self._free.get(size):
+        free = self._free.get(size)
+        if free:
             return free.pop()
         if self.is_given_back:
             for others in self._free.values():
@@ -73,28 +107,36 @@ class HostMemory:
         return self.new(size)
 
     def taken(self, size: int) -> int:
-        """Return the size of the buffer for `size` bytes."""
+        """Return the size of a buffer for `size` bytes."""
         return size
 
     def new(self, size: int) -> Tensor:
-        """Return a new buffer [size] uint8."""
+        """Allocate a buffer, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy bytes [n], behind what has been computed and copied so far."""
+        """Copy bytes [n], after everything that was computed and copied so far."""
         to.copy_(source)
 
     def mark(self, *, outward: bool) -> Any:
-        """Return a mark behind what has been copied so far, out or in."""
+        """Return a mark after the copies that have begun so far.
+
+        Args:
+            outward: Whether the copies are those to the host, or those to the device.
+        """
 
     def wait_for(self, mark: Any) -> None:
-        """Let what is computed from now on begin behind a mark."""
+        """Make everything that is computed from now on wait for a mark."""
 
 
 class PinnedMemory(HostMemory):
-    """Pinned memory, and copies beside what computes on `device`, of type cuda. torch keeps what is given back."""
+    """Pinned host memory of a CUDA device, whose copies run while the device computes.
 
-    is_given_back = False
+    Args:
+        device: The device.
+    """
+
+    is_given_back = False  # torch's allocator would keep released pinned memory
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -105,7 +147,7 @@ class PinnedMemory(HostMemory):
         return tensor.is_cuda
 
     def taken(self, size: int) -> int:
-        """Override `HostMemory.taken`: torch rounds pinned memory up to a power of two."""
+        """Override `HostMemory.taken`: torch rounds the size of pinned memory up to a power of two."""
         return 1 << (size - 1).bit_length()
 
     def new(self, size: int) -> Tensor:
@@ -114,7 +156,7 @@ class PinnedMemory(HostMemory):
     def copy(self, to: Tensor, source: Tensor) -> None:
         stream, other = (self._in, self._out) if to.is_cuda else (self._out, self._in)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        stream.wait_stream(other)  # which wrote the buffer, or reads it yet
+        stream.wait_stream(other)  # it may still write or read the buffer
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
@@ -126,7 +168,15 @@ class PinnedMemory(HostMemory):
 
 
 class _Kept:
-    """A storage that a layer keeps: on the host until the layer's are fetched, or all the time on the device."""
+    """A storage that a layer has saved.
+
+    Attributes:
+        layer: The layer's pass.
+        device: Device of the storage.
+        size: Its bytes.
+        flat: Its bytes on the device, uint8 [size]; None while they are on the host.
+        buffer: Its bytes on the host; None while they are on the device.
+    """
 
     buffer: Tensor | None = None
 
@@ -137,35 +187,50 @@ class _Kept:
             self.buffer = layer.memory.send(flat)
 
     def fetch(self) -> None:
+        """Begin to copy the storage back, if it is on the host."""
         if self.buffer is not None:
-            self.flat, self.buffer = self.layer.memory.fetch(self.buffer, self.size, self.device), None
+            self.flat = self.layer.memory.fetch(self.buffer, self.size, self.device)
+            self.buffer = None
 
     def __del__(self) -> None:
         if self.buffer is not None:
             self.layer.memory.give(self.buffer)
-        self.layer.arrive()  # its memory is free to what computes, once it is nobody's
+        # Once this object is gone, the allocator gives its memory to other tensors. They must wait for the copy to it.
+        self.layer.arrive()
 
 
 class _LayerPass:
-    """A layer in one forward. before: the layer before it in the same. stay: the storages that do not move."""
+    """One forward of a layer.
+
+    Args:
+        layer: The layer.
+        memory: The host memory.
+        before: The same forward's pass of the layer before; None for the first.
+        stay: Keys of the storages that stay on the device (`storage_key`).
+        is_last: Whether it is the last layer, whose storages all stay.
+
+    Attributes:
+        leaving: Storages that are being copied to the host.
+    """
 
     def __init__(
         self, layer: nn.Module, memory: HostMemory, before: "_LayerPass | None", stay: set[int], is_last: bool
     ):
         self.memory, self.before, self.is_last = memory, before, is_last
-        self.leaving: list[Tensor] = []  # storages on their way out
-        self._layer: nn.Module | None = layer
+        self.leaving: list[Tensor] = []
+        self._layer: nn.Module | None = layer  # until the keys of its parameters are read
         self._stay = stay
-        self._kept: dict[tuple[int, int], weakref.ref[_Kept]] = {}  # by storage and version
+        self._kept: dict[tuple[int, int], weakref.ref[_Kept]] = {}  # by storage key and version
         self._arrival: Any = None
         self._is_fetched = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps of a tensor [..]: itself, or what `_unpack` takes."""
+        """Return what autograd stores in place of a tensor: the tensor itself, or the argument of `_unpack`."""
         if type(tensor) is not Tensor or not self.memory.moves(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        if self._layer is not None:  # now, for FSDP has gathered them
+        if self._layer is not None:
+            # Read at the first saved tensor, because FSDP has gathered the parameters by then.
             self._stay |= {storage_key(local_tensor(parameter)) for parameter in self._layer.parameters()}
             self._layer = None
         if storage_key(tensor) in self._stay or storage.nbytes() < SMALL or storage.nbytes() % tensor.itemsize:
@@ -177,26 +242,29 @@ class _LayerPass:
                 whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
                 kept = _Kept(whole.view(torch.uint8), self)
             self._kept[key] = weakref.ref(kept)
-            self.leaving.append(whole)  # held, so that no other storage has its key
+            self.leaving.append(whole)  # while it is referenced, no other storage can have its key
         return kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def fetch(self) -> None:
-        """Fetch what is kept, once."""
+        """Begin to copy the layer's storages back. Does nothing from the second call on."""
         if self._is_fetched or self.is_last:
             return
         for reference in self._kept.values():
-            if (kept := reference()) is not None:
+            kept = reference()
+            if kept is not None:
                 kept.fetch()
-        self._arrival, self._is_fetched = self.memory.mark(outward=False), True
+        self._arrival = self.memory.mark(outward=False)
+        self._is_fetched = True
 
     def arrive(self) -> None:
-        """Let what is computed from now on begin behind what was fetched."""
+        """Make everything that is computed from now on wait for the fetched storages."""
         if self._arrival is not None:
             self.memory.wait_for(self._arrival)
             self._arrival = None
 
 
 def _unpack(packed: Any) -> Tensor:
+    """Return the tensor of which autograd stored `packed`, and begin to fetch the storages of the layer before."""
     if isinstance(packed, Tensor):
         return packed
     kept, dtype, shape, stride, offset = packed
@@ -209,25 +277,33 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class ActivationOffloader:
-    """Hooks of `layers`, in the order of their forwards, by which what they keep moves to `memory` and back. Attached
-    after activation checkpointing, whose hooks lie within. No collective."""
+    """Hooks of a model's layers that move their saved tensors to the host and back. No collective.
+
+    They must be attached after activation checkpointing, so that its hooks are inside these.
+
+    Args:
+        layers: The layers, in the order of their forwards.
+        memory: The host memory.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], memory: HostMemory):
         self.memory = memory
         self._hooks: Any = None
         self._pass: _LayerPass | None = None
-        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
+        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # of each layer: a mark after its copies, its storages
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entered(index, index + 1 == len(layers)), prepend=True)
             layer.register_forward_hook(self._left, always_call=True)
 
     def _entered(self, index: int, is_last: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Return the hook before the forward of the layer at `index`."""
+
         def enter(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-            # A layer that is computed again keeps what the backward wants at once.
+            # The tensors that a recomputed layer saves are needed at once.
             if in_backward():
                 return
             if index == 0:
-                self._let_go(0)  # of a forward that an error ended, too
+                self._free_copied(0)  # an error may have ended the last forward
             if not torch.is_grad_enabled():
                 return
             stay = {storage_key(tensor) for tensor in _shared_tensors(inputs)}
@@ -238,16 +314,17 @@ class ActivationOffloader:
         return enter
 
     def _left(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Hook after the forward of a layer, also if it raises an error."""
         if self._hooks is None or self._pass is None or in_backward():
             return
         self._hooks.__exit__()
         self._hooks = None
         self._leaving.append((self.memory.mark(outward=True), self._pass.leaving))
-        self._let_go(0 if self._pass.is_last else ON_THEIR_WAY)
+        self._free_copied(0 if self._pass.is_last else ON_THEIR_WAY)
 
-    def _let_go(self, most: int) -> None:
-        """Let go of storages that are out, or wait until they are, but for the `most` last layers'."""
-        while len(self._leaving) > most:
+    def _free_copied(self, num_layers: int) -> None:
+        """Free the device's memory of copied storages, except those of the last `num_layers` layers."""
+        while len(self._leaving) > num_layers:
             mark, storages = self._leaving.popleft()
             self.memory.wait_for(mark)
             storages.clear()
@@ -263,5 +340,5 @@ def _shared_tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells the storage of `tensor` [...] from all others that live."""
+    """Return a number that identifies a tensor's storage among all that exist."""
     return tensor.untyped_storage()._cdata

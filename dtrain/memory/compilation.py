@@ -1,13 +1,20 @@
-"""Compiled parts of layers: what lies before attention and after it, each one graph for rows of all lengths; and what
-of a recipe is in the way.
+"""Compilation of the two parts of a layer around attention, each as one graph for rows of all lengths.
 
-A region is handed tensors alone, so nothing of a micro-batch (its mask, its packing) is compiled in, and attention and
-FSDP's hooks stay outside: it compiles alike under every kernel and mesh. So does full checkpointing, which computes a
-whole layer again; selective checkpointing is compiled in, and what attention gives is kept by attention.
+A compiled part (`layer.regions`) receives only tensors. The mask and the packing of a micro-batch are not compiled in,
+and attention and FSDP's hooks stay outside, so that the parts compile in the same way with every attention kernel and
+on every mesh:
+
+    before attention:   norm, q, k and v projections, rotary embedding       compiled
+    attention                                                                as written
+    after attention:    output projection, residual, norm, MLP, residual     compiled
+
+Full checkpointing is around the layer and recomputes its compiled parts. Selective checkpointing is inside the parts,
+so that the compiler decides what to store, and attention's result is stored by attention itself.
 """
 
 import logging
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +26,10 @@ from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.recipe.schema import Train
 
 NAME = "train.compile=true (false says so from the start): a part of the layers"
+"""Name of a compiled part in the warning that it could not be compiled."""
+
+NUM_VARYING_SIZES = 2
+"""Leading dimensions of the tensors, rows and tokens, that a graph does not fix."""
 
 
 def compile_model(
@@ -40,21 +51,36 @@ def compile_model(
 
 
 def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: bool = False) -> None:
-    """Give every layer of `model` its regions, with selective checkpointing inside them or without; a mixture of
-    experts, whose sizes follow from values, is not compiled. No collective; nothing is compiled before the first
-    forward. computes_again: whether a checkpoint around each layer does; only then keys are projected first, for
-    between two compiled parts a layer would keep one tensor [B, S, D] more."""
-    # torch warns of operations in place; layers have none.
+    """Set the compiled parts of every layer. Nothing is compiled before the first forward. No collective.
+
+    The part after attention of a mixture of experts runs as written, because its sizes depend on values.
+
+    Args:
+        model: The model.
+        is_selective: Whether the parts have selective checkpointing inside.
+        computes_again: Whether a checkpoint around each layer recomputes its parts. If not, keys are no longer
+            projected before queries (`models.common.keys_first`): between two compiled parts for the projections, a
+            layer would store one more tensor [B, S, D].
+    """
+    # torch warns about in-place operations inside a checkpoint. Layers have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in cast(list[Layer], model.model.layers):
-        before = Compiled(selective(layer.before) if is_selective else layer.before, NAME, 2)
-        if layer.is_sparse:
-            after = selective(layer.after, AS_WRITTEN) if is_selective else layer.after
+        before: Callable[..., Any] = _compiled(selective(layer.before) if is_selective else layer.before)
+        after: Callable[..., Any]
+        if not layer.is_sparse:
+            after = _compiled(selective(layer.after) if is_selective else layer.after)
+        elif is_selective:
+            after = selective(layer.after, AS_WRITTEN)
         else:
-            after = Compiled(selective(layer.after) if is_selective else layer.after, NAME, 2)
+            after = layer.after
         layer.regions = before, after
-        if (keys_first := layer.keys_first) is not None:
-            layer.keys_first = keys_first.compiled_by(lambda part: Compiled(part, NAME, 2)) if computes_again else None
+        if layer.keys_first is not None:
+            layer.keys_first = layer.keys_first.compiled_by(_compiled) if computes_again else None
+
+
+def _compiled(part: Callable[..., Any]) -> Compiled:
+    """Return a part of a layer that is compiled when it is first called."""
+    return Compiled(part, NAME, NUM_VARYING_SIZES)
 
 
 def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> str | None:

@@ -1,7 +1,11 @@
-"""Selective checkpointing: which results of operations are kept, of layers as written and of compiled parts.
+"""Selective checkpointing: a layer is computed again in the backward, except for its expensive operations.
 
-Kept are the results of matrix products, attention and reduce-scatters; a tile computes all again. All-to-alls of tokens
-are sent again: what they bring is as large as all else that a mixture keeps.
+The results of matrix products, attention and reduce-scatters are stored, and everything else is recomputed. All-to-alls
+of tokens are sent again, because their results are as large as everything else that a mixture of experts stores. In a
+tile (`memory.tiles`) everything is recomputed.
+
+Two forms use the same table: `contexts_of` for layers that run as written, and `selective` for functions that
+torch.compile compiles, whose partitioner then decides within the table what the backward needs.
 """
 
 from collections.abc import Callable
@@ -15,12 +19,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dtrain.parallel.collectives import PARTS, WHOLES
 
-Contexts = Callable[[], tuple[Any, Any]]  # of the forward and of what is computed again, as torch's `checkpoint` takes
+Contexts = Callable[[], tuple[Any, Any]]
+"""Function that returns the contexts of the forward and of the recomputation, as torch's `checkpoint` accepts it."""
 
 
 @dataclass
 class TileComputing:
-    """State of a model's tiles (`memory.tiles`). now: whether one is being computed; nothing of it is kept."""
+    """State of a model's tiles (`memory.tiles`).
+
+    Attributes:
+        now: Whether a tile is being computed. Nothing that is computed in a tile is stored.
+    """
 
     now: bool = False
 
@@ -39,28 +48,51 @@ KEPT = frozenset(
         *PARTS,
     }
 )
-# Compiled parts keep wholes too, for the compiler leaves out the products that they add up. As written, both would be
-# more than is kept without checkpointing.
+"""Operations whose results are stored, in layers that run as written."""
+
 KEPT_COMPILED = KEPT | WHOLES
+"""Operations whose results may be stored in compiled parts.
+
+Results of all-gathers and all-reduces are among them, because the compiler does not store the products that they add
+up. In layers that run as written both would be stored, which takes more memory than no checkpointing at all.
+"""
 
 
 def _policy(kept: frozenset, tiles: TileComputing, context, operation, *args, **kwargs) -> CheckpointPolicy:
-    is_kept = operation in kept and not tiles.now
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    """Decide about the result of an operation, as `create_selective_checkpoint_contexts` calls it."""
+    if operation in kept and not tiles.now:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def contexts_of(tiles: TileComputing | None = None, kept: frozenset = KEPT) -> Contexts:
-    """Return the contexts of layers with `tiles`, of whose results `kept` stay."""
-    return partial(create_selective_checkpoint_contexts, partial(_policy, kept, tiles or TileComputing()))
+    """Return the argument `context_fn` of torch's `checkpoint`.
+
+    Args:
+        tiles: State of the layers' tiles; None without tiles.
+        kept: Operations whose results are stored.
+    """
+    policy = partial(_policy, kept, tiles or TileComputing())
+    return partial(create_selective_checkpoint_contexts, policy)
 
 
-# One object each, for graphs know what it is. What is kept of a tile is let go of at the tile's end.
-COMPILED, AS_WRITTEN = contexts_of(kept=KEPT_COMPILED), contexts_of()
+# One object each, because torch.compile guards on the identity of the object.
+COMPILED = contexts_of(kept=KEPT_COMPILED)
+"""Contexts of compiled parts."""
+AS_WRITTEN = contexts_of()
+"""Contexts of parts that run as written, outside tiles."""
 
 
 def selective(function: Callable[..., Any], contexts: Contexts = COMPILED, **options: Any) -> Callable[..., Any]:
-    """Return `function` with selective checkpointing inside, which the partitioner of torch.compile goes by: it keeps
-    what the backward needs of what may be kept, and no more. options: of torch's `checkpoint`."""
+    """Return `function` with selective checkpointing inside, to be compiled.
+
+    The partitioner of torch.compile stores what the backward needs of the results that may be stored, and nothing else.
+
+    Args:
+        function: A part of a layer.
+        contexts: `COMPILED`, or `AS_WRITTEN` if the function is not compiled after all.
+        **options: Further arguments of torch's `checkpoint`.
+    """
 
     def checkpointed(*inputs: Any) -> Any:
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, **options)

@@ -1,10 +1,14 @@
-"""Layers computed over tiles of their tokens, so that what a token takes inside a layer is there for one tile at a time
-(ALST, arXiv:2506.13996, section 3.1, which tiles the MLP).
+"""Layers that are computed tile by tile, so that their intermediate tensors exist for one tile of tokens at a time.
 
-A tile is computed without a graph in the forward, and again in the backward, where its gradients are taken and let go.
-Gradients of parameters are added up over the tiles in float32 at least, and rounded once. What comes before attention
-and what comes after it are functions of each token alone, but for a mixture of experts, which counts and sorts tokens:
-it is not tiled, nor is linear attention before its convolution.
+ALST (arXiv:2506.13996, section 3.1) does this for MLPs. For example, a row of 32,768 tokens has 8 tiles of 4,096, and
+an MLP with 14,336 hidden features makes tensors [4096, 14336] in place of [32768, 14336].
+
+A tile is computed without a graph in the forward, and again in the backward, where its gradients are computed and its
+tensors are freed. Gradients of parameters are added up over the tiles in float32 or better, and rounded once.
+
+The part of a layer before attention and the part after it compute each token by itself, so they can be tiled. There are
+two exceptions. A mixture of experts counts and sorts tokens, and linear attention has a convolution over neighbouring
+tokens in its part before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +26,32 @@ from dtrain.memory.selective_checkpointing import TileComputing
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.parallel.placement import local_tensor
 
-TOKENS = 4096  # of a tile, over all rows
+TOKENS = 4096
+"""Tokens of a tile, about, over all rows and all ranks of sequence parallel."""
 
 
 class Tiles:
-    """`function` of a layer, of tensors [B, n, ..] and, under sequence parallel, [B, tp · n, ..], over tiles of the n.
+    """A part of a layer that is computed tile by tile. Rows within one tile are computed as written.
 
-    layer: whose parameters it reads. A tile under sequence parallel is the same run of tokens of every rank, so that a
-    rank enters and leaves blocks as it does with whole rows. computing: told while a tile is computed. Of rows within
-    one tile it is `function`.
+    Under sequence parallel, a tile consists of the same positions of every rank's tokens, so that the collectives of
+    the part work as they do with full rows.
+
+    Args:
+        function: The part, a function of tensors [B, n, ..] and, under sequence parallel, [B, tp * n, ..].
+        layer: The layer, whose parameters `function` reads.
+        model: The layer's model.
+        computing: State that says whether a tile is being computed.
     """
 
     def __init__(self, function: Callable[..., Any], layer: nn.Module, model: CausalLM, computing: TileComputing):
         self.function, self.layer, self.model, self.computing = function, layer, model, computing
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """`function(*tensors)`. Its collectives are sent once for each tile; every rank has as many."""
+        """Return `function(*tensors)`.
+
+        Collectives:
+            Those of `function`, once for each tile. Every rank has the same number of tiles.
+        """
         rows, length = tensors[0].shape[:2]
         ranks = max(tensor.shape[1] for tensor in tensors) // length
         count = -(-rows * ranks * length // TOKENS)
@@ -54,8 +68,17 @@ class Tiles:
 
 
 class _Run:
-    """Call of a function over `tiles` of `length` tokens; tokens: with those of other ranks of sequence parallel;
-    needed: of each input, whether its gradient is."""
+    """One call of `Tiles`.
+
+    Attributes:
+        of: The tiled part.
+        tiles: The tiles, as slices of this rank's tokens.
+        length: This rank's tokens per row.
+        tokens: Tokens per row with those of the other ranks of sequence parallel.
+        needed: For each input, whether its gradient is needed.
+        parameters: Trained parameters of the layer.
+        returns_tuple: Whether the function returns a tuple of tensors; known after the first tile.
+    """
 
     def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int, needed: list[bool]):
         self.of, self.tiles, self.length, self.tokens, self.needed = of, tiles, length, tokens, needed
@@ -63,19 +86,27 @@ class _Run:
         self.returns_tuple = False
 
     def part(self, tensor: Tensor, tile: slice) -> Tensor:
-        """The tile of `tensor` [B, length, ..], or [B, ranks · length, ..] of every rank: [B, (ranks ·) tile, ..]."""
+        """Return a tile of a tensor.
+
+        Args:
+            tensor: [B, length, ..], or with the tokens of every rank [B, ranks * length, ..].
+            tile: The tile.
+
+        Returns:
+            [B, tile, ..] or [B, ranks * tile, ..].
+        """
         if tensor.shape[1] == self.length:
             return tensor[:, tile]
         return tensor.unflatten(1, (-1, self.length))[:, :, tile].flatten(1, 2)
 
     def put(self, whole: Tensor, part: Tensor, tile: slice) -> None:
-        """Write `part` as the tile of `whole`, in the shapes of `part`."""
+        """Write a tile of a tensor, with the shapes of `part`."""
         parts = part.unflatten(1, (-1, tile.stop - tile.start))
         whole.unflatten(1, (-1, self.length))[:, :, tile] = parts
 
     @contextmanager
     def tile(self, tile: slice) -> Iterator[None]:
-        """Inside, one tile is computed: adapters drop what they drop of it."""
+        """Context in which one tile is computed. Adapters use the dropout of the tile's tokens."""
         adapters, computing = self.of.model.adapters, self.of.computing
         numbers = None if adapters is None else adapters.tokens
         computing.now = True
@@ -89,15 +120,17 @@ class _Run:
                 adapters.tokens = numbers
 
     def compute(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the function's outputs for a tile, as a tuple."""
         output = self.of.function(*tensors)
         self.returns_tuple = isinstance(output, tuple)
         return output if isinstance(output, tuple) else (output,)
 
     def as_returned(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Return outputs in the form in which the function returns them."""
         return outputs if self.returns_tuple else outputs[0]
 
     def outputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs over all tiles, without a graph."""
+        """Return the outputs of all tiles, without a graph."""
         wholes: list[Tensor] = []
         for tile in rounds(self.tiles, tensors[0]):
             with self.tile(tile):
@@ -111,7 +144,16 @@ class _Run:
         return tuple(wholes)
 
     def gradients(self, tile: slice, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradients of a tile's inputs, of those that are needed, and its part of the parameters'."""
+        """Return the gradients of one tile.
+
+        Args:
+            tile: The tile.
+            inputs: The inputs of all tiles.
+            grads: The gradients of all tiles' outputs.
+
+        Returns:
+            The gradients of the tile's inputs that need one, then the tile's share of the parameters' gradients.
+        """
         parts = [self.part(tensor, tile).detach() for tensor in inputs]
         parts = [part.requires_grad_(need) for part, need in zip(parts, self.needed, strict=True)]
         with torch.enable_grad():
@@ -122,8 +164,11 @@ class _Run:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps tensors for the backward of what is computed after it. A checkpoint around a layer computes no further
-    again than it has to, to the last tensor that is kept: so it computes no tile."""
+    """Saves the inputs of the tiles for their backward.
+
+    A checkpoint around the layer stops its recomputation at the last tensor that the backward needs. This is one of the
+    inputs, so no tile is computed in vain.
+    """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -137,6 +182,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
+    """Tiles without a graph in the forward. The backward computes each again with a graph."""
+
     @staticmethod
     def forward(ctx: Any, run: _Run, node: Any, *tensors: Tensor):
         inputs = tensors[: len(run.needed)]
@@ -155,7 +202,8 @@ class _Tiled(torch.autograd.Function):
         ]
         of_parameters = [_Sum() for _ in run.parameters]
         for tile in rounds(run.tiles, inputs[0]):
-            with run.tile(tile):  # its backward too, which may compute parts of it again
+            # The tile's own backward is inside the context too, because it may recompute checkpointed parts.
+            with run.tile(tile):
                 parts = run.gradients(tile, inputs, grads)
             for whole, part in zip((whole for whole in of_inputs if whole is not None), parts, strict=False):
                 run.put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, tile)
@@ -166,7 +214,7 @@ class _Tiled(torch.autograd.Function):
 
 
 class _Sum:
-    """Sum of a parameter's gradients over tiles, in max(float32, its dtype)."""
+    """Sum of a parameter's gradients over tiles, in float32 or better."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -174,7 +222,10 @@ class _Sum:
         self.placed: Callable[[Tensor], Tensor] = lambda local: local
 
     def add(self, grad: Tensor | None) -> None:
-        """Add a gradient, whose placement on the tp mesh is that of all; None: the parameter was not read."""
+        """Add the gradient of a tile. None: the tile did not read the parameter.
+
+        All gradients of a parameter have the same placement on the tp mesh.
+        """
         if grad is None:
             return
         local = local_tensor(grad)
@@ -190,15 +241,21 @@ class _Sum:
             )
 
     def rounded(self) -> Tensor | None:
-        """The sum in the parameter's dtype, placed as its parts were, in place of what was added up; None where it was
-        not read."""
+        """Return the sum in the gradients' dtype and placement, and free it. None if no tile read the parameter."""
         total, self.total = self.total, None
         return None if total is None else self.placed(total.to(self.dtype))
 
 
 def tile_layers(model: CausalLM, kind: str) -> TileComputing:
-    """Compute what lies in the layers of `model` after attention over tiles, and with kind "all" what lies before it
-    too, compiled where it is. No collective. Returns what says whether a tile is being computed."""
+    """Compute the layers of a model in tiles. No collective.
+
+    Args:
+        model: The model. Parts that are compiled stay compiled, inside the tiles.
+        kind: "mlp" for the part of a layer after attention, "all" for the part before attention too.
+
+    Returns:
+        The state that says whether a tile is being computed, for `selective_checkpointing`.
+    """
     computing = TileComputing()
     for layer in cast(list[Layer], model.model.layers):
         before, after = layer.regions or (layer.before, layer.after)

@@ -82,36 +82,42 @@ class DistillMethod(Method):
     def variant(self) -> str | None:
         return "student" if self.section.samples == "student" else None
 
-    def missing(self) -> list[str]:
+    def missing(self) -> list[Problem]:
         if self.section.teacher:
             return []
-        return ["distill.teacher is missing: set it to the directory of a model with the student's vocabulary"]
+        fix = "Set it to the directory of a model with the student's vocabulary"
+        return [Problem("distill.teacher", "distill.teacher is missing", fix, is_missing=True)]
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with keys that are read where the student draws."""
+    def problems(self) -> list[Problem]:
+        """Refuse keys that are read only if the student samples."""
         section, default = self.section, Distill()
         named = [key for key in ("student_share", "prompts_per_step") if getattr(section, key) != getattr(default, key)]
         drawn = (f"sampling.{key.name}" for key in fields(Sampling))
         named += [key for key in drawn if attrgetter(key)(section) != attrgetter(key)(default)]
-        return [
-            f"distill.{key} says how the student draws, and distill.samples=data trains on the data's own completions: "
-            "leave it out, or set distill.samples=student"
-            for key in named
-        ] + self.unread_problems()
+        errors = []
+        for key in named:
+            text = (
+                f"distill.{key} is about sampling from the student, and distill.samples=data trains on the data's own "
+                "completions"
+            )
+            errors.append(Problem(f"distill.{key}", text, "Leave it out, or set distill.samples=student"))
+        return errors + self.unread_problems()
 
-    def unread_problems(self) -> list[str]:
-        """Return what is wrong with keys of the divergence that the recipe's divergence does not read."""
+    def unread_problems(self) -> list[Problem]:
+        """Refuse keys that the recipe's divergence does not read."""
         section = self.section
         readers = {
             "jsd_beta": (section.kl == "jsd", "distill.kl=jsd"),
             "mixed_kl_weight": (section.kl == "mixed", "distill.kl=mixed"),
             "zero_outside_topk": (section.top_k is not None, "distill.top_k"),
         }
-        return [
-            f"distill.{key}={shown(getattr(section, key))} is read with {reader} alone: leave it out, or set that"
-            for key, (is_read, reader) in readers.items()
-            if not is_read and getattr(section, key) != getattr(Distill(), key)
-        ]
+        errors = []
+        for key, (is_read, reader) in readers.items():
+            value = getattr(section, key)
+            if not is_read and value != getattr(Distill(), key):
+                text = f"distill.{key}={shown(value)} is read only with {reader}"
+                errors.append(Problem(f"distill.{key}", text, f"Leave it out, or set {reader}"))
+        return errors
 
     def other_models(self) -> list[tuple[str, str]]:
         return [("distill.teacher", self.section.teacher)] if self.section.teacher else []

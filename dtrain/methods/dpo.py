@@ -189,14 +189,14 @@ class DpoMethod(MethodWithReference):
 
     _tables: Mapping[str, Tensor] = MappingProxyType({})
 
-    def image_problems(self) -> list[str]:
+    def image_problems(self) -> list[Problem]:
         return []
 
     @cached_property
     def objective(self) -> Objective:
         return Objective(self.section)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         section = self.section
         has_reference = section.reference not in (None, "none")
         errors = loss_problems(
@@ -210,23 +210,19 @@ class DpoMethod(MethodWithReference):
         )
         names = section.losses
         if section.use_weighting and (across := over_the_batch(names, section.kwargs)):
-            errors.append(
-                f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another: "
-                "set dpo.use_weighting=false, or another loss"
-            )
+            text = f"dpo.use_weighting=true weighs each pair, and dpo.loss={across[0]} compares pairs with one another"
+            errors.append(Problem("dpo.use_weighting", text, "Set dpo.use_weighting=false, or another loss"))
         if section.use_weighting and set(names) == {SFT}:
-            errors.append(
-                "dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not"
-            )
+            text = "dpo.use_weighting=true weighs losses that compare two completions, and dpo.loss=sft does not"
+            errors.append(Problem("dpo.use_weighting", text))
         if section.sync_every is not None and section.precompute:
-            errors.append(
-                "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once: set "
-                "dpo.sync_every=null or dpo.precompute=false"
-            )
+            text = "dpo.sync_every moves the reference, so dpo.precompute cannot score with it once"
+            errors.append(Problem("dpo.precompute", text, "Set dpo.sync_every=null or dpo.precompute=false"))
         errors += self.base_problems() + self.loss_on_problems()
         for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
             if value is not None and not has_reference:
-                errors.append(f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none: set it to start")
+                text = f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none"
+                errors.append(Problem(f"dpo.{key}", text, "Set dpo.reference=start"))
         return errors
 
     def refuses(self, format: str) -> str | None:

@@ -76,12 +76,14 @@ class KtoMethod(MethodWithReference):
         """Return whether the loss compares with an estimate of the divergence."""
         return self.section.loss == "kto"
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         section, errors = self.section, self.base_problems()
         if section.reference in (None, "none"):
-            errors.append("kto.reference=none: a reply's reward is measured against a reference; set it to start")
+            text = "kto.reference=none: the reward of a reply is measured against a reference"
+            errors.append(Problem("kto.reference", text, "Set kto.reference=start"))
         if section.desirable_weight == section.undesirable_weight == 0:
-            errors.append("kto.desirable_weight and kto.undesirable_weight are both 0: nothing would be learned")
+            text = "kto.desirable_weight and kto.undesirable_weight are both 0, so nothing would be learned"
+            errors.append(Problem("kto.desirable_weight", text))
         return errors + self.loss_on_problems()
 
     def refuses(self, format: str) -> str | None:

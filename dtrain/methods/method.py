@@ -139,26 +139,25 @@ class Method:
         class itself is meant."""
         return None
 
-    def missing(self) -> list[str]:
-        """Return what the section must say and does not, one line each."""
+    def missing(self) -> list[Problem]:
+        """Return problems of required keys that are missing in the section."""
         return []
 
-    def problems(self) -> list[str]:
-        """Return what is wrong in the section and around it, beside its ranges, one line each."""
+    def problems(self) -> list[Problem]:
+        """Check the section, and other keys that it excludes. Ranges are checked elsewhere."""
         return []
 
-    def room_problems(self) -> list[str]:
-        """Return what is wrong where completions of the section's `sampling` leave no room for their prompts."""
+    def room_problems(self) -> list[Problem]:
+        """Check that completions of the section's `sampling` leave room for their prompts."""
         new, longest = self.section.sampling.max_new_tokens, self.recipe.data.max_length
         if longest < 2 or new < longest:
             return []
-        return [
-            f"{self.recipe.method}.sampling.max_new_tokens={new} leaves no room for a prompt within data.max_length="
-            f"{longest}, which bounds both together: lower the first or raise the second"
-        ]
+        key = f"{self.recipe.method}.sampling.max_new_tokens"
+        text = f"{key}={new} leaves no room for a prompt within data.max_length={longest}, which is for both together"
+        return [Problem(key, text, "Lower the first or raise the second")]
 
-    def model_problems(self, model: "ModelConfig") -> list[str]:
-        """Return what of the section does not fit the model that is trained, one line each."""
+    def model_problems(self, model: "ModelConfig") -> list[Problem]:
+        """Check the section for the model that is trained."""
         return []
 
     def refuses(self, format: str) -> str | None:
@@ -169,9 +168,10 @@ class Method:
             return f"method={self.recipe.method} does not train on pairs; set method=dpo"
         return None
 
-    def image_problems(self) -> list[str]:
-        """Return why rows with images cannot be trained on, one line each."""
-        return [f"method={self.recipe.method} trains on text alone: set method=sft, dpo or grpo, or remove the images"]
+    def image_problems(self) -> list[Problem]:
+        """Return the reasons why rows with images cannot be used."""
+        text = f"method={self.recipe.method} trains only on text"
+        return [Problem("method", text, "Set method=sft, dpo or grpo, or remove the images")]
 
     def other_models(self) -> list[tuple[str, str]]:
         """Key and path of the models that are needed beside the one that is trained."""
@@ -370,20 +370,22 @@ class MethodWithReference(Method):
         path = self.section.reference
         return [] if path in (None, "none", "start", "base") else [(f"{self.recipe.method}.reference", str(path))]
 
-    def base_problems(self) -> list[str]:
-        """Return what is wrong with `reference: base`, the model without its adapter."""
+    def base_problems(self) -> list[Problem]:
+        """Check `reference: base`, the model without its adapter."""
         if self.section.reference != "base" or self.recipe.lora is not None:
             return []
         key = f"{self.recipe.method}.reference"
-        return [f"{key}=base is the model without its adapter, and there is none: set {key}=start, or lora={{}}"]
+        text = f"{key}=base is the model without its adapter, and the recipe has no adapter"
+        return [Problem(key, text, f"Set {key}=start, or lora={{}}")]
 
-    def loss_on_problems(self, trained: str = "what follows the prompt") -> list[str]:
-        """Return what is wrong with a `data.loss_on` that plays no part."""
+    def loss_on_problems(self, trained: str = "the completion") -> list[Problem]:
+        """Refuse a `data.loss_on` that has no effect, because the method always trains the tokens `trained`."""
         loss_on = self.recipe.data.loss_on
         if loss_on == "assistant":
             return []
         method = self.recipe.method
-        return [f"data.loss_on={loss_on} plays no part under method={method}: {trained} is trained; leave it out"]
+        text = f"data.loss_on={loss_on} has no effect with method={method}, which trains {trained}"
+        return [Problem("data.loss_on", text, "Leave it out")]
 
     def keep_reference(self, policy: Policy) -> None:
         """Give `policy` the reference that the section names: its weights as they are, those without adapters, or those

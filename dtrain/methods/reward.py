@@ -63,35 +63,38 @@ class RewardMethod(Method):
     def variant(self) -> str | None:
         return "pairs" if self.section.task == "pairs" else None
 
-    def missing(self) -> list[str]:
+    def missing(self) -> list[Problem]:
         if self.section.task != "classes" or self.section.num_labels is not None:
             return []
-        return ["reward.num_labels is missing: set it to the number of classes, which are 0, 1, .. in the rows' label"]
+        key = "reward.num_labels"
+        fix = "Set it to the number of classes, which are 0, 1, .. in the rows' label"
+        return [Problem(key, f"{key} is missing", fix, is_missing=True)]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         section, errors = self.section, []
+        key = "reward.num_labels"
         if section.task == "classes" and section.num_labels == 1:
-            errors.append("reward.num_labels=1: there is nothing to tell from one class; set it to 2 or more")
+            errors.append(Problem(key, f"{key}=1: one class leaves nothing to predict", "Set it to 2 or more"))
         if section.task != "classes" and section.num_labels not in (None, 1):
-            errors.append(
-                f"reward.num_labels={section.num_labels}: reward.task={section.task} has one output; leave it out, or "
-                "set reward.task=classes"
-            )
+            text = f"{key}={section.num_labels}: reward.task={section.task} has one output"
+            errors.append(Problem(key, text, "Leave it out, or set reward.task=classes"))
         if section.task != "pairs" and section.center_rewards_coefficient is not None:
-            errors.append("reward.center_rewards_coefficient is read with reward.task=pairs alone: leave it out")
+            key = "reward.center_rewards_coefficient"
+            errors.append(Problem(key, f"{key} is read only with reward.task=pairs", "Leave it out"))
         lora = self.recipe.lora
         if lora is not None and lora.path is None and HEAD not in lora.modules_to_save:
             named = ", ".join([*lora.modules_to_save, HEAD])
-            errors.append(
-                f"lora: the head of rewards is trained whole beside the adapter: set lora.modules_to_save=[{named}]"
-            )
+            text = "lora: the new head of a reward model has to be fully trained next to the adapter"
+            errors.append(Problem("lora.modules_to_save", text, f"Set lora.modules_to_save=[{named}]"))
         if self.recipe.eval is not None:
-            errors.append("eval draws answers, and a model with a head of rewards gives none: leave it out")
+            text = "eval samples answers, and a reward model gives none"
+            errors.append(Problem("eval", text, "Leave it out"))
         if self.recipe.data.loss_on != "assistant":
-            errors.append(
-                f"data.loss_on={self.recipe.data.loss_on} plays no part under method=reward, which reads a text at its "
-                "last token: leave it out"
+            text = (
+                f"data.loss_on={self.recipe.data.loss_on} has no effect with method=reward, which reads a text at its "
+                "last token"
             )
+            errors.append(Problem("data.loss_on", text, "Leave it out"))
         return errors
 
     def refuses(self, format: str) -> str | None:

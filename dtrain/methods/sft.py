@@ -41,27 +41,28 @@ class SftMethod(Method):
     measures = ("token_accuracy",)
     curves = MappingProxyType({**Method.curves, "token_accuracy": "token accuracy"})
 
-    def image_problems(self) -> list[str]:
+    def image_problems(self) -> list[Problem]:
         return []
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Check `sft.loss`, its options and label smoothing."""
         section = self.section
         if section.loss not in LOSSES:
-            return [f"sft.loss={section.loss} is no loss of tokens{key_aliases.hint('sft.loss', section.loss, LOSSES)}"]
+            hint = key_aliases.hint("sft.loss", section.loss, LOSSES)
+            return [Problem("sft.loss", f"sft.loss={section.loss} is not a loss of tokens{hint}")]
         named, errors = LOSSES[section.loss], []
-        for key, value in section.kwargs.items():
-            allowed, sentence = RANGES.get(key, NUMBER)
-            if key not in named.options:
-                errors.append(f"sft.kwargs.{key} is not read by {section.loss}; leave it out")
+        for name, value in section.kwargs.items():
+            key = f"sft.kwargs.{name}"
+            allowed, sentence = RANGES.get(name, NUMBER)
+            if name not in named.options:
+                errors.append(Problem(key, f"{key} is not read by sft.loss={section.loss}", "Leave it out"))
             elif not allowed(value):
-                errors.append(f"sft.kwargs.{key}={shown(value)} must be {sentence}")
+                errors.append(Problem(key, f"{key}={shown(value)} must be {sentence}"))
         if section.label_smoothing and not named.smooths:
+            key = "sft.label_smoothing"
             smoothing = [name for name, loss in LOSSES.items() if loss.smooths]
-            errors.append(
-                f"sft.label_smoothing={section.label_smoothing} has no meaning for sft.loss={section.loss}: leave it "
-                f"out, or set sft.loss={' or '.join(smoothing)}"
-            )
+            text = f"{key}={section.label_smoothing} has no meaning for sft.loss={section.loss}"
+            errors.append(Problem(key, text, f"Leave it out, or set sft.loss={' or '.join(smoothing)}"))
         return errors
 
     @cached_property

@@ -1,43 +1,80 @@
-"""Muon: the momentum of each matrix, orthogonalised whole; everything else by AdamW.
+"""Muon: matrices are stepped by their orthogonalised momentum, everything else by AdamW.
 
-Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; the scale for AdamW's rates: Liu et al.,
-arXiv:2502.16982. A shard's orthogonalisation is no part of the whole's, so matrices are gathered: the ranks that share
-them take turns, each works on its own, and every one gets its part of the result.
+Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024. The scale for AdamW's learning rates: Liu
+et al., arXiv:2502.16982.
+
+The orthogonalised matrix cannot be computed shard by shard, because each of its elements depends on the full matrix. So
+each matrix is gathered on one of the ranks that share it (its owner), orthogonalised there, and broadcast. Ranks take
+turns, and the matrices of one wave are orthogonalised at the same time. For example, with FSDP over 3 ranks and
+matrices A to E, a first wave has A on rank 0, B on rank 1 and C on rank 2, and a second wave D on rank 0 and E on
+rank 1.
 """
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.base.fused import Fused
-from dtrain.optim.adam import AT_ONCE, LowBitAdam
-from dtrain.optim.moments import round_bfloat16
-from dtrain.optim.places import Numbers, element_bits, stream
+from dtrain.optim.adam import adam_step
+from dtrain.optim.local_shard import LocalShard
+from dtrain.optim.shard_optimizer import ShardOptimizer
+from dtrain.optim.stochastic_rounding import (
+    BitPositions,
+    bit_positions,
+    random_bits,
+    random_sequence,
+    round_bfloat16,
+)
 from dtrain.parallel.placement import cut_by, local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SCALES = ("match_rms_adamw", "original")
-_LEAST = 1e-7  # a matrix of zeros is divided by it
+_MIN_NORM = 1e-7  # a matrix of zeros is divided by it
+
+Group = dict[str, Any]
 
 
-class Muon(LowBitAdam):
-    """Muon for matrices but embeddings and heads; AdamW for these, vectors and the rest, at adam_lr.
+class Muon(ShardOptimizer):
+    """Muon for matrices, and AdamW for embeddings, heads, vectors and stacks of experts.
 
-    Options as torch.optim.Muon's; eps and betas are AdamW's. Computed in float32 or better. Of each matrix: "step", on
-    the host, and "momentum_buffer", which lies as the parameter does. For each matrix that ranks share a reduce and a
-    broadcast of all of it among them.
+    It computes in float32, or in float64 for float64 parameters. The state of a matrix has the keys "step" (on the
+    host) and "momentum_buffer", which has the shape of the local shard. bfloat16 weights are rounded stochastically.
+
+    Args:
+        groups: Parameter groups, with parameters that are plain tensors or DTensors.
+        names: Name of each parameter, the same on every mesh.
+        seed: Seed of the random bits.
+        lr: Learning rate of matrices.
+        adam_lr: Learning rate of everything else. None: `lr`.
+        momentum: As in torch.optim.Muon, and so are the arguments up to `adjust_lr_fn`.
+        nesterov: Whether the orthogonalised matrix looks one momentum update ahead.
+        ns_steps: Iterations of Newton-Schulz.
+        ns_coefficients: Coefficients of their polynomial.
+        adjust_lr_fn: Name of the scale, one of `SCALES`.
+        betas: AdamW's.
+        eps: AdamW's.
+        weight_decay: Weight decay of groups that have none of their own.
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Collectives:
+        `step` has one reduce and one broadcast per matrix that ranks share, and an all-reduce for each further mesh
+        dimension that divides it.
     """
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Group],
         *,
         names: dict[nn.Parameter, str],
+        seed: int,
         lr: float,
         adam_lr: float | None = None,
         momentum: float = 0.95,
@@ -45,7 +82,9 @@ class Muon(LowBitAdam):
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         adjust_lr_fn: str = "match_rms_adamw",
-        **adam: Any,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
     ):
         if not 0 <= momentum < 1 or not 1 <= ns_steps < 100 or adjust_lr_fn not in SCALES or len(ns_coefficients) != 3:
             raise ValueError(
@@ -59,156 +98,270 @@ class Muon(LowBitAdam):
             "ns_coefficients": tuple(ns_coefficients),
             "adjust_lr_fn": adjust_lr_fn,
         }
-        matrices, others = [], []
+        matrix_groups: list[Group] = []
+        adam_groups: list[Group] = []
         for group in groups:
-            matrices.append({**group, **options, "params": [p for p in group["params"] if is_matrix(names[p], p)]})
-            rest = [p for p in group["params"] if not is_matrix(names[p], p)]
-            others.append({**group, "params": rest, "lr": lr if adam_lr is None else adam_lr})
-        filled = [group for group in (*matrices, *others) if group["params"]]
-        super().__init__(filled, names=names, lr=lr, state="float32", **adam)
-
-    def _is_adams(self, group: dict[str, Any]) -> bool:
-        return "momentum" not in group
+            matrices = [parameter for parameter in group["params"] if is_matrix(names[parameter], parameter)]
+            others = [parameter for parameter in group["params"] if not is_matrix(names[parameter], parameter)]
+            if matrices:
+                matrix_groups.append({**group, **options, "params": matrices})
+            if others:
+                adam_groups.append({**group, "params": others, "lr": lr if adam_lr is None else adam_lr})
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__([*matrix_groups, *adam_groups], defaults)
+        self._seed = seed
+        self._names = names
+        self._shards: dict[nn.Parameter, LocalShard] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._shards[parameter] = LocalShard.of(parameter)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # as of its base
-        super().step()
-        matrices = (
-            (parameter, group)
-            for group in self.param_groups
-            if not self._is_adams(group)
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here is computed twice
+        """Step every parameter that has a gradient."""
+        # AdamW's parameters come first. The order in which states are made is their order in a checkpoint's file.
+        for parameter, group in self._with_gradients(is_matrix_group=False):
+            shard, name = self._shards[parameter], self._names[parameter]
+            adam_step(parameter, self.state[parameter], group, shard, name, self._seed)
+        matrices: list[_Matrix] = []
+        for parameter, group in self._with_gradients(is_matrix_group=True):
+            shard, name = self._shards[parameter], self._names[parameter]
+            matrices.append(_Matrix(parameter, self.state[parameter], group, shard, name, _process_groups(parameter)))
         turns: dict[str, int] = {}
-        while wave := list(_wave(matrices)):
+        remaining = iter(matrices)
+        while wave := _next_wave(remaining):
             self._step_wave(wave, turns)
 
-    def _step_wave(self, wave: list[tuple[nn.Parameter, dict[str, Any]]], turns: dict[str, int]) -> None:
-        """Step the matrices of a wave. turns: by group of ranks, the number of matrices that it has worked on."""
-        owned: list[tuple[int, dist.ProcessGroup | None]] = []
-        held: list[Tensor | None] = []
-        for parameter, group in wave:
-            groups, owner = _groups(parameter), 0
-            if groups:
-                turn = turns.get(groups[0].group_name, 0)
-                turns[groups[0].group_name], owner = turn + 1, turn % groups[0].size()
-            owned.append((owner, groups[0] if groups else None))
-            held.append(self._gather(parameter, self._direction(parameter, group), owner, groups))
-        for index, whole in enumerate(held):
-            if whole is not None:
-                group = wave[index][1]
-                held[index] = orthogonalize(whole, group["ns_steps"], group["ns_coefficients"])
-        for index, (parameter, group) in enumerate(wave):
-            (owner, shared), whole, held[index] = owned[index], held[index], None
-            if whole is None:
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                whole = torch.empty(parameter.shape, dtype=dtype, device=local_tensor(parameter).detach().device)
-            if shared is not None:
-                whole = whole.contiguous()
-                dist.broadcast(whole, group=shared, group_src=owner)
-            self._apply(parameter, whole, group)
+    def _with_gradients(self, *, is_matrix_group: bool) -> Iterator[tuple[nn.Parameter, Group]]:
+        """Yield the parameters that have a gradient, of the groups of matrices or of the other groups."""
+        for group in self.param_groups:
+            if ("momentum" in group) == is_matrix_group:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        yield parameter, group
 
-    def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum and return this rank's part [held_rows, held_columns] of the matrix to orthogonalise."""
-        place, state = self._stepped[parameter].place, self.state[parameter]
-        if not state:
-            local = local_tensor(parameter).detach()
+    def _step_wave(self, wave: list["_Matrix"], turns: dict[str, int]) -> None:
+        """Step the matrices of a wave.
+
+        Args:
+            wave: The matrices.
+            turns: Matrices that each group of ranks has had so far, by the group's name; updated.
+        """
+        owners: list[int] = []
+        full: list[Tensor | None] = []  # the full matrix on its owner
+        for matrix in wave:
+            owner, ranks = 0, matrix.shared_by
+            if ranks is not None:
+                turn = turns.get(ranks.group_name, 0)
+                turns[ranks.group_name] = turn + 1
+                owner = turn % ranks.size()
+            owners.append(owner)
+            full.append(matrix.gather(matrix.move_momentum(), owner))
+        # All gathers come before the first orthogonalisation, so that the owners compute at the same time.
+        for index, gathered in enumerate(full):
+            if gathered is not None:
+                group = wave[index].group
+                full[index] = orthogonalize(gathered, group["ns_steps"], group["ns_coefficients"])
+        for index, matrix in enumerate(wave):
+            update = matrix.broadcast(full[index], owners[index])
+            full[index] = None  # free the memory of a full matrix as soon as it was broadcast
+            matrix.apply(update, self._seed)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Matrix that is stepped.
+
+    Attributes:
+        parameter: The matrix with its gradient.
+        state: Its optimizer state, filled in the first step.
+        group: Its parameter group.
+        shard: Its local shard.
+        name: Its name in the model.
+        process_groups: Groups whose ranks share it, one per mesh dimension that divides it, the largest first.
+    """
+
+    parameter: nn.Parameter
+    state: dict[str, Any]
+    group: Group
+    shard: LocalShard
+    name: str
+    process_groups: list[dist.ProcessGroup]
+
+    @property
+    def shared_by(self) -> dist.ProcessGroup | None:
+        """Group whose ranks take turns as the matrix's owner. None if this rank has the full matrix."""
+        return self.process_groups[0] if self.process_groups else None
+
+    def move_momentum(self) -> Tensor:
+        """Update the momentum, and return the shard [local_rows, local_columns] of the matrix to orthogonalise."""
+        if not self.state:
+            local = local_tensor(self.parameter).detach()
             dtype = torch.promote_types(local.dtype, torch.float32)
-            state["momentum_buffer"] = torch.zeros_like(local, dtype=dtype)
-            state["step"] = torch.zeros(())
-        state["step"] += 1
-        assert parameter.grad is not None
-        average = place.of_local(state["momentum_buffer"])
-        ahead = _average(average, place.of_local(parameter.grad), group["momentum"], group["nesterov"])
+            self.state["momentum_buffer"] = torch.zeros_like(local, dtype=dtype)
+            self.state["step"] = torch.zeros(())
+        self.state["step"] += 1
+        assert self.parameter.grad is not None
+        average = self.shard.as_matrix(self.state["momentum_buffer"])
+        gradient = self.shard.as_matrix(self.parameter.grad)
+        ahead = _update_momentum(average, gradient, self.group["momentum"], self.group["nesterov"])
         return average if ahead is None else ahead
 
-    def _gather(
-        self, parameter: nn.Parameter, part: Tensor, owner: int, groups: list[dist.ProcessGroup]
-    ) -> Tensor | None:
-        """Return the whole of `part` [held_rows, held_columns], [rows, columns], on the owner; None elsewhere."""
-        place = self._stepped[parameter].place
-        if not groups:
-            return part
-        whole = part.new_zeros(place.rows, place.columns)
-        whole[place.slices] = part
-        dist.reduce(whole, group=groups[0], group_dst=owner)
-        if groups[0].rank() != owner:
-            return None
-        for other in groups[1:]:
-            dist.all_reduce(whole, group=other)
-        return whole
+    def gather(self, local: Tensor, owner: int) -> Tensor | None:
+        """Return the full matrix [rows, columns] on its owner, and None on other ranks.
 
-    def _apply(self, parameter: nn.Parameter, whole: Tensor, group: dict[str, Any]) -> None:
-        """Step by this rank's part of `whole` [rows, columns]."""
-        stepped = self._stepped[parameter]
-        place, lr = stepped.place, group["lr"]
-        rate = lr * scale(group["adjust_lr_fn"], place.rows, place.columns)
-        weights, update = place.of_local(parameter), whole[place.slices]
-        name = stream(self.seed, int(self.state[parameter]["step"].item()), stepped.name)
-        factors = tuple(torch.tensor(factor, dtype=torch.float64) for factor in (1 - lr * group["weight_decay"], rate))
-        for rows in place.runs(AT_ONCE):
-            _step(weights[rows], update[rows], factors, place.numbers(rows, name))
+        Args:
+            local: The local shard, [local_rows, local_columns].
+            owner: Rank in `shared_by`.
+
+        Collectives:
+            One reduce, and an all-reduce among the owners for each further group that shares the matrix.
+        """
+        if self.shared_by is None:
+            return local
+        full = local.new_zeros(self.shard.num_rows, self.shard.num_columns)
+        full[self.shard.slices] = local
+        dist.reduce(full, group=self.shared_by, group_dst=owner)
+        if self.shared_by.rank() != owner:
+            return None
+        for other in self.process_groups[1:]:
+            dist.all_reduce(full, group=other)
+        return full
+
+    def broadcast(self, full: Tensor | None, owner: int) -> Tensor:
+        """Return the owner's full matrix [rows, columns] on every rank. One broadcast if ranks share the matrix.
+
+        Args:
+            full: The matrix on its owner, None on other ranks.
+            owner: Rank in `shared_by`.
+        """
+        if full is None:
+            dtype = torch.promote_types(self.parameter.dtype, torch.float32)
+            device = local_tensor(self.parameter).detach().device
+            full = torch.empty(self.parameter.shape, dtype=dtype, device=device)
+        if self.shared_by is not None:
+            full = full.contiguous()
+            dist.broadcast(full, group=self.shared_by, group_src=owner)
+        return full
+
+    def apply(self, full: Tensor, seed: int) -> None:
+        """Step by this rank's part of the orthogonalised matrix.
+
+        Args:
+            full: The orthogonalised matrix, [rows, columns].
+            seed: Seed of the random bits.
+        """
+        lr = self.group["lr"]
+        rate = lr * scale(self.group["adjust_lr_fn"], self.shard.num_rows, self.shard.num_columns)
+        scalars = _Scalars(
+            weight_factor=torch.tensor(1 - lr * self.group["weight_decay"], dtype=torch.float64),
+            rate=torch.tensor(rate, dtype=torch.float64),
+        )
+        weights, update = self.shard.as_matrix(self.parameter), full[self.shard.slices]
+        sequence = random_sequence(seed, int(self.state["step"].item()), self.name)
+        for rows in self.shard.row_slices():
+            _step_rows(weights[rows], update[rows], scalars, bit_positions(self.shard, rows, sequence))
+
+
+class _Scalars(NamedTuple):
+    """Numbers of a matrix's step, float64 scalars on the host, which a compiled kernel takes by value.
+
+    Attributes:
+        weight_factor: Factor of the weights, 1 - lr·λ.
+        rate: Factor of the orthogonalised matrix.
+    """
+
+    weight_factor: Tensor
+    rate: Tensor
 
 
 @Fused
-def _average(average: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor | None:
-    """Move the momentum `average` [..] by a gradient, and with `nesterov` return where the next such move would take
-    it."""
+def _update_momentum(average: Tensor, gradient: Tensor, momentum: float, nesterov: bool) -> Tensor | None:
+    """Update the momentum by a gradient, and with `nesterov` return what another such update would make of it.
+
+    Args:
+        average: The momentum, [local_rows, local_columns]; overwritten.
+        gradient: The gradient of that shape, in any dtype.
+        momentum: Factor of the momentum.
+        nesterov: Whether to return a matrix.
+    """
     part = gradient.to(average.dtype) * (1 - momentum)
     average.mul_(momentum).add_(part)
     return part.add_(average * momentum) if nesterov else None
 
 
 @Fused
-def _step(weights: Tensor, update: Tensor, factors: tuple[Tensor, Tensor], numbers: Numbers) -> None:
-    """Step rows of a matrix by their part of an update. factors: of the weights and of the update, scalars of the host,
-    which a kernel takes by value. numbers: of the bits that bfloat16 is rounded by."""
-    shrink, rate = factors
+def _step_rows(weights: Tensor, update: Tensor, scalars: _Scalars, positions: BitPositions) -> None:
+    """Step rows of a matrix.
+
+    Args:
+        weights: The weights, [rows, local_columns]; overwritten.
+        update: The same rows of the orthogonalised matrix.
+        scalars: Numbers of the step.
+        positions: Positions of the bits by which bfloat16 weights are rounded.
+    """
     values = weights.to(update.dtype)
-    values.mul_(shrink).sub_(update * rate)
+    values.mul_(scalars.weight_factor).sub_(update * scalars.rate)
     if weights.dtype == torch.bfloat16:
-        values = round_bfloat16(values, element_bits(values.shape, numbers, values.device))
+        values = round_bfloat16(values, random_bits(values.shape, positions, values.device))
     weights.copy_(values)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon steps `parameter` [..]: a matrix that is neither an embedding nor a head, nor experts'
-    biases."""
-    return parameter.dim() == 2 and not any(part in name for part in ("embed", "lm_head", "score.", ".bias"))
+    """Check whether Muon orthogonalises a parameter: a matrix that is no embedding, no head and no experts' bias."""
+    is_other = any(part in name for part in ("embed", "lm_head", "score.", ".bias"))
+    return parameter.dim() == 2 and not is_other
 
 
 def scale(adjust_lr_fn: str, rows: int, columns: int) -> float:
-    """Return the factor of a matrix's learning rate."""
+    """Return the factor of the learning rate of a matrix.
+
+    Args:
+        adjust_lr_fn: "match_rms_adamw" makes the elements of an update as large as AdamW's. "original" is Jordan's.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+    """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))  # an update's elements are then as large as AdamW's
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def orthogonalize(matrix: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
-    """Return matrix [rows, columns] with its singular values brought near 1, in its own dtype, by Newton-Schulz's
-    iteration with a polynomial of fifth degree."""
+    """Bring the singular values of a matrix near 1, by Newton-Schulz iterations with a polynomial of fifth degree.
+
+    Args:
+        matrix: [rows, columns], any floating dtype.
+        steps: Number of iterations.
+        coefficients: Of X, (XXᵀ)X and (XXᵀ)²X.
+
+    Returns:
+        The matrix of the same shape and dtype.
+    """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
-    x = x / torch.linalg.vector_norm(x).clamp(min=_LEAST)
+    x = x / torch.linalg.vector_norm(x).clamp(min=_MIN_NORM)
     for _ in range(steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
 
 
-def _groups(parameter: Tensor) -> list[dist.ProcessGroup]:
-    """Return the groups whose ranks share `parameter` [..], the largest first."""
-    cuts = [cut for dim in range(parameter.dim()) for cut in cut_by(parameter, dim)]
-    groups = [mesh.get_group(dim) for mesh, dim in cuts if mesh.size(dim) > 1]
+def _process_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
+    """Return the groups whose ranks share a parameter, the largest first."""
+    groups: list[dist.ProcessGroup] = []
+    for dim in range(parameter.dim()):
+        for mesh, mesh_dim in cut_by(parameter, dim):
+            if mesh.size(mesh_dim) > 1:
+                groups.append(mesh.get_group(mesh_dim))
     return sorted(groups, key=lambda group: -group.size())
 
 
-def _wave(matrices: Iterator[tuple[nn.Parameter, dict[str, Any]]]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """Yield the next matrices that ranks work on side by side: as many as there are ranks that share the first."""
-    for first in matrices:
-        yield first
-        groups = _groups(first[0])
-        yield from islice(matrices, groups[0].size() - 1 if groups else 0)
-        return
+def _next_wave(matrices: Iterator[_Matrix]) -> list[_Matrix]:
+    """Return the next matrices that ranks orthogonalise at the same time, one per rank that shares the first."""
+    first = next(matrices, None)
+    if first is None:
+        return []
+    num_ranks = 1 if first.shared_by is None else first.shared_by.size()
+    return [first, *islice(matrices, num_ranks - 1)]

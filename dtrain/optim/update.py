@@ -1,7 +1,8 @@
-"""Parameter groups, optimizers and learning-rate schedules, by name, by import path, or in stages; and the update.
+"""Parameter groups, learning-rate schedules, and the update of a step.
 
-The tables `OPTIMIZERS` and `SCHEDULES` have the names, and the fields of the recipe that each name reads. `Updater` is
-all that follows a step's backward: the norm, clipping, the optimizer's step; and float16's loss scale.
+`SCHEDULES` has the schedules by name; others are built by import path, or from stages. `Updater` is all that follows a
+step's backward: the gradient norm, clipping, the optimizer's step, and float16's loss scale. `policy/optimizer.py`
+builds the optimizer.
 """
 
 import importlib
@@ -16,26 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.parallel.placement import clip_grads_, grad_norm, nonfinite_names, scale_grads_
-
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adafactor": torch.optim.Adafactor,
-}
-NAMES = (*OPTIMIZERS, "muon")  # the last is dtrain's own, and loaded where it is asked for
-_ADAMS = ("adamw", "adam")  # read betas and eps, and have a fused kernel; that of sgd does not know DTensors
-
-# torch's own classes whose step fails: on DTensors, and on the dense gradients of a decoder.
-WHOLE_PARAMETERS_ONLY = (torch.optim.Adafactor, torch.optim.Rprop)
-_SPARSE_GRADIENTS_ONLY = (torch.optim.SparseAdam,)
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -51,91 +38,6 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
             (decaying if parameter.ndim >= 2 and not name.endswith(".bias") else others).append(parameter)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def build_optimizer(
-    section, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int = 0, offload: torch.device | None = None
-) -> Optimizer:
-    """Return the optimizer of a recipe's `optimizer` section over `named_parameters` (plain tensors or DTensors). seed:
-    of the random bits that it rounds by, where it keeps weights or moments in few bits. offload: the device of the
-    gradients (`optim.adam`), if its state is to lie in host memory.
-
-    `name` is a key of `OPTIMIZERS` or the import path of a torch Optimizer class; `kwargs` go to it as they are and win
-    over the section's fields. A class by import path is handed `betas` and `eps` where its signature has them in
-    AdamW's shape. No collective.
-
-    Raises UserError: an unknown name, a path that does not import, arguments that the class refuses.
-    """
-    named_parameters = list(named_parameters)
-    kwargs = dict(section.kwargs or {})
-    groups = parameter_groups(named_parameters, kwargs.get("weight_decay", section.weight_decay))
-    fields: dict[str, Any] = {"betas": tuple(section.betas), "eps": section.eps}
-    cls: Any = OPTIMIZERS.get(section.name)
-    if cls is None and section.name != "muon":
-        cls = _import(section.name, "optimizer.name", NAMES)
-    if cls in _SPARSE_GRADIENTS_ONLY:
-        raise UserError(f"optimizer.name={section.name} steps sparse gradients only, and these are dense; take adamw")
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    if cls in WHOLE_PARAMETERS_ONLY and any(isinstance(parameter, DTensor) for parameter in parameters):
-        raise UserError(cannot_step_shards(section.name))
-    has_few_bits = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
-    names = {parameter: name for name, parameter in named_parameters}
-    settings: dict[str, Any] = {}
-    if section.name == "muon":
-        from dtrain.optim.muon import Muon
-
-        cls, settings = partial(Muon, names=names, seed=seed, adam_lr=section.adam_lr), fields
-    elif section.state != "float32" or has_few_bits or offload is not None:
-        cls, settings = _own_adam(section, names, seed, offload), fields
-    elif section.name in _ADAMS:
-        fits = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
-        settings = {**fields, "fused": True} if kwargs.get("foreach") is None and fits else fields
-    elif section.name not in OPTIMIZERS:
-        settings = {field: fields[field] for field in _adam_like_arguments(cls)}
-    try:
-        return cls(groups, **{"lr": section.lr, **settings, **kwargs})
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
-
-
-def cannot_step_shards(name: str) -> str:
-    """Return the error text of `WHOLE_PARAMETERS_ONLY`, where parameters are sharded."""
-    return (
-        f"optimizer.name={name} cannot step sharded parameters: torch's class changes them by operations that DTensor "
-        "refuses. Take adamw, or one process (launch.nproc=1) with train.dtype=float32"
-    )
-
-
-def is_torchs(name: str) -> bool:
-    """Return whether `name` is the import path of one of torch's own optimizers, and no other code of torch's."""
-    cls = vars(torch.optim).get(name.removeprefix("torch.optim.")) if name.startswith("torch.optim.") else None
-    return isinstance(cls, type) and issubclass(cls, Optimizer)
-
-
-def _own_adam(
-    section, names: dict[nn.Parameter, str], seed: int, offload: torch.device | None
-) -> Callable[..., Optimizer]:
-    """Return AdamW or Adam over weights or moments of few bits, or with moments on the host. Raises UserError."""
-    if section.name not in _ADAMS:
-        raise UserError(
-            f"optimizer.name={section.name} keeps weights and state in float32 on the device: optimizer.state="
-            f"{section.state}, train.masters=bfloat16 or parallel.optimizer_offload=true needs adamw or adam"
-        )
-    from dtrain.optim.adam import LowBitAdam
-
-    is_decoupled = section.name == "adamw"
-    return partial(LowBitAdam, names=names, seed=seed, state=section.state, decoupled=is_decoupled, offload=offload)
-
-
-def _adam_like_arguments(cls: Callable) -> list[str]:
-    """Return those of betas and eps that `cls` takes and means as AdamW does: two numbers, one number."""
-    arguments = inspect.signature(cls).parameters
-    names = []
-    if "betas" in arguments and len(arguments["betas"].default or ()) == 2:
-        names.append("betas")
-    if "eps" in arguments and isinstance(arguments["eps"].default, float):
-        names.append("eps")
-    return names
 
 
 def _cosine(progress: float) -> float:
@@ -251,7 +153,7 @@ def stage_lengths(steps: list[int | None], total_steps: int) -> list[int]:
 def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRScheduler]:
     kwargs = dict(section.kwargs or {})
     if section.name not in SCHEDULES:
-        target = _import(section.name, f"{key}.name", SCHEDULES)
+        target = import_named(section.name, f"{key}.name", SCHEDULES)
         return lambda optimizer: _construct(optimizer, target, section.name, kwargs, key)
     warmup = section.warmup_of(total_steps)
     decay_steps = total_steps - warmup
@@ -281,8 +183,17 @@ def _construct(optimizer: Optimizer, target: Callable, name: str, kwargs: dict, 
     return scheduler
 
 
-def _import(path: str, key: str, names: Iterable[str]) -> Any:
-    """Return the object at an import path `package.module.Name`. Raises UserError."""
+def import_named(path: str, key: str, names: Iterable[str]) -> Any:
+    """Return the object at an import path `package.module.Name`.
+
+    Args:
+        path: The import path.
+        key: Key of the recipe that has the path, for the error text.
+        names: Names that the key accepts in place of a path, for the error text.
+
+    Raises:
+        UserError: If the path has no dot, or cannot be imported.
+    """
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         names = list(names)

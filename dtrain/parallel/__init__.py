@@ -7,7 +7,6 @@ Names are imported when they are used: `dtrain.parallel.fits` is read where no t
     tensor, apply            tensor parallel: styles, a plan of them applied
     experts                  where experts lie, and how tokens reach them
     fsdp, placement          FSDP2; which slice a rank holds; the norm of a gradient in such slices
-    host_masters             float32 masters of the trained parameters in host memory
     collectives              collectives with derivatives
     context                  context parallel: layout, batches, contexts
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,13 +26,32 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
-from dtrain.parallel.host_masters import masters_of
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, exact_modules
 
 
 class _Unit(FSDPModule):
     reshards_after_forward: bool
+
+
+class MasterTensor(Tensor):
+    """Local tensor of a parameter of which FSDP gathers a rounded copy (`memory.host_masters`).
+
+    Attributes:
+        rounded: The copy, [rows, ..], filled up with rows to the size of the largest rank's shard.
+    """
+
+    rounded: Tensor
+
+    def refresh(self) -> None:
+        """Round the copy anew, after this tensor was written."""
+        raise NotImplementedError
+
+
+def masters_of(model: nn.Module) -> list[MasterTensor]:
+    """Return the local tensors of `model` of which FSDP gathers rounded copies."""
+    local_tensors = [local_tensor(parameter) for parameter in model.parameters()]
+    return [tensor for tensor in local_tensors if isinstance(tensor, MasterTensor)]
 
 
 @dataclass(frozen=True)
@@ -266,8 +285,8 @@ class Sharding:
     def writing(self) -> Iterator[None]:
         """Context for code that writes parameters in place.
 
-        Frees gathered weights before, because values written to gathered copies are lost. Refreshes the device's copies
-        of host masters (`parallel.host_masters`) after, also if the code inside raises an error. No collective.
+        Frees gathered weights before, because values written to gathered copies are lost. Rounds the copies of
+        host masters (`memory.host_masters`) anew after, also if the code inside raises an error. No collective.
         """
         self.reshard()
         try:

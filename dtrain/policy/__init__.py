@@ -3,6 +3,7 @@
 policy                the one object through which trainer and methods train
 config                what of a recipe a policy reads
 build, precision      a model on its mesh; its dtypes
+optimizer             a recipe's optimizer, and the optional memory features that it uses
 parallelize           models on a user's own meshes, under NeMo-RL's names
 trained               which of its parameters are trained, a vision tower's too
 batching              a caller's batch at the door, and its micro-batches

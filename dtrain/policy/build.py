@@ -28,6 +28,7 @@ from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.config import PolicyConfig
+from dtrain.policy.optimizer import place_masters
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
 
@@ -71,15 +72,6 @@ def build_model(
         init_adapters(model, recipe.run.seed)
     place_masters(model, recipe, precision, device)
     return model
-
-
-def place_masters(model: CausalLM, recipe: PolicyConfig, precision: Precision, device: torch.device) -> None:
-    """Move the masters of `model` to the host with `parallel.optimizer_offload` on CUDA, unless layers compute in their
-    dtype. No collective."""
-    if recipe.parallel.optimizer_offload and device.type == "cuda" and precision.master != precision.compute:
-        from dtrain.parallel.host_masters import keep_on_host
-
-        keep_on_host(model, precision.compute)
 
 
 def lay_out(

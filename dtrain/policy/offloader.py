@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
-from dtrain.parallel.fsdp import Sharding
+from dtrain.parallel.fsdp import Sharding, masters_of
 from dtrain.parallel.placement import local_tensor
 
 
@@ -69,8 +69,9 @@ class PolicyOffloader:
         Gathered weights are freed before. If masters are in host memory, only the buffers move.
         """
         Sharding(model).reshard()
-        holds_masters = any(hasattr(local_tensor(parameter), "rounded") for parameter in model.parameters())
-        return self.move_buffer_to_device(model if holds_masters else model.to(device), device)
+        if not masters_of(model):
+            model.to(device)
+        return self.move_buffer_to_device(model, device)
 
     def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """Return `model` with its buffers moved to `device`: FSDP does not move them."""

@@ -25,7 +25,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTotals
 from dtrain.models.read_config import read_config
-from dtrain.optim.update import LossScale, Updater, build_optimizer, build_scheduler
+from dtrain.optim.update import LossScale, Updater, build_scheduler
 from dtrain.parallel.fsdp import Sharding
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
@@ -34,6 +34,7 @@ from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
+from dtrain.policy.optimizer import build_gradient_sums, build_optimizer, offloads_optimizer
 from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
@@ -45,8 +46,8 @@ from dtrain.recipe.schema import Optimizer as OptimizerSection
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
+    from dtrain.memory.gradient_sums import GradientSums
     from dtrain.models.vision.flops import ImageFlops
-    from dtrain.optim.sums import GradientSums
 
 
 class Policy:
@@ -106,7 +107,7 @@ class Policy:
         self.sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
         self._unread: list[Totals] = []  # of the steps since the last update
-        is_on_host = bool(recipe.parallel.optimizer_offload) and device.type == "cuda"  # the optimizer's state
+        is_on_host = offloads_optimizer(recipe, device)
         self.gradient_device = device if is_on_host else None
         self.checkpoint = PolicyCheckpoint(
             model,
@@ -165,10 +166,7 @@ class Policy:
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         recipe = self.recipe
-        if self.precision.master == torch.bfloat16 and recipe.parallel.reduce_each:
-            from dtrain.optim.sums import GradientSums
-
-            self.sums = GradientSums(self.model.named_parameters(), recipe.run.seed)
+        self.sums = build_gradient_sums(recipe, self.precision, self.model.named_parameters())
         named = self.model.named_parameters()
         optimizer = build_optimizer(recipe.optimizer, named, recipe.run.seed, self.gradient_device)
         self.updater = self.checkpoint.updater = self.offloader.updater = Updater(

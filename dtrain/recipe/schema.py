@@ -606,8 +606,8 @@ def recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
 
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
-"""`optimizer.name` without a dot. `dtrain.optim.update` holds what they mean."""
+"""`optimizer.name` without a dot. `dtrain.policy.optimizer` has their classes."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
-"""`scheduler.name` without a dot. `dtrain.optim.update` holds what they mean."""
+"""`scheduler.name` without a dot. `dtrain.optim.update` has their formulas."""
 BEST = {"val_loss": min, "loss": min, "val_reward_mean": max}
 """`checkpoint.keep_best`: the fields of the metrics by which a save can be the best, and which of two values is."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import is_number, nearest, sizes_for
 from dtrain.recipe import key_aliases
 from dtrain.recipe.rollouts import Reward, RolloutSection
@@ -11,48 +12,55 @@ from dtrain.recipe.schema import Lora, Model, Parallel
 from dtrain.rl.rewards import options as rewards
 
 
-def size_problems(section: RolloutSection, updates: int, batch: int | None) -> list[str]:
-    """Return what is wrong with the numbers of completions, one line each. updates: passes over a rollout; batch:
-    `train.global_batch`, None where it is a rollout."""
-    errors = []
+def size_problems(section: RolloutSection, updates: int, batch: int | None) -> list[Problem]:
+    """Check the numbers of completions.
+
+    Args:
+        section: The section of the method.
+        updates: Passes over a rollout.
+        batch: `train.global_batch`. None: a rollout.
+    """
+    problems = []
     rollout = section.prompts_per_step * section.group_size
     batch = rollout if batch is None else batch
     if min(section.prompts_per_step, section.group_size, batch) >= 1 and rollout % batch:
-        fits = sorted({math.gcd(rollout, batch), rollout})
-        errors.append(
+        fitting = sorted({math.gcd(rollout, batch), rollout})
+        text = (
             f"train.global_batch={batch} does not divide a rollout of grpo.prompts_per_step "
-            f"{section.prompts_per_step} × grpo.group_size {section.group_size} = {rollout} completions; set "
-            f"train.global_batch={' or '.join(map(str, fits))}"
+            f"{section.prompts_per_step} × grpo.group_size {section.group_size} = {rollout} completions"
         )
+        fix = f"Set train.global_batch={' or '.join(map(str, fitting))}"
+        problems.append(Problem("train.global_batch", text, fix))
     if section.group_size == 1 and (section.advantage in ("group", "leave_one_out") or section.scale == "group"):
-        errors.append(
+        text = (
             f"grpo.group_size=1 with grpo.advantage={section.advantage} and grpo.scale={section.scale} compares a "
-            "completion with itself: set grpo.group_size to 2 or more, or grpo.advantage=batch and grpo.scale=batch"
+            "completion with itself"
         )
+        fix = "Set grpo.group_size to 2 or more, or grpo.advantage=batch and grpo.scale=batch"
+        problems.append(Problem("grpo.group_size", text, fix))
     elif section.scale == "leave_one_out" and section.group_size < 3:
-        errors.append(
-            "grpo.scale=leave_one_out is the spread of a completion's others, and "
-            f"grpo.group_size={section.group_size} leaves fewer than two of them: set grpo.group_size to 3 or "
-            "more, or grpo.scale=none"
+        text = (
+            "grpo.scale=leave_one_out is the spread of the other completions of a group, and "
+            f"grpo.group_size={section.group_size} leaves fewer than two of them"
         )
+        problems.append(Problem("grpo.scale", text, "Set grpo.group_size to 3 or more, or grpo.scale=none"))
     steps = -(-rollout // batch) * updates if batch >= 1 else 0
-    if section.engine == "http" and 0 < section.max_off_policy_steps < steps:
-        errors.append(
-            f"grpo.max_off_policy_steps={section.max_off_policy_steps} is less than the {steps} optimizer steps of "
-            f"a rollout, so that all that is drawn ahead would be too old and drawn again: set it to {steps} or "
-            "more, or to 0"
+    most_steps = section.max_off_policy_steps
+    if section.engine == "http" and 0 < most_steps < steps:
+        text = (
+            f"grpo.max_off_policy_steps={most_steps} is less than the {steps} optimizer steps of a rollout, so every "
+            "completion that is sampled ahead would be too old"
         )
-    cache = section.overlong_cache
-    if cache is not None and cache > section.sampling.max_new_tokens:
-        errors.append(
-            f"grpo.overlong_cache={cache} is a part of "
-            f"grpo.sampling.max_new_tokens={section.sampling.max_new_tokens}, so it cannot be more"
-        )
-    return errors
+        problems.append(Problem("grpo.max_off_policy_steps", text, f"Set it to {steps} or more, or to 0"))
+    cache, longest = section.overlong_cache, section.sampling.max_new_tokens
+    if cache is not None and cache > longest:
+        text = f"grpo.overlong_cache={cache} is a part of grpo.sampling.max_new_tokens={longest}, so it cannot be more"
+        problems.append(Problem("grpo.overlong_cache", text))
+    return problems
 
 
-def answer_problems(section: RolloutSection) -> list[str]:
-    """Return what is wrong with the rewards, environments and tools of a section, one line each."""
+def answer_problems(section: RolloutSection) -> list[Problem]:
+    """Check the rewards, environments and tools of a section."""
     return _judging_problems(section) + _verifier_problems(section) + _tool_problems(section)
 
 
@@ -72,175 +80,223 @@ def graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) ->
 
 def engine_problems(
     section: RolloutSection, device: str, parallel: Parallel, lora: Lora | None, model: Model
-) -> list[str]:
-    """Return what is wrong with `grpo.engine` and the keys that it reads, one line each. device: `launch.device`."""
-    errors, server, is_http = [], section.server, section.engine == "http"
-    if is_http and not server.urls:
-        errors.append("grpo.engine=http needs grpo.server.urls: where the servers listen, [http://localhost:8000]")
-    for url in server.urls if is_http else ():
-        if not url.startswith(("http://", "https://")):
-            errors.append(f"grpo.server.urls: {url} must begin with http:// or https://")
-    if not is_http and server.urls:
-        errors.append("grpo.server.urls is not read by grpo.engine=native: set grpo.engine=http, or leave it out")
+) -> list[Problem]:
+    """Check `grpo.engine` and the keys that it reads.
+
+    Args:
+        section: The section of the method.
+        device: `launch.device`.
+        parallel: The section `parallel`.
+        lora: The section `lora`.
+        model: The section `model`.
+    """
+    problems = []
+    server = section.server
+    if section.engine == "http":
+        problems += _check_server(section, device, lora, model)
+    if section.engine != "http" and server.urls:
+        text = "grpo.server.urls is not read by grpo.engine=native"
+        problems.append(Problem("grpo.server.urls", text, "Set grpo.engine=http, or leave it out"))
     if section.cuda_graphs is True:
-        errors += [
-            f"grpo.cuda_graphs=true captures whole steps of decoding, and {obstacle}: leave grpo.cuda_graphs out, or "
-            "that"
-            for obstacle in graph_obstacles(section, device, parallel)
-        ]
-    if not is_http and section.router_replay:
-        errors.append(
-            "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native one router draws and trains, "
-            "so that there is nothing to replay; leave it out"
+        for obstacle in graph_obstacles(section, device, parallel):
+            text = f"grpo.cuda_graphs=true captures complete steps of decoding, and {obstacle}"
+            problems.append(Problem("grpo.cuda_graphs", text, "Leave grpo.cuda_graphs out, or change that key"))
+    if section.engine != "http" and section.router_replay:
+        text = (
+            "grpo.router_replay=true is for grpo.engine=http: with grpo.engine=native the same router samples and "
+            "trains, so there is nothing to replay"
         )
-    if not is_http and section.max_off_policy_steps:
-        errors.append(
-            f"grpo.max_off_policy_steps={section.max_off_policy_steps} draws completions while training goes on, "
-            "which needs grpo.engine=http: with grpo.engine=native set it to 0"
+        problems.append(Problem("grpo.router_replay", text, "Leave it out"))
+    if section.engine != "http" and section.max_off_policy_steps:
+        text = (
+            f"grpo.max_off_policy_steps={section.max_off_policy_steps} samples completions during training, which "
+            "needs grpo.engine=http"
         )
-    if is_http and server.weights == "adapter":
-        errors += _adapter_problems(server.kind, lora, model)
-    if is_http and server.weights == "broadcast" and server.kind == "vllm" and device == "cpu":
-        errors.append(
-            "grpo.server.weights=broadcast to vLLM is by NCCL, from a GPU, and the run has launch.device=cpu: set "
-            "grpo.server.weights=directory"
-        )
-    return errors
+        problems.append(Problem("grpo.max_off_policy_steps", text, "Set it to 0 for grpo.engine=native"))
+    return problems
 
 
-def image_problems(section: RolloutSection) -> list[str]:
-    """Return what a section has that takes no prompts with images, one line each."""
-    others = {
+def _check_server(section: RolloutSection, device: str, lora: Lora | None, model: Model) -> list[Problem]:
+    """Check the keys of servers."""
+    server = section.server
+    key = "grpo.server.urls"
+    problems = []
+    if not server.urls:
+        fix = f"Set {key} to the servers' addresses, such as [http://localhost:8000]"
+        problems.append(Problem(key, "grpo.engine=http needs grpo.server.urls", fix))
+    for url in server.urls:
+        if not url.startswith(("http://", "https://")):
+            problems.append(Problem(key, f"{key}: {url} must begin with http:// or https://"))
+    if server.weights == "adapter":
+        problems += _adapter_problems(server.kind, lora, model)
+    if server.weights == "broadcast" and server.kind == "vllm" and device == "cpu":
+        text = "grpo.server.weights=broadcast sends weights to vLLM with NCCL, from a GPU, and launch.device=cpu"
+        problems.append(Problem("grpo.server.weights", text, "Set grpo.server.weights=directory"))
+    return problems
+
+
+def image_problems(section: RolloutSection) -> list[Problem]:
+    """Return the parts of a section that do not accept prompts with images."""
+    text_only = {
         "grpo.environment, grpo.verifiers or grpo.tools": section.has_episodes,
         "grpo.reward_model": section.reward_model.path is not None,
     }
-    return [
-        f"{key} takes text alone, and the prompts have images: leave it out, or remove the images"
-        for key, is_set in others.items()
-        if is_set
-    ]
+    problems = []
+    for key, is_set in text_only.items():
+        if is_set:
+            text = f"{key} accepts only text, and the prompts have images"
+            problems.append(Problem(key.partition(",")[0], text, "Leave it out, or remove the images"))
+    return problems
 
 
-def _judging_problems(section: RolloutSection) -> list[str]:
-    errors = reward_problems(section.rewards)
-    path = section.environment
-    rates, weight = section.reward_model.path, section.reward_model.weight
+def _judging_problems(section: RolloutSection) -> list[Problem]:
+    problems = reward_problems(section.rewards)
+    environment = section.environment
+    model_path, weight = section.reward_model.path, section.reward_model.weight
     if not is_number(weight):
-        errors.append(f"grpo.reward_model.weight={weight} must be a finite number{sizes_for(weight)}")
-    if rates is not None and section.has_episodes:
-        errors.append(
-            "grpo.reward_model rates a prompt and one completion, and grpo.environment, grpo.verifiers and grpo.tools "
-            "make several turns: leave one of them out"
+        text = f"grpo.reward_model.weight={weight} must be a finite number{sizes_for(weight)}"
+        problems.append(Problem("grpo.reward_model.weight", text))
+    if model_path is not None and section.has_episodes:
+        text = (
+            "grpo.reward_model scores a prompt with one completion, and grpo.environment, grpo.verifiers and grpo.tools "
+            "have several turns"
         )
-    if not section.rewards and path is None and rates is None and section.verifiers.name is None:
-        errors.append("grpo.rewards=[] rewards nothing: name one, such as [{fn: math_exact}]")
-    if path is not None and not set(".:") & set(path):
-        errors.append(f"grpo.environment={path} must be an import path, such as package.module.make")
-    return errors
+        problems.append(Problem("grpo.reward_model", text, "Leave one of them out"))
+    if not section.rewards and environment is None and model_path is None and section.verifiers.name is None:
+        text = "grpo.rewards=[] rewards nothing"
+        problems.append(Problem("grpo.rewards", text, "Name a reward, such as [{fn: math_exact}]", is_missing=True))
+    if environment is not None and "." not in environment and ":" not in environment:
+        text = f"grpo.environment={environment} is not an import path"
+        problems.append(Problem("grpo.environment", text, "Write it as package.module.make"))
+    return problems
 
 
-def _verifier_problems(section: RolloutSection) -> list[str]:
-    errors = []
+def _verifier_problems(section: RolloutSection) -> list[Problem]:
     if section.verifiers.name is None:
-        return ["grpo.verifiers.args are of no environment: set grpo.verifiers.name"] if section.verifiers.args else []
+        if not section.verifiers.args:
+            return []
+        text = "grpo.verifiers.args are given without an environment"
+        return [Problem("grpo.verifiers.name", text, "Set grpo.verifiers.name")]
+    problems = []
     if section.rewards == RolloutSection().rewards:
-        errors.append(
-            "grpo.rewards is math_exact where it is left out, and grpo.verifiers rewards by its own rubric: set "
-            "grpo.rewards=[]"
-        )
+        text = "grpo.verifiers has rewards of its own, and grpo.rewards is math_exact unless it is set"
+        problems.append(Problem("grpo.rewards", text, "Set grpo.rewards=[]"))
     if section.system_prompt is not None:
-        errors.append(
-            "grpo.system_prompt would change the prompts of grpo.verifiers: leave it out, or give one in "
-            "grpo.verifiers.args"
-        )
-    return errors
+        text = "grpo.system_prompt would change the prompts of grpo.verifiers"
+        problems.append(Problem("grpo.system_prompt", text, "Leave it out, or set one in grpo.verifiers.args"))
+    return problems
 
 
-def _tool_problems(section: RolloutSection) -> list[str]:
-    errors = []
+def _tool_problems(section: RolloutSection) -> list[Problem]:
+    problems = []
     for index, tool in enumerate(section.tools):
         key = f"grpo.tools[{index}]"
+        example = "package.module.function"
         if tool.mcp is not None:
             if tool.fn is not None:
-                errors.append(f"{key}: fn and mcp are two tools: give each an entry of its own")
+                problems.append(Problem(key, f"{key}: fn and mcp are two tools", "Add an entry for each of them"))
             if tool.schema is None:
-                errors.append(
-                    f"{key}.schema is required by mcp: name a file with what the server offers, which "
-                    f'`python -m dtrain.rl.environments.mcp "{tool.mcp}" > tools.json` writes'
+                fix = (
+                    "Set it to a file that describes the server's tools, as "
+                    f'`python -m dtrain.rl.environments.mcp "{tool.mcp}" > tools.json` writes it'
                 )
-        elif not set(".:") & set(tool.fn or ""):
-            named = f"={tool.fn} must be" if tool.fn else " is missing: give"
-            errors.append(f"{key}.fn{named} an import path, such as package.module.function")
-    answers = {
-        "grpo.environment": section.environment is not None,
-        "grpo.verifiers": section.verifiers.name is not None,
-        "grpo.tools": bool(section.tools),
-    }
-    if sum(answers.values()) > 1:
-        both = " and ".join(key for key, is_so in answers.items() if is_so)
-        errors.append(f"{both} both answer a completion: leave one of them out")
+                problems.append(Problem(f"{key}.schema", f"{key}.schema is required by mcp", fix))
+        elif not tool.fn:
+            fix = f"Set it to an import path, such as {example}"
+            problems.append(Problem(f"{key}.fn", f"{key}.fn is missing", fix, is_missing=True))
+        elif "." not in tool.fn and ":" not in tool.fn:
+            text = f"{key}.fn={tool.fn} is not an import path"
+            problems.append(Problem(f"{key}.fn", text, f"Write it as {example}"))
+    answering = []  # keys that answer a completion
+    if section.environment is not None:
+        answering.append("grpo.environment")
+    if section.verifiers.name is not None:
+        answering.append("grpo.verifiers")
+    if section.tools:
+        answering.append("grpo.tools")
+    if len(answering) > 1:
+        text = f"{' and '.join(answering)} both answer a completion"
+        problems.append(Problem(answering[0], text, "Leave one of them out"))
     if section.tools and section.max_turns == 1:
-        errors.append("grpo.max_turns=1 ends before a tool could answer: set it to 2 or more, or leave grpo.tools out")
-    return errors
+        text = "grpo.max_turns=1 ends before a tool could answer"
+        problems.append(Problem("grpo.max_turns", text, "Set it to 2 or more, or leave grpo.tools out"))
+    return problems
 
 
-def _adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[str]:
-    """Return what keeps servers of a kind from taking the adapter alone, one line each."""
+def _adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[Problem]:
+    """Return the reasons why servers of a kind cannot receive only the adapter."""
+    key = "grpo.server.weights"
+    setting = f"{key}=adapter"
     if lora is None:
-        return ["grpo.server.weights=adapter sends what lora trains, and lora is null: leave it out, or set lora={}"]
-    errors, merged = [], "set grpo.server.weights=directory, which sends merged weights"
+        text = f"{setting} sends the adapter's weights, and lora is null"
+        return [Problem(key, text, "Leave it out, or set lora={}")]
+    reasons = []
     if lora.modules_to_save:
-        saved = ", ".join(lora.modules_to_save)
-        errors.append(f"grpo.server.weights=adapter: servers take no lora.modules_to_save=[{saved}]; {merged}")
+        reasons.append(f"servers do not accept lora.modules_to_save=[{', '.join(lora.modules_to_save)}]")
     if model.init == "scratch":
-        errors.append(f"grpo.server.weights=adapter: no server has the base that model.init=scratch draws; {merged}")
+        reasons.append("no server has the random base of model.init=scratch")
     if lora.dora and kind in ("vllm", "sglang"):
-        errors.append(f"grpo.server.weights=adapter: {kind} takes no lora.dora=true; {merged}")
-    return errors
+        reasons.append(f"{kind} does not accept lora.dora=true")
+    fix = f"Set {key}=directory, which sends merged weights"
+    return [Problem(key, f"{setting}: {reason}", fix) for reason in reasons]
 
 
-def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards") -> list[str]:
-    """Return an error for each mistake in a list of rewards, whose key is `rewards_key`.
+def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards") -> list[Problem]:
+    """Check a list of rewards, whose key is `rewards_key`.
 
     Import paths are not looked up here, but by `dtrain.rl.rewards.find`.
     """
-    errors = []
+    problems = []
     for index, reward in enumerate(listed):
         key, name = f"{rewards_key}[{index}]", reward.fn
+        fn_key = f"{key}.fn"
         if not is_number(reward.weight):
-            errors.append(f"{key}.weight={reward.weight} must be a finite number{sizes_for(reward.weight)}")
+            text = f"{key}.weight={reward.weight} must be a finite number{sizes_for(reward.weight)}"
+            problems.append(Problem(f"{key}.weight", text))
         if not name:
-            errors.append(f"{key}.fn is missing: name a reward ({', '.join(rewards.REWARDS)}), or give an import path")
+            fix = f"Set it to a reward ({', '.join(rewards.REWARDS)}) or an import path"
+            problems.append(Problem(fn_key, f"{fn_key} is missing", fix, is_missing=True))
         elif name in rewards.REWARDS:
-            errors += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
+            problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_path(name):
-            meant = key_aliases.hint("grpo.rewards.fn", name, rewards.REWARDS)
-            paths = "" if "did you mean" in meant else ", and import paths"
-            errors.append(f"{key}.fn={name} is no reward{meant}{paths}")
-        flat = [option for option in rewards.OF_JUDGE if getattr(reward, option) is not None and name != "judge"]
-        errors += [f"{key}.{option} is read by fn=judge alone: options of others stand in kwargs" for option in flat]
-    return errors
+            hint = key_aliases.hint("grpo.rewards.fn", name, rewards.REWARDS)
+            paths = "" if "did you mean" in hint else ", and import paths"
+            problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward{hint}{paths}"))
+        for option in rewards.OF_JUDGE:
+            if getattr(reward, option) is not None and name != "judge":
+                text = f"{key}.{option} is read only by fn=judge"
+                problems.append(Problem(f"{key}.{option}", text, "Put options of other rewards into kwargs"))
+    return problems
 
 
-def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[str]:
+def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[Problem]:
+    """Check the options of a reward.
+
+    Args:
+        key: The reward's key, such as "grpo.rewards[0]".
+        name: The reward.
+        options: Its options.
+    """
     known = rewards.REWARDS[name]
-    at = {
-        option: f"{key}.{option}" if name == "judge" and option in rewards.OF_JUDGE else f"{key}.kwargs.{option}"
-        for option in known
-    }
-    errors = [
-        f"{at[option]} is required by {name}"
-        for option, default in known.items()
-        if default is rewards.REQUIRED and option not in options
-    ]
+    option_keys = {}
+    for option in known:
+        is_own_key = name == "judge" and option in rewards.OF_JUDGE
+        option_keys[option] = f"{key}.{option}" if is_own_key else f"{key}.kwargs.{option}"
+    problems = []
+    for option, default in known.items():
+        if default is rewards.REQUIRED and option not in options:
+            problems.append(Problem(option_keys[option], f"{option_keys[option]} is required by {name}"))
     for option, value in options.items():
         if option not in known:
             near = rewards.FORMER_NAMES.get(option) or nearest(option, known)
-            suggestion = f"; did you mean {at[near]}?" if near else f"; it reads {', '.join(known)}"
-            errors.append(f"{key}.kwargs.{option} is not read by {name}{suggestion}")
+            fix = f"Did you mean {option_keys[near]}?" if near else f"It reads {', '.join(known)}"
+            option_key = f"{key}.kwargs.{option}"
+            problems.append(Problem(option_key, f"{option_key} is not read by {name}", fix))
         elif not rewards.RANGES[option][0](value):
-            errors.append(f"{at[option]}={value} must be {rewards.RANGES[option][1]}")
-    if not errors and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
-        bounds = options["target_tokens"], options["max_tokens"]
-        errors.append(f"{at['target_tokens']}={bounds[0]} must be below {at['max_tokens']}={bounds[1]}")
-    return errors
+            text = f"{option_keys[option]}={value} must be {rewards.RANGES[option][1]}"
+            problems.append(Problem(option_keys[option], text))
+    if not problems and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
+        target, most = option_keys["target_tokens"], option_keys["max_tokens"]
+        text = f"{target}={options['target_tokens']} must be below {most}={options['max_tokens']}"
+        problems.append(Problem(target, text))
+    return problems

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import at_least, is_number
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.formats.prompts import PromptOptions
@@ -111,7 +112,7 @@ class GrpoMethod(MethodWithReference):
     _began = 0.0
     _is_warned = False  # that sampler and trainer have drifted apart
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         section = self.section
         errors = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
         batch = None if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
@@ -121,24 +122,27 @@ class GrpoMethod(MethodWithReference):
         launch, parallel, lora, model = self.recipe.launch, self.recipe.parallel, self.recipe.lora, self.recipe.model
         errors += engine_problems(section, launch.device, parallel, lora, model)
         if section.sync_every is not None and not section.beta:
-            errors.append("grpo.sync_every moves the reference, and grpo.beta=0 keeps none: set grpo.beta above 0")
+            text = "grpo.sync_every moves the reference, and grpo.beta=0 keeps none"
+            errors.append(Problem("grpo.sync_every", text, "Set grpo.beta above 0"))
         if section.beta:
             errors += self.base_problems()
         if section.dynamic_sampling == "refill" and self.recipe.train.epochs is not None:
-            errors.append(
-                "grpo.dynamic_sampling=refill takes as many prompts as it needs, so that train.epochs cannot be "
-                "counted in steps: set train.steps"
+            text = (
+                "grpo.dynamic_sampling=refill uses as many prompts as it needs, so the steps of train.epochs cannot be "
+                "counted"
             )
+            errors.append(Problem("train.epochs", text, "Set train.steps"))
         if section.dynamic_batch and self.recipe.data.packing:
-            errors.append("grpo.dynamic_batch=true is for padded rows: set data.packing=false, or leave it out")
-        return errors + self.loss_on_problems("what the model draws")
+            text = "grpo.dynamic_batch=true is for padded rows, and data.packing packs them"
+            errors.append(Problem("grpo.dynamic_batch", text, "Set data.packing=false, or leave it out"))
+        return errors + self.loss_on_problems("the tokens that the model samples")
 
     def refuses(self, format: str) -> str | None:
         if format in ("preference", "text"):
             return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
         return None
 
-    def image_problems(self) -> list[str]:
+    def image_problems(self) -> list[Problem]:
         return image_problems(self.section)
 
     def other_models(self) -> list[tuple[str, str]]:
@@ -147,10 +151,10 @@ class GrpoMethod(MethodWithReference):
         named = [("grpo.reference", self.section.reference)] if is_another else []
         return named + ([("grpo.reward_model.path", rates)] if rates else [])
 
-    def model_problems(self, model: ModelConfig) -> list[str]:
+    def model_problems(self, model: ModelConfig) -> list[Problem]:
         if model.experts is not None or not self.section.router_replay:
             return []
-        return ["grpo.router_replay=true: this model has no experts; leave it out"]
+        return [Problem("grpo.router_replay", "grpo.router_replay=true: this model has no experts", "Leave it out")]
 
     def reward_model(self) -> str | None:
         return self.section.reward_model.path
@@ -425,15 +429,27 @@ def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]])
     return lines
 
 
-def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a `grpo` section's loss, one line each, by the recipe's keys; options: its kwargs."""
+def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[Problem]:
+    """Check the loss of a `grpo` section.
+
+    Args:
+        loss: `grpo.loss`.
+        clip: `grpo.clip`.
+        beta: `grpo.beta`.
+        options: `grpo.kwargs`.
+    """
     if loss not in LOSSES:
-        return [f"grpo.loss={loss} is no policy loss{key_aliases.hint('grpo.loss', loss, LOSSES)}"]
-    errors = problems(loss, clip, beta, options, "grpo.", "grpo.kwargs.")
+        text = f"grpo.loss={loss} is not a policy loss{key_aliases.hint('grpo.loss', loss, LOSSES)}"
+        return [Problem("grpo.loss", text)]
+    found = problems(loss, clip, beta, options, "grpo.", "grpo.kwargs.")
     if loss == "cispo" and len(clip) == 2 and is_number(clip[1]) and 0 <= clip[1] < 1:
-        errors.append(f"grpo.clip={clip}: cispo's second number caps the ratio itself, so below 1 it cuts every "
-                      "token's weight; its papers take 5")  # fmt: skip
-    for key in ("kl_estimator", "kl_gradient"):
-        if key in options and not beta:
-            errors.append(f"grpo.kwargs.{key} says how the divergence is measured, and grpo.beta=0 leaves it out")
-    return errors
+        text = (
+            f"grpo.clip={clip}: the second number of cispo caps the ratio itself, so below 1 it cuts every token's "
+            "weight"
+        )
+        found.append(Problem("grpo.clip", text, "Its papers use 5"))
+    for name in ("kl_estimator", "kl_gradient"):
+        if name in options and not beta:
+            key = f"grpo.kwargs.{name}"
+            found.append(Problem(key, f"{key} measures the divergence, and grpo.beta=0 leaves the divergence out"))
+    return found

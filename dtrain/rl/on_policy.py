@@ -111,20 +111,20 @@ class OnPolicyDistillMethod(DistillMethod):
 
     kind = "prompts"
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         section, errors = self.section, self.unread_problems()
         rollout, batch = section.prompts_per_step, self.recipe.train.global_batch
         if rollout is not None and isinstance(batch, int) and rollout >= 1 and batch >= 1 and rollout % batch:
-            errors.append(
-                f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts: "
-                f"set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
-            )
+            text = f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts"
+            fix = f"Set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
+            errors.append(Problem("train.global_batch", text, fix))
         errors += self.room_problems()
         if section.student_share == 1 and self.recipe.data.loss_on != "assistant":
-            errors.append(
-                f"data.loss_on={self.recipe.data.loss_on} plays no part where the student draws every sample: what it "
-                "draws is trained; leave it out, or lower distill.student_share"
+            text = (
+                f"data.loss_on={self.recipe.data.loss_on} has no effect if the student samples every completion, "
+                "because the sampled tokens are trained"
             )
+            errors.append(Problem("data.loss_on", text, "Leave it out, or lower distill.student_share"))
         return errors
 
     def refuses(self, format: str) -> str | None:

@@ -4,7 +4,8 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.base.ranges import out_of_range
-from dtrain.optim import update as optim
+from dtrain.optim.update import SCHEDULES
+from dtrain.policy.optimizer import NAMES
 from dtrain.recipe import schema
 from dtrain.training import SECTIONS, load_recipe
 from tests.tiny import check
@@ -229,8 +230,8 @@ def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer)
 
 
 def test_names_are_those_that_optim_knows():
-    assert set(schema.OPTIMIZERS) == set(optim.NAMES)
-    assert set(schema.SCHEDULES) == set(optim.SCHEDULES)
+    assert set(schema.OPTIMIZERS) == set(NAMES)
+    assert set(schema.SCHEDULES) == set(SCHEDULES)
 
 
 def test_every_default_is_in_its_range():

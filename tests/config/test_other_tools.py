@@ -9,7 +9,8 @@ import transformers
 import yaml
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 
-from dtrain.optim.update import build_optimizer, build_scheduler
+from dtrain.optim.update import build_scheduler
+from dtrain.policy.optimizer import build_optimizer
 from dtrain.recipe import other_tools
 from dtrain.training import convert_recipe, load_recipe
 from tools import coming_from

@@ -7,7 +7,7 @@ import torch
 from dtrain.base.randomness import key, uniform
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.models.read_config import read_config
-from dtrain.optim.places import element_bits
+from dtrain.optim.stochastic_rounding import bit_positions, random_bits
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
@@ -90,7 +90,21 @@ def assert_same_bits(found, expected):
     assert not differing, differing
 
 
-def bits_of(place, rows, draw=element_bits):
-    """Return the random bits of some of a place's rows."""
-    shape = rows.stop - rows.start, place.held_columns
-    return draw(shape, place.numbers(rows, 5), torch.device("cpu"))
+def bits_of(shard, rows, generate=random_bits):
+    """Return the random bits of a slice of a shard's rows."""
+    shape = rows.stop - rows.start, shard.local_columns
+    return generate(shape, bit_positions(shard, rows, 5), torch.device("cpu"))
+
+
+# Files of an optimizer's step, without the update around it, which waits for the gradient norm.
+STEP_FILES = "dtrain/optim/", "dtrain/memory/low_bit", "dtrain/memory/optimizer_offload", "dtrain/memory/gradient_sums"
+
+
+def waits_in_steps(felt) -> int:
+    """Return how often the host waited for a pretend card in optimizer steps."""
+    return sum(felt.count("sync", within=file, without="optim/update.py") for file in STEP_FILES)
+
+
+def pageable_copies_in_steps(felt) -> int:
+    """Return the number of copies in optimizer steps from or to memory that is not pinned."""
+    return sum(felt.count("pageable", within=file) for file in STEP_FILES)

@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.optim.adam import LowBitAdam
-from dtrain.optim.moments import BLOCK, Int8, kind_of, read, round_bfloat16, write
-from dtrain.optim.places import Place
-from dtrain.optim.update import build_optimizer
+from dtrain.memory.low_bit_adam import LowBitAdam
+from dtrain.memory.low_bit_states import BLOCK_SIZE, Int8Moment, kind_of, read, write
+from dtrain.memory.optimizer_offload import RING
+from dtrain.optim.local_shard import LocalShard
+from dtrain.optim.stochastic_rounding import round_bfloat16
+from dtrain.policy.optimizer import build_optimizer
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe import schema
 from tests.optimizers.stepping import assert_same_bits, bits_of, recipe_of, step_on
@@ -156,28 +158,28 @@ def test_what_is_not_finite_stays_so():
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_a_block_that_overflowed_goes_on(moment):
-    place = Place(1, BLOCK, 0, 0, 1, BLOCK)
-    kept, bits = Int8(place, moment), bits_of(place, slice(0, 1))
-    values = torch.ones(1, BLOCK)
+    shard = LocalShard(1, BLOCK_SIZE, 0, 0, 1, BLOCK_SIZE)
+    stored, bits = Int8Moment(shard, moment), bits_of(shard, slice(0, 1))
+    values = torch.ones(1, BLOCK_SIZE)
     values[0, 3] = float("inf")
-    state = kept.allocate(values, torch.float32)
+    state = stored.allocate(values, torch.float32)
     write(state, moment, values, bits)
     values = read(state, moment)
     assert values.isfinite().all() and values[0, 3] == torch.finfo(torch.float32).max
-    write(state, moment, torch.ones(1, BLOCK), bits)
+    write(state, moment, torch.ones(1, BLOCK_SIZE), bits)
     assert (read(state, moment) == 1).all()
 
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
-    sizes = torch.logspace(0, -12, BLOCK)
-    signs = 1 if moment == "exp_avg_sq" else torch.where(torch.arange(BLOCK) % 2 == 0, 1, -1)
-    values = (sizes * signs).expand(4096, BLOCK).contiguous()
-    place = Place(4096, BLOCK, 0, 0, 4096, BLOCK)
-    kept = Int8(place, moment)
-    state = kept.allocate(values, torch.float32)
+    sizes = torch.logspace(0, -12, BLOCK_SIZE)
+    signs = 1 if moment == "exp_avg_sq" else torch.where(torch.arange(BLOCK_SIZE) % 2 == 0, 1, -1)
+    values = (sizes * signs).expand(4096, BLOCK_SIZE).contiguous()
+    shard = LocalShard(4096, BLOCK_SIZE, 0, 0, 4096, BLOCK_SIZE)
+    stored = Int8Moment(shard, moment)
+    state = stored.allocate(values, torch.float32)
     rows = slice(0, 4096)
-    write(state, moment, values, bits_of(place, rows))
+    write(state, moment, values, bits_of(shard, rows))
     found = read(state, moment).double()
     above = 2e-5 if moment == "exp_avg" else 3e-9
     spread = found.std(0) / 64  # of the mean of 4096
@@ -186,7 +188,7 @@ def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     assert (found[:, 0] == values[:, 0]).all()
     if moment == "exp_avg_sq":
         assert (found > 0).all()  # a quotient by it stays finite
-    write(state, moment, torch.zeros_like(values), bits_of(place, rows))
+    write(state, moment, torch.zeros_like(values), bits_of(shard, rows))
     assert (read(state, moment) == 0).all()
 
 
@@ -204,27 +206,25 @@ def test_what_stays_float32_is_decided_by_the_whole_tensor(name, size, kind):
     assert kind_of(name, torch.Size(size), "int8") == kind
 
 
-def test_a_large_parameter_is_stepped_in_parts_with_the_same_bits(monkeypatch):
-    whole, parts = sample(torch.bfloat16), sample(torch.bfloat16)
+def test_a_large_parameter_is_stepped_in_slices_with_the_same_bits():
+    whole, slices = sample(torch.bfloat16), sample(torch.bfloat16)
     move(whole, low_bit(whole, state="int8"), 3)
-    monkeypatch.setattr("dtrain.optim.adam.AT_ONCE", 1300)
-    move(parts, low_bit(parts, state="int8"), 3)
-    assert all(torch.equal(parts[name], one) for name, one in whole.items())
+    move(slices, low_bit(slices, state="int8", slice_elements=1300), 3)
+    assert all(torch.equal(slices[name], one) for name, one in whole.items())
 
 
-def test_parts_of_a_narrow_matrix_are_no_larger_for_its_blocks(monkeypatch):
+def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
     def narrow():
         torch.manual_seed(0)
         return {"w": nn.Parameter(torch.randn(300, 16))}
 
-    whole, parts = narrow(), narrow()
+    whole, slices = narrow(), narrow()
     move(whole, low_bit(whole, state="int8"), 3)
-    monkeypatch.setattr("dtrain.optim.adam.AT_ONCE", 10 * BLOCK)
-    optimizer = low_bit(parts, state="int8")
-    move(parts, optimizer, 3)
-    assert torch.equal(parts["w"], whole["w"])
-    rows = [part.rows.stop - part.rows.start for part in optimizer._parts(parts["w"], optimizer.param_groups[0])]
-    assert rows == [10] * 30  # of a block each
+    optimizer = low_bit(slices, state="int8", slice_elements=10 * BLOCK_SIZE)
+    move(slices, optimizer, 3)
+    assert torch.equal(slices["w"], whole["w"])
+    # 10 rows at a time, each of which fills one block: codes [10, 16] and scales [10] take 256 bytes each, per moment.
+    assert optimizer.ring_bytes() == RING * 2 * (256 + 256)
 
 
 @pytest.mark.parametrize(

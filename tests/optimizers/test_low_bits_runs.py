@@ -7,7 +7,8 @@ from dtrain.base.errors import UserError
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
-from dtrain.optim.places import Place, element_bits, few_bits
+from dtrain.optim.local_shard import LocalShard
+from dtrain.optim.stochastic_rounding import random_16_bits, random_bits
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.training.trainer import train
@@ -123,7 +124,7 @@ def summed(rank, recipe, world_size, count):
     for index in range(count):
         policy.sums.begin(0, index, index == count - 1)
         weight.grad = torch.full_like(weight, 2.0**-10)
-        policy.sums._take(weight)
+        policy.sums._add_gradient(weight)
     policy.sums.finish()
     assert weight.grad.dtype == torch.bfloat16
     return local_tensor(weight.grad).double().mean().item()
@@ -151,10 +152,9 @@ def test_reduced_after_each_micro_batch_a_run_is_as_one_that_is_reduced_once(tmp
 
 
 def test_a_part_of_a_parameter_has_the_bits_of_the_whole():
-    whole, part = Place(10, 37, 0, 0, 10, 37), Place(10, 37, 3, 13, 4, 20)
-    stack = Place(10, 37, 1, 13, 4, 20, of_matrix=5, held_of_matrix=2)  # rows 1, 2, 6 and 7
-    for draw in (element_bits, few_bits):
-        drawn = bits_of(whole, slice(0, 10), draw)
-        assert torch.equal(drawn[4:7, 13:33], bits_of(part, slice(1, 4), draw)) and drawn.unique().numel() > 360
-        held = bits_of(stack, slice(1, 4), draw)
-        assert torch.equal(drawn[[2, 6, 7], 13:33], held)
+    full, part = LocalShard(10, 37, 0, 0, 10, 37), LocalShard(10, 37, 3, 13, 4, 20)
+    stack = LocalShard(10, 37, 1, 13, 4, 20, matrix_rows=5, local_matrix_rows=2)  # rows 1, 2, 6 and 7
+    for generate in (random_bits, random_16_bits):
+        bits = bits_of(full, slice(0, 10), generate)
+        assert torch.equal(bits[4:7, 13:33], bits_of(part, slice(1, 4), generate)) and bits.unique().numel() > 360
+        assert torch.equal(bits[[2, 6, 7], 13:33], bits_of(stack, slice(1, 4), generate))

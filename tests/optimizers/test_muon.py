@@ -9,7 +9,7 @@ from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
 from dtrain.optim.muon import is_matrix
-from dtrain.optim.update import build_optimizer
+from dtrain.policy.optimizer import build_optimizer
 from dtrain.recipe import schema
 from tests.optimizers.stepping import assert_same_bits, give_gradients, policy_on, recipe_of, step_on
 from tests.optimizers.test_low_bits import MESHES
@@ -87,6 +87,18 @@ def test_matrices_by_the_formulas_and_the_rest_by_adamw(nesterov, scale):
     wanted = move(rest, [adam])
     for name in ("embed_tokens", "lm_head", "norm"):
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-13)
+
+
+def test_embeddings_and_vectors_in_bfloat16_have_the_bits_of_adamw():
+    """bfloat16 weights are rounded at random, by the same bits under both optimizers."""
+    shapes = {"embed_tokens": (50, 24), "norm": (24,)}
+    found = []
+    for section in (schema.Optimizer(name="muon", adam_lr=1e-3), schema.Optimizer(name="adamw", lr=1e-3)):
+        torch.manual_seed(0)
+        named = {name: nn.Parameter(torch.randn(shape).bfloat16()) for name, shape in shapes.items()}
+        found.append(move(named, [build_optimizer(section, named.items(), seed=3)]))
+    for name, weights_of_muon in found[0].items():
+        assert torch.equal(weights_of_muon, found[1][name]), name
 
 
 def test_torchs_own_class_takes_these_steps_in_bfloat16():

@@ -3,7 +3,7 @@ host, one a step."""
 
 import pytest
 
-from tests.optimizers.stepping import recipe_of
+from tests.optimizers.stepping import pageable_copies_in_steps, recipe_of, waits_in_steps
 from tests.pretend.test_sft import assert_close, on_card, on_cpu
 
 FLOAT32 = 2e-6  # relative, of loss and norm: sums in another order
@@ -25,5 +25,5 @@ def test_the_card_has_the_cpus_numbers(tmp_path, case):
     expected = on_cpu(recipe_of(tmp_path, *shape, "run.name=cpu"))
     rows, felt = on_card(recipe_of(tmp_path, *shape, *of_cards, "run.name=card"), size)
     assert_close(rows, expected, near)
-    assert felt.count("sync", within="optim/", without="optim/update.py") == (3 if ON_HOST in of_cards else 0)
-    assert not felt.count("pageable", within="optim/")
+    assert waits_in_steps(felt) == (3 if ON_HOST in of_cards else 0)
+    assert not pageable_copies_in_steps(felt)

@@ -13,7 +13,7 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
-from dtrain.optim.moments import kind_of
+from dtrain.memory.low_bit_states import kind_of
 from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
 from dtrain.training import load_recipe
 from dtrain.training.directory import ABOUT

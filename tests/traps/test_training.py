@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.optim.adam import LowBitAdam
+from dtrain.memory.low_bit_adam import LowBitAdam
 
 
 @pytest.mark.trap(

@@ -155,7 +155,7 @@ def _head(
 def _optimizers(lines: list[str], moved: float, device: "torch.device", count: int) -> None:
     import torch
 
-    from dtrain.optim.update import build_optimizer
+    from dtrain.policy.optimizer import build_optimizer
     from dtrain.recipe.schema import Optimizer
 
     for name, (fields, dtype) in OPTIMIZERS.items():

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.optim.shard_optimizer import ShardOptimizer
 from dtrain.parallel.placement import local_tensor
 
 SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
@@ -203,9 +204,10 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
         return value
     if not isinstance(parameter, DTensor) or value.dim() == 0:
         return value
-    placed = getattr(optimizer, "placed", None)  # of dtrain's own optimizers: they keep tensors of other shapes too
-    if placed is not None and (place := placed(parameter, key)) is not None:
-        return Piece.place(value, *place)
+    if isinstance(optimizer, ShardOptimizer):
+        location = optimizer.state_location(parameter, key)
+        if location is not None:
+            return Piece.place(value, location.global_size, location.offsets)
     if value.shape == local_tensor(parameter).shape:
         place = Piece.of(parameter)
         return Piece.place(value, place.global_size, place.offsets)

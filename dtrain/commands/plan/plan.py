@@ -24,9 +24,9 @@ from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.flops import flops_per_token, weights_in
 from dtrain.models.read_config import read_config
-from dtrain.optim.update import is_torchs
 from dtrain.parallel.apply import find_plan, in_words
 from dtrain.parallel.fits import mesh_problems_of_model
+from dtrain.policy.optimizer import is_torchs
 from dtrain.policy.precision import choose_precision
 from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler

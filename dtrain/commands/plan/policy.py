@@ -21,21 +21,22 @@ from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.memory.activation_offload import HostMemory
 from dtrain.memory.compilation import computes_again, is_selective_inside, obstacle
+from dtrain.memory.low_bit_adam import LowBitAdam
 from dtrain.memory.selective_checkpointing import AS_WRITTEN, selective
 from dtrain.methods import Method
 from dtrain.methods.method import MethodWithReference
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM, Layer
 from dtrain.models.read_config import read_config
-from dtrain.optim.adam import LowBitAdam
-from dtrain.optim.update import build_optimizer
-from dtrain.parallel.host_masters import Master, masters_of
+from dtrain.optim.shard_optimizer import ShardOptimizer
+from dtrain.parallel.fsdp import MasterTensor, masters_of
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import keep_for_backward, lay_out, place_masters, wants_varlen
+from dtrain.policy.build import keep_for_backward, lay_out, wants_varlen
 from dtrain.policy.config import PolicyConfig
+from dtrain.policy.optimizer import build_optimizer, place_masters
 from dtrain.policy.precision import Precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.score import Scorer
@@ -96,20 +97,20 @@ class PlannedPolicy(Policy):
         parameters = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         shards: dict[str, nn.Parameter] = parameters
         optimizer = self.updater.optimizer
-        if not hasattr(optimizer, "placed"):  # dtrain's own step shards as they are
+        if not isinstance(optimizer, ShardOptimizer):  # dtrain's own step shards as they are
             shards = {name: nn.Parameter(local_tensor(parameter).detach()) for name, parameter in parameters.items()}
             optimizer = self.updater.optimizer = build_optimizer(self.recipe.optimizer, shards.items())
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         with MetaKernels():
-            visiting = optimizer.ring_bytes() if type(optimizer) is LowBitAdam else optimizer.step()
+            visiting = optimizer.ring_bytes() if isinstance(optimizer, LowBitAdam) else optimizer.step()
         self.state_bytes = visiting if is_on_host and visiting is not None else state_bytes(optimizer)
         if is_on_host:
             self.visiting_bytes = bytes_of([*filter(Tensor.dim, _state(optimizer)), *masters_of(self.model)])
         optimizer.zero_grad()
         self.see_all((value for value in _state(optimizer) if value.is_meta), LEFT_OUT)
 
-        is_fused = shards is not parameters or (type(optimizer) is LowBitAdam and self.device.type == "cuda")
+        is_fused = shards is not parameters or (isinstance(optimizer, LowBitAdam) and self.device.type == "cuda")
 
         def before(*_: object) -> None:
             if shards is not parameters:
@@ -146,7 +147,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def on_device(parameter: Tensor) -> Tensor:
     """Return `parameter` [..], or the device's copy of it if its master lies on the host."""
     local = local_tensor(parameter)
-    return local.rounded if isinstance(local, Master) else parameter
+    return local.rounded if isinstance(local, MasterTensor) else parameter
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 from dtrain.base.errors import UserError
 from dtrain.base.problems import Problem
 from dtrain.base.ranges import Range, is_finite, shown
-from dtrain.optim.update import NAMES, WHOLE_PARAMETERS_ONLY, build_optimizer, cannot_step_shards, is_torchs
+from dtrain.policy.optimizer import NAMES, UNSHARDED_ONLY, build_optimizer, cannot_step_shards, is_torchs
 from dtrain.policy.precision import Precision
 from dtrain.recipe.schema import OPTIMIZERS
 from dtrain.training.inputs import RunInputs
@@ -140,6 +140,7 @@ def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.op
     Returns:
         The optimizer; None if the recipe names one by an import path, since only a run imports that.
 
+<<<<<<< HEAD
     Raises:
         UserError: If the optimizer does not accept its arguments, or if it cannot step sharded parameters.
     """
@@ -149,6 +150,17 @@ def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.op
     built = build_optimizer(section, model.named_parameters(), inputs.recipe.run.seed)
     is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes precisions through FSDP
     is_sharded = inputs.world.size > 1 or is_mixed
-    if is_sharded and isinstance(built, WHOLE_PARAMETERS_ONLY):
+    if is_sharded and isinstance(built, UNSHARDED_ONLY):
+=======
+def build(spec: RunSpec) -> None:
+    """Put the optimizer over the model, where no stranger's code is needed for it. Raises UserError, also where it
+    cannot step what FSDP shards."""
+    section, model = spec.recipe.optimizer, spec.model
+    if model is None or not (section.name in NAMES or is_torchs(section.name)):
+        return
+    spec.optimizer = build_optimizer(section, model.named_parameters(), spec.recipe.run.seed)
+    is_mixed = spec.precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
+    if (spec.world.size > 1 or is_mixed) and isinstance(spec.optimizer, UNSHARDED_ONLY):
+>>>>>>> optim
         raise UserError(cannot_step_shards(section.name))
     return built

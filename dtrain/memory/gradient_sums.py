@@ -1,0 +1,83 @@
+"""Sums of bfloat16 gradients over micro-batches, rounded stochastically.
+
+FSDP would round each sum to the nearest bfloat16 number, which loses terms that are small compared with the sum. Here a
+sum is rounded up or down at random, so that it is right on average for any number of terms.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.base.fused import Fused
+from dtrain.optim.local_shard import LocalShard
+from dtrain.optim.stochastic_rounding import (
+    BitPositions,
+    bit_positions,
+    random_16_bits,
+    random_sequence,
+    round_bfloat16,
+)
+
+
+class GradientSums:
+    """Gradient sums of a model whose bfloat16 gradients FSDP reduces after each micro-batch.
+
+    Call `begin` before each backward and `finish` after the last one of a step. Then `.grad` of each parameter is the
+    sum. No collective.
+
+    Args:
+        named_parameters: Parameters of the model. Those that need no gradient are left out.
+        seed: Seed of the random bits.
+
+    Example:
+        sums = GradientSums(model.named_parameters(), seed=0)
+        for index, micro_batch in enumerate(micro_batches):
+            sums.begin(step, index, is_last=index + 1 == len(micro_batches))
+            loss(micro_batch).backward()
+        sums.finish()
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int):
+        self._seed = seed
+        self._step = self._micro_batch = 0
+        self._is_last = True
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._shards: dict[nn.Parameter, tuple[str, LocalShard]] = {}
+        for name, parameter in named_parameters:
+            if parameter.requires_grad:
+                self._shards[parameter] = name, LocalShard.of(parameter)
+                parameter.register_post_accumulate_grad_hook(self._add_gradient)
+
+    def begin(self, step: int, micro_batch: int, is_last: bool) -> None:
+        """Prepare for the backward of a micro-batch of optimizer step `step`."""
+        self._step, self._micro_batch, self._is_last = step, micro_batch, is_last
+
+    def finish(self) -> None:
+        """Set `.grad` of parameters that had no gradient in the last backward."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total
+        self._sums.clear()
+
+    @torch.no_grad()
+    def _add_gradient(self, parameter: nn.Parameter) -> None:
+        """Add the gradient of `parameter`, which FSDP has just reduced, to its sum."""
+        total = self._sums.pop(parameter, None)
+        if total is not None:
+            assert parameter.grad is not None
+            name, shard = self._shards[parameter]
+            total_matrix, gradient = shard.as_matrix(total), shard.as_matrix(parameter.grad)
+            sequence = random_sequence(self._seed, self._step, f"{name} {self._micro_batch}")
+            for rows in shard.row_slices():
+                _add(total_matrix[rows], gradient[rows], bit_positions(shard, rows, sequence))
+            parameter.grad = total
+        if not self._is_last and parameter.grad is not None:
+            self._sums[parameter] = parameter.grad
+            parameter.grad = None
+
+
+@Fused
+def _add(total: Tensor, gradient: Tensor, positions: BitPositions) -> None:
+    """Add rows of a gradient to those of its sum, [rows, local_columns] each."""
+    bits = random_16_bits((total.shape[0], total.shape[1]), positions, total.device)
+    total.copy_(round_bfloat16(total.float() + gradient.float(), bits))
