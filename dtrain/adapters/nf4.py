@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from dtrain.adapters.config import is_stack
 from dtrain.base.fused import Fused, rounds
+from dtrain.base.problems import Problem
+from dtrain.base.ranges import either
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
@@ -165,21 +167,29 @@ def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return layers | {name: size for name, size in stacks if is_stack(name)}
 
 
-def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[str]:
-    """Return what keeps the layers `names` (in files) from 4 bits on `tp` tensor-parallel ranks, one line each for
-    layers of one name and size."""
+def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[Problem]:
+    """Check that layers can be stored in 4 bits on tensor-parallel ranks, once for all layers of a name and size.
+
+    Args:
+        config: The model's config.
+        names: Names of the layers in files.
+        tp: Tensor-parallel ranks.
+    """
     problems, table = [], linears(config) | held_by_nf4(config)
     made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
-    instead = "set lora.quantize=none" if config.unquantized is None else "use the original checkpoint"
+    key = "lora.quantize" if config.unquantized is None else "model.path"
+    fix = "Set lora.quantize=none" if config.unquantized is None else "Use the original checkpoint"
     for name, inputs in dict.fromkeys((name.rpartition(".")[2], table[name][-1]) for name in names):
         if inputs % BLOCK:
-            problems.append(f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}: {instead}")
+            text = f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}"
+            problems.append(Problem(key, text, fix))
         elif name in _CUT_BY_INPUTS and inputs // BLOCK % tp:
             fitting = [str(size) for size in range(1, tp) if inputs // BLOCK % size == 0]
-            problems.append(
-                f"parallel.tp={tp} does not divide the {inputs // BLOCK} blocks of {BLOCK} inputs that "
-                f"{made} of {name}'s {inputs}; of the sizes below it tp may be {', '.join(fitting)}"
+            text = (
+                f"parallel.tp={tp} does not divide the {inputs // BLOCK} blocks of {BLOCK} inputs that {made} of "
+                f"{name}'s {inputs}"
             )
+            problems.append(Problem("parallel.tp", text, f"Use {either(fitting)}"))
     return problems
 
 

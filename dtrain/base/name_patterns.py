@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from dtrain.base.problems import Problem
+
 
 def pattern_error(pattern: str) -> str | None:
     """Return Python's error message for an invalid regular expression, or None if the expression is valid."""
@@ -34,8 +36,8 @@ def matched(names: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[str]:
-    """Return an error for each pattern that matches none of the model's parameters.
+def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[Problem]:
+    """Return a problem for each pattern that matches none of the model's parameters.
 
     Args:
         patterns_by_key: Keys of the recipe, and the patterns in their values.
@@ -45,8 +47,7 @@ def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[st
     for key, patterns in patterns_by_key.items():
         for pattern in patterns:
             if not matched(names, [pattern]):
-                problems.append(
-                    f"{key}: {pattern} matches no parameter of the model; they have names such as "
-                    f"{next(iter(names))}, and * stands for any part"
-                )
+                text = f"{key}: {pattern} matches no parameter of the model"
+                fix = f"Names are such as {next(iter(names))}, and * stands for any part"
+                problems.append(Problem(key, text, fix))
     return problems

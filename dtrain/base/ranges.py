@@ -4,7 +4,7 @@ The tables of options that stand beside the losses and the rewards are made of t
 """
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -112,3 +112,14 @@ def plural(count: float, noun: str) -> str:
     if count == 1:
         return noun
     return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+
+
+def either(options: Iterable[str]) -> str:
+    """Join options for a message.
+
+    Example:
+        >>> either(["1", "2", "4"])
+        '1, 2 or 4'
+    """
+    *first, last = options
+    return f"{', '.join(first)} or {last}" if first else last

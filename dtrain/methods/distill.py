@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import at_least, shown
 from dtrain.data import Rows
 from dtrain.losses.head.kl import kl_sum_from_hidden_states

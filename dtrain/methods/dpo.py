@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, document_ids, documents, rows_in, sum_by_document
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import at_least, is_number, shown
 from dtrain.data import GlobalBatch, Rows
 from dtrain.losses.preference.losses import (
@@ -349,23 +350,27 @@ def loss_problems(
     label_smoothing: float = 0.0,
     f_divergence: str = "reverse_kl",
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> list[str]:
-    """Return what is wrong with the section's losses, one line each, by the recipe's keys. `options`: its kwargs.
+) -> list[Problem]:
+    """Check the losses of a `dpo` section.
 
-    An option has to be read by one loss of the list at least; another divergence than reverse_kl by all of them.
+    Every option has to be read by at least one loss of the list, and a divergence other than reverse_kl by all of them.
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
-        return ["dpo.loss: no loss is named"]
+        return [Problem("dpo.loss", "dpo.loss names no loss")]
     known = (*LOSSES, SFT)
     unknown = [name for name in names if name not in known]
-    errors = [f"dpo.loss={name} is no preference loss{key_aliases.hint('dpo.loss', name, known)}" for name in unknown]
+    errors = []
+    for name in unknown:
+        hint = key_aliases.hint("dpo.loss", name, known)
+        errors.append(Problem("dpo.loss", f"dpo.loss={name} is not a preference loss{hint}"))
     if loss_weights is not None:
         if len(loss_weights) != len(names):
-            errors.append(
-                f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses; it needs one each"
-            )
-        errors.extend(f"dpo.loss_weights: {w} is not a finite number" for w in loss_weights if not is_number(w))
+            text = f"dpo.loss_weights has {len(loss_weights)} numbers for {len(names)} losses"
+            errors.append(Problem("dpo.loss_weights", text, "Give each loss one number"))
+        for weight in loss_weights:
+            if not is_number(weight):
+                errors.append(Problem("dpo.loss_weights", f"dpo.loss_weights: {weight} is not a finite number"))
     losses = [name for name in names if name in LOSSES]
     values = {"beta": beta, "label_smoothing": label_smoothing, "f_divergence": f_divergence, **options}
     return errors + problems(losses, values, has_reference=has_reference, section="dpo.", kwargs="dpo.kwargs.")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, trim
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem
 from dtrain.base.randomness import key
 from dtrain.base.ranges import at_least
 from dtrain.data import GlobalBatch, Rows

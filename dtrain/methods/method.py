@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch, collate
 from dtrain.base.errors import UserError
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import shown
 from dtrain.base.row_images import collate_with_images
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.base.batch import Batch, documents
+from dtrain.base.problems import Problem
 from dtrain.checkpoint.huggingface.model_files import padding_token
 from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labels import Label

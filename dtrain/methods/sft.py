@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import NUMBER, is_number, shown
 from dtrain.losses.head import weighted_sum
 from dtrain.losses.token.options import LOSSES, RANGES

@@ -3,6 +3,9 @@
 import math
 from typing import Protocol
 
+from dtrain.base.problems import Problem
+from dtrain.base.ranges import either
+
 
 class ModelSizes(Protocol):
     """The sizes of a model's config.json that tensor parallel shares out."""
@@ -23,41 +26,45 @@ class ModelSizes(Protocol):
     def expert_count(self) -> int | None: ...  # of a layer
 
 
-def mesh_problems_of_model(model: ModelSizes, tp: int, ep: int = 1) -> list[str]:
-    """Return what keeps tensor parallel over `tp` ranks, or expert parallel over `ep`, from sharing a model out, one
-    line each; empty where nothing does.
+def mesh_problems_of_model(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
+    """Check that a model can be sharded over `tp` tensor-parallel and `ep` expert-parallel ranks.
 
-    Every rank computes whole query heads, and whole key heads or one that it shares, and holds some of the vocabulary
-    and of every MLP: FSDP2 cannot reduce the gradient of an empty shard.
+    Every rank computes complete query heads, and complete key heads or one that it shares. It stores a part of the
+    vocabulary and of every MLP, because FSDP2 cannot reduce the gradient of an empty shard.
     """
-    fitting = [size for size in range(1, model.num_attention_heads + 1) if not _problems(model, size)]
-    problems = [f"{problem}; tp may be {', '.join(map(str, fitting))}" for problem in _problems(model, tp)]
+    reasons = _reasons_against(model, tp)
+    fitting = [size for size in range(1, model.num_attention_heads + 1) if not _reasons_against(model, size)]
+    fix = f"Use {either(map(str, fitting))}"
+    problems = [Problem("parallel.tp", reason, fix) for reason in reasons]
     count = model.expert_count
     if ep > 1 and count is None:
-        problems.append(f"parallel.ep={ep}: this model has no experts; leave it out")
+        problems.append(Problem("parallel.ep", f"parallel.ep={ep}: this model has no experts", "Leave it out"))
     elif count is not None and count % ep:
-        dividing = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
-        problems.append(f"parallel.ep={ep} does not divide the model's {count} experts; ep may be {dividing}")
+        dividing = [str(size) for size in range(1, count + 1) if count % size == 0]
+        text = f"parallel.ep={ep} does not divide the model's {count} experts"
+        problems.append(Problem("parallel.ep", text, f"Use {either(dividing)}"))
     return problems
 
 
-def _problems(model: ModelSizes, tp: int) -> list[str]:
-    problems = []
+def _reasons_against(model: ModelSizes, tp: int) -> list[str]:
+    """Return the reasons why a model cannot be sharded over `tp` ranks."""
+    reasons = []
     if model.num_attention_heads % tp:
-        problems.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
-    of_one_kind = len(set(model.kv_heads.values())) == 1
-    for kind, kv in list(model.kv_heads.items())[: 1 if of_one_kind else None]:
-        whose = "the model's" if of_one_kind else f"its {kind} layers'"
+        reasons.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
+    is_uniform = len(set(model.kv_heads.values())) == 1
+    for kind, kv in list(model.kv_heads.items())[: 1 if is_uniform else None]:
+        whose = "the model's" if is_uniform else f"its {kind} layers'"
         if kv % tp and tp % kv:
-            problems.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")
+            reasons.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")
     if model.linear_key_heads is not None and model.linear_key_heads % tp:
         linear = model.linear_key_heads
-        problems.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
+        reasons.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
     if _leaves_one_empty(model.vocab_size, tp):
-        problems.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
-    for inner in (size for size in sorted(model.inner_sizes) if _leaves_one_empty(size, tp)):
-        problems.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
-    return problems
+        reasons.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
+    for inner in sorted(model.inner_sizes):
+        if _leaves_one_empty(inner, tp):
+            reasons.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
+    return reasons
 
 
 def _leaves_one_empty(length: int, tp: int) -> bool:

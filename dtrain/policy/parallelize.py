@@ -45,7 +45,7 @@ def _parallelize_llama(
         raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
     if tp_mesh is not None and tp_mesh.size() > 1:
         if problems := mesh_problems_of_model(model.config, tp_mesh.size()):
-            raise ValueError("\n".join(problems))
+            raise ValueError("\n".join(map(str, problems)))
         try:
             apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)
         except UserError as error:

@@ -11,6 +11,7 @@ from torch import nn
 from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import matched, unmatched
+from dtrain.base.problems import Problem
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.tensor import exact_modules
 from dtrain.policy.config import PolicyConfig
@@ -90,17 +91,22 @@ def frozen_names(section: Train, tower: "VisionTower") -> set[str]:
     return {f"model.{name}" for name, _ in tower.named_parameters() if not matched([name], trained)}
 
 
-def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collection[str]) -> list[str]:
-    """Return a line for each pattern of `train.train_only` that names only what `train.vision` freezes. names: of all
-    parameters of the model."""
+def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collection[str]) -> list[Problem]:
+    """Refuse patterns of `train.train_only` that match only parameters that `train.vision` freezes.
+
+    Args:
+        section: The section `train`.
+        tower: The vision tower.
+        names: Names of all parameters of the model.
+    """
     frozen = frozen_names(section, tower)
-    by_pattern = {pattern: {name for name in names if matched([name], [pattern])} for pattern in section.train_only}
-    return [
-        f"train.train_only: {pattern} names only parameters that train.vision={section.vision} freezes: set "
-        "train.vision=all"
-        for pattern, named in by_pattern.items()
-        if named and named <= frozen
-    ]
+    problems = []
+    for pattern in section.train_only:
+        named = {name for name in names if matched([name], [pattern])}
+        if named and named <= frozen:
+            text = f"train.train_only: {pattern} matches only parameters that train.vision={section.vision} freezes"
+            problems.append(Problem("train.train_only", text, "Set train.vision=all"))
+    return problems
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:

@@ -1,10 +1,9 @@
 """The mesh and the batch of a recipe in a world of so many processes: the sizes, or what does not fit."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtrain.base.problems import Problem
-from dtrain.base.ranges import plural
+from dtrain.base.ranges import either, plural
 from dtrain.recipe.automatic import without_auto
 from dtrain.recipe.schema import Recipe
 
@@ -112,7 +111,7 @@ def _experts(ep: int, dp_shard: int, cp: int) -> list[Problem]:
         return []
     fitting = [str(size) for size in range(1, shared + 1) if shared % size == 0]
     wrong = f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}"
-    return [Problem("parallel.ep", wrong, f"Use {_either(fitting)}")]
+    return [Problem("parallel.ep", wrong, f"Use {either(fitting)}")]
 
 
 def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
@@ -132,8 +131,4 @@ def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
         f"train.global_batch={total} is not micro_batch × accumulation × dp: "
         f"micro_batch {micro} × dp {dp} = {unit} does not divide it"
     )
-    return [Problem("train.global_batch", wrong, f"Set {_either(fixes)}")]
-
-
-def _either(options: Sequence[str]) -> str:
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+    return [Problem("train.global_batch", wrong, f"Set {either(fixes)}")]

@@ -158,8 +158,8 @@ def _judging_problems(section: RolloutSection) -> list[Problem]:
         problems.append(Problem("grpo.reward_model.weight", text))
     if model_path is not None and section.has_episodes:
         text = (
-            "grpo.reward_model scores a prompt with one completion, and grpo.environment, grpo.verifiers and grpo.tools "
-            "have several turns"
+            "grpo.reward_model scores a prompt with one completion, and grpo.environment, grpo.verifiers and "
+            "grpo.tools have several turns"
         )
         problems.append(Problem("grpo.reward_model", text, "Leave one of them out"))
     if not section.rewards and environment is None and model_path is None and section.verifiers.name is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
+from dtrain.base.problems import Problem
 from dtrain.base.ranks import Ranks
 from dtrain.data import Cursor, Rows
 from dtrain.data.formats.prompts import PromptOptions

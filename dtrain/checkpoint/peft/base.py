@@ -9,20 +9,20 @@ from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, files_of_weights, is_adapter_directory, read_header
+from dtrain.base.problems import Problem
 from dtrain.checkpoint.peft.config import BASE, base_of
 
 _COMPARED = 4096  # bytes of a tensor; training changes some of them
 
 
-def base_problems(directory: Path, model: Path) -> list[str]:
-    """Return what is wrong where the adapter in `directory` is of another base than `model`, a model's directory."""
+def base_problems(directory: Path, model: Path) -> list[Problem]:
+    """Check that the adapter in `directory` was trained on the model in the directory `model`."""
     if _is_base(directory, model) is not False:
         return []
     base = base_of(directory)
-    return [
-        f"{directory / ADAPTER_CONFIG}: {BASE} is {_named(directory)}, and model.path={model} has other weights: "
-        f"set model.path={base}, or write {model} there if the adapter was trained on it"
-    ]
+    text = f"{directory / ADAPTER_CONFIG}: {BASE} is {_named(directory)}, and model.path={model} has other weights"
+    fix = f"Set model.path={base}, or write {model} there if the adapter was trained on it"
+    return [Problem("lora.path", text, fix)]
 
 
 def base_notes(directory: Path, model: Path) -> list[str]:

@@ -26,6 +26,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import is_natural, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, is_adapter_directory
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
+from dtrain.base.problems import Problem
 from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import PREFIX
 from dtrain.models.common.config import ModelConfig
@@ -97,7 +98,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     return adapter_of({"path": directory})
 
 
-def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
+def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Problem]:
     """Return the problems of the adapter at `lora.path` for a model: fields, contradicting keys and tensors.
 
     Only the names and shapes of tensors are read.
@@ -113,10 +114,10 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         config = adapter_of(section)
         stored = tensors.stored_shapes(directory)
     except UserError as error:
-        return str(error).splitlines()
+        return [Problem("lora.path", line) for line in str(error).splitlines()]
     problem = config.dropout_problem(adaptable(model))
     if problem:
-        return [f"{directory / ADAPTER_CONFIG}: {problem}"]
+        return [Problem("lora.path", f"{directory / ADAPTER_CONFIG}: {problem}")]
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
     wanted = tensors.adapter_shapes(config, model, ends)
 
@@ -125,7 +126,8 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[str
         module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
         return module not in ENDS and bool(config.saved([module]))
 
-    return tensors.mismatches(directory, stored, wanted, is_optional, model=model)
+    lines = tensors.mismatches(directory, stored, wanted, is_optional, model=model)
+    return [Problem("lora.path", line) for line in lines]
 
 
 def base_of(directory: Path) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import loads
 from dtrain.base.nested_columns import column_names, column_of, has_column
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import nearest
 from dtrain.data.formats.formats import KINDS, LABELS, detect
 
@@ -35,19 +36,28 @@ def names_of(kind: str, name: str = "auto") -> list[str]:
     return list(dict.fromkeys(key for item in formats for key in (*KINDS[kind][item], *also.get(item, ()))))
 
 
-def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()) -> list[str]:
-    """Return the problems of `columns`, the value of `key`, a line each. more: columns that the method reads beside the
-    format's. Of prompts, rewards may read any column."""
-    problems = [f"{key}.{ours} is empty: name a column of the file" for ours, theirs in columns.items() if not theirs]
+def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()) -> list[Problem]:
+    """Check the names of columns. For prompts every name is allowed, because rewards may read any column.
+
+    Args:
+        columns: Our names and those of the file.
+        kind: Kind of rows that the method reads.
+        name: The format.
+        key: The recipe's key of `columns`.
+        more: Columns that the method reads in addition to those of the format.
+    """
+    problems = []
+    for ours, theirs in columns.items():
+        if not theirs:
+            problems.append(Problem(f"{key}.{ours}", f"{key}.{ours} is empty", "Name a column of the file"))
     known = [*names_of(kind, name), *more]
     reader = "a format" if name == "auto" else f"format {name}"
     for ours in columns if kind != "prompts" else ():
         if ours not in known:
             near = nearest(ours, known)
-            meant = f"; did you mean {near}?" if near else "."
-            problems.append(
-                f"{key}.{ours}: no column of this name is read{meant} Columns that {reader} reads: {', '.join(known)}"
-            )
+            meant = f"Did you mean {near}? " if near else ""
+            fix = f"{meant}Columns that {reader} reads: {', '.join(known)}"
+            problems.append(Problem(f"{key}.{ours}", f"{key}.{ours}: no column of this name is read", fix))
     return problems
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, hint, is_number, one_of, sizes_for
 
 LEVELS = ("token", "sequence", "sequence_token")
@@ -116,35 +117,48 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 
 def problems(
     loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any], section: str = "", kwargs: str = ""
-) -> list[str]:
-    """Return what is wrong with the clip, β and options of `loss`, one line each. section, kwargs: of a recipe, what
-    stands before their keys."""
-    errors = []
+) -> list[Problem]:
+    """Check the clip, β and the options of a loss.
+
+    Args:
+        loss: Name of the loss.
+        clip: How far below and above 1 the ratio may go.
+        beta: Weight of the divergence.
+        options: The other options.
+        section: In a recipe, the prefix of the keys of `clip` and `beta`, such as "grpo.".
+        kwargs: In a recipe, the prefix of the keys of `options`, such as "grpo.kwargs.".
+    """
+    found = []
     if not (len(clip) == 2 and all(is_number(bound) and bound >= 0 for bound in clip)):
         sizes = next((sizes for bound in clip if (sizes := sizes_for(bound))), "")
-        errors.append(
-            f"{section}clip={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go{sizes}"
-        )
+        key = f"{section}clip"
+        text = f"{key}={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go{sizes}"
+        found.append(Problem(key, text))
     if not (is_number(beta) and beta >= 0):
-        errors.append(f"{section}beta={beta} must be a finite number, at least 0{sizes_for(beta)}")
+        key = f"{section}beta"
+        found.append(Problem(key, f"{key}={beta} must be a finite number, at least 0{sizes_for(beta)}"))
     read = {**SHARED, **LOSSES[loss].options}
-    for key, value in options.items():
-        is_good, words = RANGES.get(key, NUMBER)
-        if key not in read:
-            errors.append(f"{kwargs}{key} is not read by {loss}{hint(key, read, kwargs)}")
+    for name, value in options.items():
+        key = f"{kwargs}{name}"
+        is_good, words = RANGES.get(name, NUMBER)
+        if name not in read:
+            found.append(Problem(key, f"{key} is not read by {loss}{hint(name, read, kwargs)}"))
         elif not is_good(value):
-            errors.append(f"{kwargs}{key}={value} must be {words}{sizes_for(value)}")
-    return errors or _problems_together(loss, read | dict(options), kwargs)
+            found.append(Problem(key, f"{key}={value} must be {words}{sizes_for(value)}"))
+    return found or _problems_together(loss, read | dict(options), kwargs)
 
 
-def _problems_together(loss: str, options: Mapping[str, Any], kwargs: str) -> list[str]:
-    """Return what is wrong with all options together, which are good one by one; one line each."""
-    errors = []
+def _problems_together(loss: str, options: Mapping[str, Any], kwargs: str) -> list[Problem]:
+    """Check combinations of options that are each in their range."""
+    found = []
     if options.get("delta") is not None and options.get("dual_clip") is not None:
-        errors.append(f"{kwargs or 'options'}: delta and dual_clip bound the same ratio; give one of them")
+        text = f"{kwargs or 'options'}: delta and dual_clip bound the same ratio"
+        found.append(Problem(f"{kwargs}delta", text, "Set only one of them"))
     if LOSSES[loss].by_sequence and options["top_entropy_quantile"] < 1:
-        errors.append(f"{kwargs}top_entropy_quantile: {loss} is a loss of whole sequences, which keep all tokens")
+        key = f"{kwargs}top_entropy_quantile"
+        found.append(Problem(key, f"{key}: {loss} is a loss of complete sequences, which keep all tokens"))
     smallest, largest = options["sampling_clip_min"], options["sampling_clip_max"]
     if smallest is not None and largest is not None and smallest >= largest:
-        errors.append(f"{kwargs}sampling_clip_min={smallest} must be below sampling_clip_max={largest}")
-    return errors
+        key = f"{kwargs}sampling_clip_min"
+        found.append(Problem(key, f"{key}={smallest} must be below sampling_clip_max={largest}"))
+    return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from dtrain.base.problems import Problem
 from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, nearest, one_of, sizes_for
 
 SFT = "sft"  # a name in a list of losses, TRL's: the chosen completions' negative log-likelihood, as dpo.sft_weight
@@ -91,35 +92,49 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 
 def problems(
     names: Collection[str], options: Mapping[str, Any], *, has_reference: bool, section: str = "", kwargs: str = ""
-) -> list[str]:
-    """Return what is wrong with the options of losses, β among them, one line each. section: of a recipe, what stands
-    before its keys; kwargs: before those that have no key of their own.
+) -> list[Problem]:
+    """Check the options of losses, β among them.
 
-    An option has to be read by one loss at least; another divergence than reverse_kl by all of them.
+    Every option has to be read by at least one loss, and a divergence other than reverse_kl by all of them.
+
+    Args:
+        names: Names of the losses.
+        options: Their options.
+        has_reference: Whether there is a reference.
+        section: In a recipe, the prefix of keys of the section, such as "dpo.".
+        kwargs: In a recipe, the prefix of keys without an entry in the section, such as "dpo.kwargs.".
     """
 
-    def named(key: str) -> str:
-        return f"{section}{key}" if key in OFF or key == "beta" else f"{kwargs}{key}"
+    def key_of(option: str) -> str:
+        is_in_section = option in OFF or option == "beta"
+        return f"{section}{option}" if is_in_section else f"{kwargs}{option}"
 
-    read, errors = frozenset({"beta"}).union(*(LOSSES[name].options for name in names)), []
-    for key, value in options.items():
-        is_good, words = RANGES.get(key, NUMBER)
-        if (key in RANGES or key in read) and not is_good(value):
-            errors.append(f"{named(key)}={value} must be {words}{sizes_for(value)}")
-        elif names and key not in read and not (key in OFF and value == OFF[key]):
-            near = nearest(key, read)
-            known = f"did you mean {named(near)}?" if near else f"it reads {', '.join(sorted(read))}"
-            errors.append(f"{named(key)} is not read by {' + '.join(names)}; {known}")
+    read = frozenset({"beta"}).union(*(LOSSES[name].options for name in names))
+    found = []
+    for option, value in options.items():
+        key = key_of(option)
+        is_good, words = RANGES.get(option, NUMBER)
+        is_switched_off = option in OFF and value == OFF[option]
+        if (option in RANGES or option in read) and not is_good(value):
+            found.append(Problem(key, f"{key}={value} must be {words}{sizes_for(value)}"))
+        elif names and option not in read and not is_switched_off:
+            near = nearest(option, read)
+            fix = f"Did you mean {key_of(near)}?" if near else f"Options that are read: {', '.join(sorted(read))}"
+            found.append(Problem(key, f"{key} is not read by {' + '.join(names)}", fix))
+    key = f"{section}f_divergence"
     divergence = options.get("f_divergence", OFF["f_divergence"])
     if divergence in DIVERGENCES and divergence != OFF["f_divergence"]:
         without = [name for name in names if not LOSSES[name].f_divergence]
         if without and "f_divergence" in read:
-            errors.append(f"{section}f_divergence={divergence} has no meaning for {without[0]}")
+            found.append(Problem(key, f"{key}={divergence} has no meaning for {without[0]}"))
         if not has_reference:
-            where = f"; {section}reference is none" if section else ""
-            errors.append(f"{section}f_divergence={divergence} needs a reference to diverge from{where}")
+            fix = f"Set {section}reference=start" if section else ""
+            found.append(Problem(key, f"{key}={divergence} needs a reference to diverge from", fix))
     if "f_alpha_divergence_coef" in options and divergence != "alpha_divergence":
-        errors.append(f"{kwargs}f_alpha_divergence_coef is read only with {section}f_divergence=alpha_divergence")
+        coefficient = f"{kwargs}f_alpha_divergence_coef"
+        found.append(Problem(coefficient, f"{coefficient} is read only with {key}=alpha_divergence"))
     if "exo_pair" in names and not options.get("label_smoothing"):
-        errors.append(f"{section}label_smoothing=0: exo_pair needs more than 0 and less than 0.5; its paper uses 1e-3")
-    return errors
+        key = f"{section}label_smoothing"
+        text = f"{key}=0: exo_pair needs more than 0 and less than 0.5"
+        found.append(Problem(key, text, "Its paper uses 1e-3"))
+    return found

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dtrain.base.errors import UserError
 from dtrain.base.gpus import peak_flops
 from dtrain.base.json_files import loads
+from dtrain.base.problems import Problem
+from dtrain.recipe.schema import Metrics
 from dtrain.training.metrics.fields import ROW_ORDER
 from dtrain.training.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from dtrain.training.metrics.terminal import Progress
@@ -143,8 +145,9 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
             if tensorboard
             else "metrics.tensorboard=auto: off, since tensorboard is not installed (pip install 'dtrain[tensorboard]')"
         )
-    if problems := lacking(section):
-        raise UserError("\n".join(problems))
+    problems = lacking(section)
+    if problems:
+        raise UserError("\n".join(map(str, problems)))
     if not is_main:
         return Recorder([], None, section.every, [])
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
@@ -157,15 +160,16 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
     return Recorder(sinks, progress, section.every, choices, beside)
 
 
-def lacking(section) -> list[str]:
-    """Return what the recipe's `metrics` section asks for and no installed package gives, one line each."""
+def lacking(section: Metrics) -> list[Problem]:
+    """Check that the packages for the recipe's `metrics` section are installed."""
     wanted = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
-    return [
-        f"metrics.{name}={getattr(section, name)} needs a package that is not installed: "
-        f"pip install 'dtrain[{name}]', or set metrics.{name}=null"
-        for name, is_asked in wanted.items()
-        if is_asked and not _installed(name)
-    ]
+    problems = []
+    for name, is_wanted in wanted.items():
+        if is_wanted and not _installed(name):
+            key = f"metrics.{name}"
+            text = f"{key}={getattr(section, name)} needs a package that is not installed"
+            problems.append(Problem(key, text, f"Run pip install 'dtrain[{name}]', or set {key}=null"))
+    return problems
 
 
 def _installed(package: str) -> bool:

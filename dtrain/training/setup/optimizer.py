@@ -140,7 +140,6 @@ def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.op
     Returns:
         The optimizer; None if the recipe names one by an import path, since only a run imports that.
 
-<<<<<<< HEAD
     Raises:
         UserError: If the optimizer does not accept its arguments, or if it cannot step sharded parameters.
     """
@@ -151,16 +150,5 @@ def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.op
     is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes precisions through FSDP
     is_sharded = inputs.world.size > 1 or is_mixed
     if is_sharded and isinstance(built, UNSHARDED_ONLY):
-=======
-def build(spec: RunSpec) -> None:
-    """Put the optimizer over the model, where no stranger's code is needed for it. Raises UserError, also where it
-    cannot step what FSDP shards."""
-    section, model = spec.recipe.optimizer, spec.model
-    if model is None or not (section.name in NAMES or is_torchs(section.name)):
-        return
-    spec.optimizer = build_optimizer(section, model.named_parameters(), spec.recipe.run.seed)
-    is_mixed = spec.precision.compute not in (torch.float32, torch.float64)  # one process mixes by FSDP
-    if (spec.world.size > 1 or is_mixed) and isinstance(spec.optimizer, UNSHARDED_ONLY):
->>>>>>> optim
         raise UserError(cannot_step_shards(section.name))
     return built
