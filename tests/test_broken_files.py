@@ -12,7 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import OWN, read_text
 from dtrain.base.model_directory import indexed_files
 from dtrain.models.read_config import read_config
-from dtrain.training.preflight import preflight
+from tests.problem_lines import preflight
 from tests.tiny import tiny_recipe, write_model
 
 DEEP = 100_000

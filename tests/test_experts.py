@@ -20,10 +20,10 @@ from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Packed
 from dtrain.policy.batching import all_reduced
-from dtrain.training.preflight import preflight
 from dtrain.training.trainer import Trainer
 from tests.cases import run_cases
 from tests.models.oracle import VARIANTS
+from tests.problem_lines import preflight
 from tests.running import assert_parity, assert_same, assert_same_rows, metrics, run, run_all, trajectory, weights
 from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model

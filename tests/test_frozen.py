@@ -8,7 +8,7 @@ import torch
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.policy.trained import choose_trained
-from dtrain.training.preflight import preflight
+from tests.problem_lines import preflight
 from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
 from tests.test_parity import recipe_of
 from tests.tiny import tiny_recipe, write_model

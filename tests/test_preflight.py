@@ -7,8 +7,8 @@ import pytest
 from dtrain.base.problems import RecipeError
 from dtrain.parallel.runtime import Runtime
 from dtrain.training import load_recipe
-from dtrain.training.preflight import not_here, preflight, shapes
 from dtrain.training.trainer import train
+from tests.problem_lines import lines, not_here, preflight, shapes
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 
@@ -239,5 +239,5 @@ def test_a_caller_from_python_is_told_what_validate_tells(tmp_path, overrides, a
     recipe = tiny_recipe(tmp_path, *overrides, family="qwen3-moe")
     with pytest.raises(RecipeError) as refused:
         train(recipe, Runtime(rank=0, local_rank=0, world_size=2))
-    assert answer in str(refused.value) and refused.value.problems == preflight(recipe, 2)
+    assert answer in str(refused.value) and lines(refused.value.problems) == preflight(recipe, 2)
     assert not recipe.run.directory.exists()

@@ -13,8 +13,8 @@ from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.recipe import models
 from dtrain.training import load_recipe, recipe_keys
-from dtrain.training.preflight import preflight
 from tests.models.published import CONFIGS
+from tests.problem_lines import preflight
 from tests.tiny import VOCAB, write_model
 
 LLAMA_3_1_8B = {

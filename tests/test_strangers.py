@@ -16,8 +16,8 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from dtrain.commands.plan.report import as_json, text
 from dtrain.rl.rewards.find import find
-from dtrain.training.preflight import preflight
 from tests.checkpoint.processes import ROOT
+from tests.problem_lines import preflight
 from tests.running import run
 from tests.serve.serving import make_model
 from tests.tiny import tiny_grpo, tiny_recipe

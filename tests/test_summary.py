@@ -6,10 +6,14 @@ import re
 import pytest
 
 from dtrain.commands.cli import main
-from dtrain.training.spec import RunSpec, World
+from dtrain.training.registry import method_of
 from dtrain.training.summary import closing
 from tests.running import run
 from tests.tiny import tiny_grpo, tiny_recipe
+
+
+def last_lines(recipe, directory, *, has_export):
+    return list(closing(recipe, method_of(recipe), directory, has_export=has_export))
 
 
 def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):
@@ -46,10 +50,10 @@ def test_the_end_of_grpo_tells_rewards_and_not_the_loss(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": n, "loss": 9.0, "reward_mean": n / 10}) + "\n" for n in range(3))
     )
-    told = list(closing(RunSpec(tiny_grpo(tmp_path), World(1)), tmp_path, True))
+    told = last_lines(tiny_grpo(tmp_path), tmp_path, has_export=True)
     assert told[0] == "result    reward 0 → 0.2 (the first and the last of 3)"
     assert f"dtrain eval {tmp_path} {tmp_path / 'prompts.jsonl'}" in told[3]
-    assert list(closing(RunSpec(tiny_recipe(tmp_path), World(1)), tmp_path, False)) == [
+    assert last_lines(tiny_recipe(tmp_path), tmp_path, has_export=False) == [
         "result    loss 9 → 9 (the first and the last of 3)",
         f"next      dtrain report {tmp_path}",
     ]
@@ -60,7 +64,7 @@ def test_the_first_and_the_last_answer_to_one_prompt_are_shown(tmp_path):
     asked = [{"set": "s", "index": index, "sample": 0, "prompt": f"q{index}"} for index in (0, 1)]
     rows = [{"step": step, **one, "text": f"a{step}\n\x1b", "reward": 0.5} for step in (0, 5, 9) for one in asked]
     (tmp_path / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = list(closing(RunSpec(tiny_recipe(tmp_path), World(1)), tmp_path, False))
+    told = last_lines(tiny_recipe(tmp_path), tmp_path, has_export=False)
     assert told[0] == "answers   step 0 (reward 0.5): q0 → a0 \\x1b"
     assert told[1] == "          step 9 (reward 0.5): q0 → a9 \\x1b"
 
@@ -73,5 +77,5 @@ def test_groups_that_are_all_alike_are_warned_of(tmp_path, capfd):
 def test_validation_is_told_by_its_first_and_last(tmp_path):
     rows = [{"step": n, "loss": 1.0, "val_loss": value} for n, value in enumerate((4.0, 3.0, 0.5, 1.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = list(closing(RunSpec(tiny_recipe(tmp_path), World(1)), tmp_path, False))
+    told = last_lines(tiny_recipe(tmp_path), tmp_path, has_export=False)
     assert told[1] == "result    validation loss 4 → 1 (the first and the last of 4; the lowest 0.5)"

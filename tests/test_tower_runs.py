@@ -3,9 +3,9 @@
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.training.preflight import preflight
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe
+from tests.problem_lines import preflight
 from tests.running import metrics, run, weights
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,7 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.commands.plan.beside import Peak
 from dtrain.parallel.runtime import Runtime
-from dtrain.training.host import Host
-from dtrain.training.spec import World, resolve
+from dtrain.training.spec import resolve
 from dtrain.training.trainer import train
 from tests.running import assert_same, interrupt, metrics, run, run_all, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
@@ -54,7 +53,7 @@ def test_validation_rows_lie_as_the_training_rows_do(tmp_path, capsys):
     paths = [f"data.train.path={tmp_path / 'few.jsonl'}", f"data.val.path={tmp_path / 'val.jsonl'}"]
     recipe = tiny_recipe(tmp_path, *paths, "data.packing=auto")
     with ExitStack() as stack:
-        spec = resolve(recipe, World(1), Host(Runtime(), stack), until="data")
+        spec = resolve(recipe, Runtime(), stack).spec
     assert [rows.packing for rows in spec.rows.values()] == [False, False]
     assert "data.packing=auto: false" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dtrain.recipe.schema import Recipe
 from dtrain.training import load_recipe
-from dtrain.training.preflight import preflight
+from tests.problem_lines import preflight
 
 VOCAB = 67
 NO_MEANS = {"activation_checkpointing": "none", "activation_offload": False, "tile": "none"}

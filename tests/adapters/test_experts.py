@@ -17,8 +17,8 @@ from dtrain.models.common.moe import by_expert
 from dtrain.models.shapes import adaptable
 from dtrain.parallel.experts import collect, spread
 from dtrain.rl.remote.training import refusal
-from dtrain.training.preflight import preflight
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
+from tests.problem_lines import preflight
 from tests.running import assert_parity, assert_same, assert_same_rows, run, run_all, trajectory, weights
 from tests.test_experts import MESHES, recipe_of
 from tests.tiny import save_weights, tiny_recipe, write_model

@@ -13,7 +13,6 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models import shapes
 from dtrain.models.common.flops import flops_per_token
-from dtrain.training.preflight import preflight
 from tests.adapters.test_nf4 import (
     FIXTURE,
     SIZES,
@@ -24,6 +23,7 @@ from tests.adapters.test_nf4 import (
     stored_as_bitsandbytes,
 )
 from tests.adapters.test_nf4_experts import OWN, SHAPE
+from tests.problem_lines import preflight
 from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 

@@ -17,10 +17,11 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adap
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.peft.config import adapter_problems, base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
-from dtrain.training.preflight import notes, preflight
+from dtrain.training.preflight import notes
 from tests.adapters.by_peft import IDS, load_base, logits, save_adapter, save_base
 from tests.adapters.test_peft_files import change
 from tests.models.oracle import save
+from tests.problem_lines import preflight
 from tests.tiny import tiny_recipe
 
 REFUSED = {

@@ -9,8 +9,8 @@ from dtrain.adapters.lora import adapted_layers, adapters_off, init_adapters
 from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
-from dtrain.training.preflight import preflight
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
+from tests.problem_lines import preflight
 from tests.running import assert_parity, metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_model
 

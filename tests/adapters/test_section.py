@@ -20,8 +20,9 @@ from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora
 from dtrain.training import load_recipe
-from dtrain.training.preflight import load, notes, preflight
+from dtrain.training.preflight import load, notes
 from tests.models.published import CONFIGS
+from tests.problem_lines import preflight
 from tests.tiny import FAMILIES, tiny_grpo, tiny_recipe, write_model, write_pairs
 from tests.world import run_world
 
@@ -77,7 +78,7 @@ def test_how_it_is_written(overrides, expected):
 def test_what_is_no_section_says_what_to_write(override, answer):
     with pytest.raises(RecipeError) as caught:
         load_recipe("sft", [override])
-    assert answer in "\n".join(caught.value.problems)
+    assert answer in "\n".join(map(str, caught.value.problems))
 
 
 # Overrides → what each problem says: the key, and the fix.

@@ -17,8 +17,9 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.config import base_of
 from dtrain.commands import cli
 from dtrain.launch import launch
-from dtrain.training.preflight import load, not_here, preflight
+from dtrain.training.preflight import load
 from tests.loopback_hub import hub as loopback  # noqa: F401 (a fixture)
+from tests.problem_lines import not_here, preflight
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
 NAME = "someone/Tiny-0.1B"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.training.preflight import preflight
 from tests.checkpoint.processes import Processes, checkpoints, hold_after
 from tests.methods.test_dpo_runs import fields_of, recipe_of, rows_of
+from tests.problem_lines import preflight
 from tests.running import assert_same, interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 

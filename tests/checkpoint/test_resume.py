@@ -16,8 +16,8 @@ from dtrain.launch.start import validate
 from dtrain.methods.sft import SftMethod
 from dtrain.parallel.runtime import Runtime
 from dtrain.training import METHODS, trainer
-from dtrain.training.preflight import preflight
 from tests.checkpoint.processes import checkpoints
+from tests.problem_lines import preflight
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import tiny_recipe, write_rows
 from tests.world import run_world

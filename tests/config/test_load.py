@@ -17,6 +17,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.problems import RecipeError
 from dtrain.recipe import key_aliases, rollouts, schema
 from dtrain.training import SECTIONS, load_recipe, recipe_and_problems, recipe_keys
+from tests.problem_lines import lines
 
 # The block of recipe.md, less what it shows as an example: run.name, launch.nproc, the paths, data.val, train.steps.
 DEFAULTS = """
@@ -46,7 +47,7 @@ distill: {teacher: null, top_k: null, kl: forward, temperature: 1.0}
 def problems(recipe=None, *overrides):
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe or {}, overrides)
-    return caught.value.problems
+    return lines(caught.value.problems)
 
 
 def contains(whole, part):

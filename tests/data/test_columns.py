@@ -14,11 +14,11 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import schema
 from dtrain.training import load_recipe
-from dtrain.training.preflight import preflight
+from dtrain.training.registry import method_of
 from dtrain.training.resume import compare
-from dtrain.training.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
+from tests.problem_lines import preflight
 from tests.tiny import check, tiny_grpo, tiny_recipe
 
 ASK, REPLY = {"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}
@@ -264,9 +264,8 @@ class Begun:
 
 
 def differences(recipe, start, identities, rows):
-    spec = RunSpec(recipe, World(1), identities=identities, rows={"train": rows} if rows else {})
-    spec.start = start
-    return compare(spec, [], None)
+    own_rows = {"train": rows} if rows else {}
+    return compare(recipe, start, identities, own_rows, method_of(recipe), allow_changes=[], unfit=None)
 
 
 def test_recipes_that_were_saved_without_the_key(tmp_path):

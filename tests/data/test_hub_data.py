@@ -14,8 +14,9 @@ from dtrain.data.sources.files import is_data_id
 from dtrain.data.sources.hub import cached, download, read_card
 from dtrain.data.sources.hub_splits import Pick, choose_files
 from dtrain.launch import launch
-from dtrain.training.preflight import load, not_here, preflight
+from dtrain.training.preflight import load
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
+from tests.problem_lines import not_here, preflight
 from tests.tiny import tiny_recipe, write_rows
 
 NAME = "someone/tiny-rows"

@@ -12,11 +12,11 @@ from dtrain.commands.cli import main
 from dtrain.data import PromptOptions, Tokenizer, open_rows
 from dtrain.data.formats.labels import Label
 from dtrain.recipe import to_yaml
-from dtrain.training.preflight import preflight
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pair_batches import section
 from tests.evaluation.test_in_runs import lines
+from tests.problem_lines import preflight
 from tests.running import run
 from tests.serve.serving import TEMPLATE, make_model
 from tests.tiny import tiny_recipe, write_model

@@ -16,8 +16,8 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.launch import validate
 from dtrain.training import load_recipe
 from dtrain.training.host import DryHost
+from dtrain.training.inputs import RunInputs, World
 from dtrain.training.setup import first_rows
-from dtrain.training.spec import RunSpec, World
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.running import metrics, run
@@ -142,9 +142,8 @@ def test_replies_that_do_not_end_as_a_generation_does_are_noted(tmp_path, templa
     assert len(notes) == bool(words) and all(word in note for word, note in zip(words, notes * 2, strict=False)), said
     data = {"train": {"path": file}, "max_length": 64}
     recipe = load_recipe({"data": data, "model": {"path": str(model)}, "run": {"dir": str(tmp_path / "runs")}})
-    spec = RunSpec(recipe, World(1))
-    first_rows.resolve(spec, DryHost())
-    assert [line for line in spec.notes if "chat template" in line] == notes
+    data = first_rows.look_at_data(RunInputs.of(recipe, World(1)), DryHost())
+    assert [line for line in data.notes if "chat template" in line] == notes
 
 
 def test_endings_are_not_noted_where_no_reply_is_generated_or_the_template_writes_none(tmp_path):

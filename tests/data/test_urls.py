@@ -17,8 +17,8 @@ from dtrain.data.sources import urls
 from dtrain.data.sources.files import resolve
 from dtrain.launch import launch
 from dtrain.recipe import to_yaml
-from dtrain.training.preflight import preflight
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
+from tests.problem_lines import preflight
 from tests.tiny import tiny_recipe, write_rows
 
 URL = "memory://bucket/rows.jsonl"

@@ -18,10 +18,10 @@ from dtrain.commands.plan.plan import make_plan
 from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.rl.remote.judge import Judge
 from dtrain.training.evaluations import Evaluations
-from dtrain.training.preflight import preflight
 from dtrain.training.trainer import train
 from tests.data.makers import write_jsonl
 from tests.methods.test_dpo_runs import recipe_of as tiny_dpo
+from tests.problem_lines import preflight
 from tests.running import run, run_all
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model, write_prompts
 

@@ -19,8 +19,8 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from dtrain.training import load_recipe
-from dtrain.training.preflight import preflight
 from tests.policy.test_policy import rows
+from tests.problem_lines import preflight
 from tests.running import MESHES, assert_parity, distance, metrics, overrides_of, run, trajectory, weights
 from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model

@@ -13,7 +13,7 @@ from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
-from dtrain.training import method_of
+from tests.problem_lines import method_problems
 from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
@@ -201,5 +201,5 @@ def test_a_pair_weighs_at_most_one_and_its_weight_has_no_gradient():
 
 def test_weights_of_pairs_are_refused_where_a_loss_compares_pairs(tmp_path):
     for loss, fits in (("aot", False), ("bco_pair", True), ("[sigmoid,aot_unpaired]", False), ("sft", False)):
-        found = method_of(recipe_of(tmp_path, f"dpo.loss={loss}", "dpo.use_weighting=true")).problems()
+        found = method_problems(recipe_of(tmp_path, f"dpo.loss={loss}", "dpo.use_weighting=true"))
         assert any("dpo.use_weighting" in line for line in found) is not fits, loss

@@ -11,10 +11,11 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.data.formats.labels import is_wanted, read_label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.launch.start import dry_run
 from dtrain.methods.kto import KtoMethod
-from dtrain.training.preflight import preflight
+from dtrain.training.dry_run import dry_run
+from dtrain.training.inputs import World
 from tests.data.test_sources import section, split
+from tests.problem_lines import lines, preflight
 from tests.running import interrupt, metrics, run, trajectory
 from tests.tiny import VOCAB, save_weights, tiny_recipe, write_model
 
@@ -192,7 +193,7 @@ def test_what_cannot_be_is_told_before_the_run(tmp_path):
         tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu"
     )
     (tmp_path / "one.jsonl").write_text((tmp_path / "labelled.jsonl").read_text().splitlines()[0])
-    assert any("data.val has one reply" in problem for problem in dry_run(lone_reply, 1, {}, here=True)[1].problems)
+    assert any("data.val has one reply" in line for line in lines(dry_run(lone_reply, World(1)).problems))
 
 
 @pytest.mark.parametrize(("total", "estimate"), [(-3.0, 0.0), (3.0, 0.75)])

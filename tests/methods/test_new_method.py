@@ -12,8 +12,8 @@ from dtrain import models
 from dtrain.base.problems import RecipeError
 from dtrain.methods import Method
 from dtrain.recipe import to_yaml
-from dtrain.training import METHODS, load_recipe, method_class, method_of, recipe_keys
-from dtrain.training.preflight import preflight
+from dtrain.training import METHODS, load_recipe, method_class, recipe_keys
+from tests.problem_lines import method_problems, preflight
 from tests.running import metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
 
@@ -95,9 +95,8 @@ def test_its_keys_are_keys_of_a_recipe(tmp_path):
         recipe_at(tmp_path, "method=focl")
     (low,) = preflight(recipe_at(tmp_path, "focal.gamma=-1"), 1)
     assert low == "focal.gamma=-1.0 must be a finite number, at least 0"
-    assert (
-        preflight(recipe_at(tmp_path, "focal.gamma=0"), 1) == method_of(recipe_at(tmp_path, "focal.gamma=0")).problems()
-    )
+    zero = recipe_at(tmp_path, "focal.gamma=0")
+    assert preflight(zero, 1) == method_problems(zero)
     (other,) = preflight(recipe_at(tmp_path, "dpo.beta=1"), 1)
     assert other.startswith("dpo.beta is read by method=dpo alone, and this recipe has method=focal")
     assert preflight(tiny_recipe(tmp_path, "focal.gamma=1"), 1)[0].startswith(

@@ -11,9 +11,9 @@ from dtrain import models
 from dtrain.losses.head.kl import forward_kl
 from dtrain.models.read_config import read_config
 from dtrain.rl import on_policy
-from dtrain.training.preflight import preflight
 from tests.methods.comparing import assert_same_run
 from tests.methods.test_distill import teacher_at
+from tests.problem_lines import preflight
 from tests.running import assert_same, metrics, run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe
 

@@ -18,9 +18,10 @@ from dtrain.checkpoint.huggingface.model_files import of_classifier
 from dtrain.commands.preview import preview
 from dtrain.data.formats.labels import Label
 from dtrain.inference.generate import load
-from dtrain.launch.start import dry_run
 from dtrain.methods.reward import at_the_ends
-from dtrain.training.preflight import preflight
+from dtrain.training.dry_run import dry_run
+from dtrain.training.inputs import World
+from tests.problem_lines import lines, preflight
 from tests.running import assert_parity, metrics, run, trajectory, weights
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs, write_rows
 
@@ -283,5 +284,5 @@ def test_a_row_that_is_wrong_is_named(tmp_path, task, change, answer):
     path = judged_rows(tmp_path, task)
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({**json.loads(first), **change}), *rest]) + "\n")
-    _, host = dry_run(recipe_at(tmp_path, task, "launch.device=cpu"), 1, {}, here=True)
-    assert f"{path}:1: {answer}" in "\n".join(host.problems)
+    result = dry_run(recipe_at(tmp_path, task, "launch.device=cpu"), World(1))
+    assert f"{path}:1: {answer}" in "\n".join(lines(result.problems))

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
-from dtrain.training.preflight import preflight
 from tests.methods.comparing import assert_same_run, samples_of
 from tests.methods.test_grpo_runs import RICH
+from tests.problem_lines import preflight
 from tests.running import metrics, run
 from tests.tiny import VOCAB, save_weights, tiny_grpo, write_model
 

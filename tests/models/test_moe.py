@@ -15,8 +15,8 @@ from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_routing
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, loads
 from dtrain.parallel.fits import mesh_problems_of_model
-from dtrain.training.preflight import preflight
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
+from tests.problem_lines import preflight
 from tests.tiny import tiny_grpo, tiny_recipe
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))

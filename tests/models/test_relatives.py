@@ -12,9 +12,10 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.inference.generate import generate
 from dtrain.models.shapes import linears, modules
-from dtrain.training.preflight import load, shapes
+from dtrain.training.preflight import load
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 from tests.models.towers import TOWERS, make_tower
+from tests.problem_lines import shapes
 
 SOME = ["olmo2-biases", "olmo3", "smollm3-window", "granite", "granite4", "ministral3", "phi4-mini"]
 LONGROPE = {

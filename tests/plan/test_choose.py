@@ -17,8 +17,8 @@ from dtrain.memory.low_bit_states import kind_of
 from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
 from dtrain.training import load_recipe
 from dtrain.training.directory import ABOUT
+from dtrain.training.inputs import RunInputs, World
 from dtrain.training.sizing import MACHINE, Sizing, machine_of, sized, sizing_before, sizing_by_plan, usual_sizing
-from dtrain.training.spec import RunSpec, World
 from tests.tiny import tiny_recipe, write_model
 
 H100 = GPUS["h100"]
@@ -97,32 +97,32 @@ def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path,
 
 def test_small_models_on_a_cpu_need_no_plan(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    assert usual_sizing(RunSpec(recipe, World(2)), 2**34).values == USUAL
-    assert usual_sizing(RunSpec(recipe, World(2)), 2**24) is None
-    assert usual_sizing(RunSpec(load_recipe(recipe, ["data.max_length=100000"]), World(2)), 2**34) is None
+    assert usual_sizing(RunInputs.of(recipe, World(2)), 2**34).values == USUAL
+    assert usual_sizing(RunInputs.of(recipe, World(2)), 2**24) is None
+    assert usual_sizing(RunInputs.of(load_recipe(recipe, ["data.max_length=100000"]), World(2)), 2**34) is None
 
 
 def test_a_batch_decides_how_many_rows_are_usual(tmp_path):
     for total, ranks, micro in [(8, 1, 4), (6, 1, 3), (8, 4, 2), (7, 1, 1), (2, 1, 2)]:
         recipe = tiny_recipe(tmp_path, "train.micro_batch=auto", f"train.global_batch={total}")
-        assert RunSpec(recipe, World(ranks)).recipe.train.micro == micro
+        assert RunInputs.of(recipe, World(ranks)).recipe.train.micro == micro
 
 
 def test_a_run_keeps_what_it_chose_on_the_same_machine_alone(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
     values = USUAL | {"train.micro_batch": 2, "train.activation_checkpointing": "full"}
     machine = machine_of(1, "cpu", 2**34)
-    spec = RunSpec(recipe, World(1))
+    spec = RunInputs.of(recipe, World(1))
     assert sizing_before(spec, machine) is None
     spec.run.path.mkdir(parents=True)
     spec.run.config.write_text(dtrain.recipe.to_yaml(changed(recipe, values)))
     (spec.run.path / ABOUT).write_text(json.dumps({MACHINE: machine}))
     assert sizing_before(spec, machine).values == values
-    assert sizing_before(RunSpec(load_recipe(recipe, ["train.steps=20"]), World(1)), machine).values == values
+    assert sizing_before(RunInputs.of(load_recipe(recipe, ["train.steps=20"]), World(1)), machine).values == values
     assert sizing_before(spec, machine_of(1, "cpu", 2**33)) is None
     assert sizing_before(spec, machine_of(2, "cpu", 2**34)) is None
-    assert sizing_before(RunSpec(load_recipe(recipe, ["data.max_length=16"]), World(1)), machine) is None
-    assert sizing_before(RunSpec(load_recipe(recipe, ["checkpoint.resume=null"]), World(1)), machine) is None
+    assert sizing_before(RunInputs.of(load_recipe(recipe, ["data.max_length=16"]), World(1)), machine) is None
+    assert sizing_before(RunInputs.of(load_recipe(recipe, ["checkpoint.resume=null"]), World(1)), machine) is None
 
 
 class Store(dict):
@@ -177,9 +177,9 @@ def test_layers_are_compiled_on_gpus_that_can(tmp_path, monkeypatch):
         ("triton", True, "cpu", False),
     ]:
         monkeypatch.setattr("dtrain.recipe.automatic.find_spec", {"triton": spec}.get)
-        assert RunSpec(recipe, World(1, device, is_here)).recipe.train.compile is is_compiled
+        assert RunInputs.of(recipe, World(1, device, is_here)).recipe.train.compile is is_compiled
     written = tiny_recipe(tmp_path, "train.compile=true")
-    assert RunSpec(written, World(1)).recipe.train.compile is True and without_auto(recipe).train.compile is False
+    assert RunInputs.of(written, World(1)).recipe.train.compile is True and without_auto(recipe).train.compile is False
 
 
 def test_processes_are_those_of_the_devices(monkeypatch):

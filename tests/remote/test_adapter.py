@@ -16,8 +16,8 @@ from dtrain.rl.remote import training
 from dtrain.rl.remote.dialects import AdapterVersion
 from dtrain.rl.remote.publish import AdapterPublisher
 from dtrain.rl.remote.training import refusal
-from dtrain.training import method_of
 from tests.adapters.test_servers import MESHES, recipe_of, trained
+from tests.problem_lines import method_problems
 from tests.remote.fakes import FakeVllm
 from tests.remote.test_http import engine_of, requests_of
 from tests.serve.serving import wait_until
@@ -187,14 +187,12 @@ def test_what_no_server_can_take_is_said_before_anything_starts(tmp_path, kind, 
     recipe = tiny_grpo(tmp_path, "model.init=pretrained")
     recipe.lora, recipe.grpo.engine = lora, "http"
     recipe.grpo.server = Server(urls=["http://localhost:1"], kind=kind, weights="adapter")
-    found = [line for line in method_of(recipe).problems() if "grpo.server.weights" in line]
+    found = [line for line in method_problems(recipe) if "grpo.server.weights" in line]
     assert len(found) == (wanted is not None)
     if wanted is not None:
         assert wanted in found[0]
     recipe.model.init = "scratch"
-    lines = [
-        line for line in method_of(recipe).problems() if "model.init=scratch draws; set grpo.server.weights" in line
-    ]
+    lines = [line for line in method_problems(recipe) if "model.init=scratch draws; set grpo.server.weights" in line]
     assert len(lines) == (lora is not None)
 
 

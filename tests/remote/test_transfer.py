@@ -15,8 +15,8 @@ from dtrain.base.errors import UserError
 from dtrain.rl.remote import training
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.weight_transfer import NcclRoot, TransferPublisher
-from dtrain.training import method_of
 from tests.policy.test_weights import policy_of
+from tests.problem_lines import method_problems
 from tests.remote.fakes import FakeVllm, Refusal
 from tests.running import run
 from tests.tiny import tiny_grpo, tiny_recipe
@@ -358,8 +358,7 @@ def test_broadcast_to_vllm_is_its_transfer(servers, sglang):
 def test_the_recipe_refuses_a_cpu(tmp_path):
     settings = ("grpo.engine=http", "grpo.server={urls: ['http://localhost:8000'], weights: broadcast, kind: vllm}")
     problems = {
-        device: method_of(tiny_grpo(tmp_path, *settings, f"launch.device={device}")).problems()
-        for device in ("cpu", "cuda")
+        device: method_problems(tiny_grpo(tmp_path, *settings, f"launch.device={device}")) for device in ("cpu", "cuda")
     }
     assert any("grpo.server.weights=directory" in problem for problem in problems["cpu"])
     assert not any("NCCL" in problem for problem in problems["cuda"])

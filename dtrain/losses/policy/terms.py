@@ -48,7 +48,7 @@ class PolicySpec:
         if self.name not in LOSSES:
             raise ValueError(f"{self.name!r} is no policy loss{hint(self.name, LOSSES)}")
         if errors := problems(self.name, self.clip, self.beta, self.options):
-            raise ValueError(errors[0])
+            raise ValueError(str(errors[0]))
         object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))
         whole = {**SHARED, **self.loss.options, **self.options}
         object.__setattr__(self, "options", MappingProxyType(whole))

@@ -83,7 +83,7 @@ def combined_preference_loss(
     # Reading a tensor's value would make a GPU wait: 0.25, which is in every range, is checked in its place.
     seen = {key: 0.25 if isinstance(value, Tensor) else value for key, value in {"beta": beta, **options}.items()}
     if errors := problems(names, seen, has_reference=ref_chosen_logps is not None):
-        raise ValueError(errors[0])
+        raise ValueError(str(errors[0]))
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     pairs = _pairs(names, logps, (chosen_lengths, rejected_lengths), options)
     total = torch.zeros((), dtype=pairs.chosen.dtype, device=chosen_logps.device)

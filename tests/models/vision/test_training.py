@@ -23,9 +23,9 @@ from dtrain.models.registry import FAMILIES, class_of
 from dtrain.models.shapes import adaptable
 from dtrain.models.vision.flops import flops_per_patch
 from dtrain.policy.trained import choose_trained
-from dtrain.training.preflight import preflight
 from dtrain.training.setup import adapter
 from tests.models.test_vision_models import CASES
+from tests.problem_lines import preflight
 from tests.tiny import tiny_recipe
 
 

@@ -1,0 +1,30 @@
+"""Problems of a recipe as the lines that a user reads."""
+
+from collections.abc import Iterable
+
+from dtrain.base.problems import Problem
+from dtrain.recipe import Recipe
+from dtrain.training import hub_files
+from dtrain.training import preflight as checking
+from dtrain.training.registry import method_of
+
+
+def lines(problems: Iterable[Problem]) -> list[str]:
+    return [str(problem) for problem in problems]
+
+
+def preflight(recipe: Recipe, world_size: int, until: str = "files") -> list[str]:
+    return lines(checking.preflight(recipe, world_size, until))
+
+
+def shapes(recipe: Recipe, world_size: int) -> list[str]:
+    return lines(checking.shapes(recipe, world_size))
+
+
+def not_here(recipe: Recipe) -> list[str]:
+    return lines(hub_files.not_here(recipe))
+
+
+def method_problems(recipe: Recipe) -> list[str]:
+    """The problems that the recipe's method finds in its own section."""
+    return lines(method_of(recipe).problems())
