@@ -10,7 +10,6 @@ deterministic                   torch's deterministic algorithms, and cumulative
 ranks                           agreement of ranks: on errors, on values, on the content of files
 compiled, fused                 functions of tensors that torch.compile makes kernels of
 torch_functions                 calls of torch that no TorchFunctionMode sees
-run_context                     the part of a run that methods and engines use
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
 network_errors                  errors of the clients of servers and object stores

@@ -8,6 +8,8 @@ formats    rows of a format to samples: chats, texts, pairs, labels, prompts
 text       tokenizers, chat templates, calls of tools
 images     images in rows: files, sizes, pixels as a model takes them
 
+model_directory    the directory of a model: config, tokenizer, chat template
+
 Names are imported when they are used, so that what needs no torch loads none.
 """
 

@@ -3,6 +3,7 @@
 method                       the base of the methods
 sft, dpo, kto, distill, reward    each method with its section; method grpo is in dtrain.rl
 precompute                   dpo: the reference's log-probabilities, computed once
+run_context                  the part of a run that a method uses: its log, its directory, its models' files
 
 The table of the methods is dtrain.training.METHODS.
 """

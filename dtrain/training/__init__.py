@@ -2,9 +2,11 @@
 
 registry              the table of the methods, and recipes of them; imports no torch
 trainer               the loop
-spec, setup           everything that a recipe, its files and a world decide: `resolve`, topic by topic
-host                  the hosts of `resolve`: a rank of a run; a dry run
-preflight             a recipe before a run: its problems, and what the run would fetch first
+inputs                a recipe in a world, with everything that follows before a file is read
+setup, checks         a module per topic: its checks and its facts; the table of all checks
+spec                  the frozen spec of a run, and `resolve`, which builds it on each rank
+dry_run, host         the same functions in one process, which collects problems
+preflight, hub_files  a recipe before a run: its problems, and files that the run would fetch first
 sizing                sizes that a recipe leaves to `auto`, the same on all ranks
 eval_sets             the sets of `eval`
 resume, directory     the start of a run; its directory and lock

@@ -1,5 +1,6 @@
 """`dtrain plan`: the memory and traffic of each rank of a mesh, at any size, in one process without a GPU.
 
+    spec                    everything that decides a planned step
     plan.make_plan          a recipe, resolved in a world that is not here, as a plan: memory by part, traffic, time
     step.plan_step          one rank's step, from a few layers of it: the trainer's own, traced on full rows
     images                  the images of its rows, by the first rows of the data
