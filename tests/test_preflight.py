@@ -61,12 +61,12 @@ def test_mistakes_of_several_kinds_come_together(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "answers"),
     [
-        (["dpo.reference={bare}"], ["dpo.reference={bare}: it has no config.json, so it is no model; give"]),
-        (["dpo.reference={run}"], ["dpo.reference={run}: it has no config.json, so it is no model; set dpo.reference"]),
-        (["dpo.reference={file}"], ["dpo.reference={file}: there is no such directory; give start, base, none (start"]),
+        (["dpo.reference={bare}"], ["dpo.reference={bare}: has no config.json, so it is not a model. Use"]),
+        (["dpo.reference={run}"], ["dpo.reference={run}: has no config.json, so it is not a model. Set dpo.reference"]),
+        (["dpo.reference={file}"], ["dpo.reference={file}: there is no such directory. Use start, base, none (start"]),
         (["dpo.reference=none"], []),
         (["method=grpo", "grpo.beta=1", "grpo.reference=none"], ["grpo.reference=none: there is no such directory"]),
-        (["method=distill", "distill.teacher=/gone"], ["distill.teacher=/gone: there is no such directory; give a"]),
+        (["method=distill", "distill.teacher=/gone"], ["distill.teacher=/gone: there is no such directory. Use a"]),
         (["model.path=/gone", "dpo.reference=/here"], ["model.path: there is no directory '/gone'", "dpo.reference=/"]),
         (
             ["model.path={bare}", "dpo.reference={bare}"],
@@ -109,7 +109,7 @@ def test_weights_that_an_index_names_and_the_directory_lacks(tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     (model / "one.safetensors").touch()
     overrides = (f"model.path={model}", "model.init=pretrained")
-    assert "names files that are not there: two.safetensors" in problems(tmp_path, *overrides)
+    assert "names files that do not exist: two.safetensors" in problems(tmp_path, *overrides)
     index.write_text("{}")
     assert "is damaged: it has no weight_map" in problems(tmp_path, *overrides)
     (model / "model.safetensors").touch()
@@ -190,7 +190,7 @@ def test_init_from_a_run_of_another_kind_of_model_is_refused(tmp_path, place):
     assert preflight(tiny_recipe(tmp_path, *overrides, "checkpoint.allow_changes=[model.config]"), 1) == []
     renumbered(same / "model")
     (problem,) = preflight(tiny_recipe(tmp_path, f"checkpoint.init_from={same / place}"), 1)
-    assert "tokens otherwise than model.path" in problem
+    assert "have other ids than in model.path" in problem
 
 
 def test_a_reference_of_another_tokenizer_is_refused_and_one_without_is_not(tmp_path):
@@ -214,23 +214,23 @@ def test_an_export_does_not_take_the_place_of_the_model(tmp_path, how):
         (tmp_path / "runs" / "run" / "export").symlink_to(model)
     recipe = tiny_recipe(tmp_path, f"model.path={model}", "checkpoint.export=final")
     (problem,) = preflight(recipe, 1)
-    assert problem.startswith(f"model.path={model} lies where this run puts its export")
+    assert problem.startswith(f"model.path={model} is inside ")
     assert preflight(load_recipe(recipe, ["run.name=another"]), 1) == []
 
 
 def test_kernels_of_linear_attention_are_refused_where_there_is_none(tmp_path):
     keys = "model.linear_attention=fla", "train.dtype=bfloat16"
     found = preflight(tiny_recipe(tmp_path, *keys), 1)
-    assert found == ["model.linear_attention=fla: this model has no linear attention; leave it out"]
+    assert found == ["model.linear_attention=fla: this model has no linear attention. Leave it out"]
     assert preflight(tiny_recipe(tmp_path, *keys, family="qwen3.5"), 1) == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "answer"),
     [
-        (["lora={target: [all-linear, experts], dora: true}", "parallel.ep=2"], "PEFT has none of experts"),
-        (["optimizer.name=muon", "parallel.tp=2"], "optimizer.name=muon: takes parameters by whole rows"),
-        (["optimizer.state=int8", "parallel.tp=2"], "optimizer.state=int8: takes parameters by whole rows"),
+        (["lora={target: [all-linear, experts], dora: true}", "parallel.ep=2"], "for which PEFT has no DoRA"),
+        (["optimizer.name=muon", "parallel.tp=2"], "optimizer.name=muon: updates whole rows of parameters"),
+        (["optimizer.state=int8", "parallel.tp=2"], "optimizer.state=int8: updates whole rows of parameters"),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be"),
     ],
 )

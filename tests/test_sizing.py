@@ -70,7 +70,7 @@ def test_auto_is_the_same_on_every_mesh_and_after_a_resume(tmp_path, capfd):
 def test_ranks_that_cannot_share_the_batch_are_refused_before_the_model_is_built(tmp_path):
     write_rows(tmp_path / "rows.jsonl", count=60)
     shape = (*EPOCHS, "train.epochs=1", "train.global_batch=auto")
-    with pytest.raises(AssertionError, match=r"auto comes to 1 for this data \(60 rows a pass\), which 2"):
+    with pytest.raises(AssertionError, match=r"auto is 1 for this data \(60 rows a pass\), which 2"):
         run(tiny_recipe(tmp_path, *shape), 2)
 
 

@@ -36,7 +36,7 @@ def test_a_run_of_the_tower_alone_resumes(tmp_path, choice):
     [
         ("parameters", "train.vision=all: no data have images"),
         ("adapter", "no data have images: name others"),
-        ("all", "no data have images, so the model is built without its vision tower: set train.vision=frozen"),
+        ("all", "no data have images, so the model is built without its vision tower. Set train.vision=frozen"),
     ],
 )
 def test_without_images_there_is_no_tower_to_train(tmp_path, choice, words):

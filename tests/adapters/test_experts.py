@@ -121,7 +121,7 @@ REFUSED = {
     "target: experts": r"a text is a regular expression .* set lora.target=\[experts\]",
     "target: [experts], dropout: 0.1": "set lora.dropout=0",
     "target: [experts], dora: true": "set lora.dora=false",
-    "target: [q_proj, experts], exclude: .*": "experts are left out by lora.target alone",
+    "target: [q_proj, experts], exclude: .*": "only lora.target decides which experts",
     "target: [experts], rank: 11": "an adapter of rank 11 is larger than down_proj",
 }
 

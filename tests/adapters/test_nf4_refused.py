@@ -97,8 +97,8 @@ def test_codes_of_experts_are_refused_before_they_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["lora=null"], "its weights are in 4 bits, which take an adapter and are not trained: set lora={}"),
-        (["model.init=scratch"], "is of a model in 4 bits: set model.init=pretrained"),
+        (["lora=null"], "weights in 4 bits, which cannot be trained without an adapter. Set lora={}"),
+        (["model.init=scratch"], "is of a model in 4 bits. Set model.init=pretrained"),
     ],
 )
 def test_what_codes_cannot_do_is_refused(tmp_path, overrides, words):

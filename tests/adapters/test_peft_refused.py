@@ -182,7 +182,7 @@ def test_a_pickle_and_other_directories_are_refused(made):
 def test_an_adapter_where_the_run_s_own_export_goes_is_refused(made):
     path = made / "runs" / "run" / "export"
     recipe = tiny_recipe(made, f"lora={{path: {path}}}", "checkpoint.export=final")
-    assert any(problem.startswith(f"lora.path={path} lies where this run puts") for problem in preflight(recipe, 1))
+    assert any(problem.startswith(f"lora.path={path} is inside ") for problem in preflight(recipe, 1))
 
 
 @pytest.mark.parametrize("form", ["adapter", "folded"])

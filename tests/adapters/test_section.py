@@ -94,30 +94,30 @@ REFUSED = {
     "no target": (["lora.target=[]"], "lora.target=[] must be all-linear, a list of names, or a regular expression"),
     "an empty name": (["lora.exclude=['']"], "lora.exclude=[''] must be a list of names"),
     "everything saved": (["lora.modules_to_save=['']"], "lora.modules_to_save=[''] must be a list of names"),
-    "target is no expression": (["lora.target='(q_proj'"], "lora.target: (q_proj is no regular expression (missing )"),
-    "exclude is no expression": (["lora.exclude='*q_proj'"], "names alone are written [q_proj, v_proj]"),
+    "target is no expression": (["lora.target='(q_proj'"], "lora.target: (q_proj is not a regular expression (missing )"),
+    "exclude is no expression": (["lora.exclude='*q_proj'"], "a list of names is written [q_proj, v_proj]"),
     "a pattern is no expression": (
         ["lora.rank_pattern={'q_proj)': 4}"],
-        "lora.rank_pattern: q_proj) is no regular expression",
+        "lora.rank_pattern: q_proj) is not a regular expression",
     ),
     "a target of brackets": ([f"lora.target='{'(' * 5000}{')' * 5000}'"], "(it is nested too deeply)"),
     "a name that slipped": (
         ["lora.target=[q_prj,v_proj]"],
-        "lora.target: q_prj matches no linear layer of the model; did you mean q_proj?",
+        "lora.target: q_prj matches no linear layer of the model. Did you mean q_proj?",
     ),
     "a name of another model": (
         ["lora.target=[Wqkv]"],
-        "lora.target: Wqkv matches no linear layer of the model; there are q_proj, k_proj, v_proj, o_proj, gate_proj",
+        "lora.target: Wqkv matches no linear layer of the model. There are q_proj, k_proj, v_proj, o_proj, gate_proj",
     ),
     "a name as an expression": (["lora.target=q_proj"], "set lora.target=[q_proj]"),
     "an expression for nothing": (
         ["lora.target=layers.*attn"],
-        "a text is a regular expression for whole names, such as model.layers.0.self_attn.q_proj",
+        "A text is a regular expression for full names, such as model.layers.0.self_attn.q_proj",
     ),
     "nothing of that name to exclude": (["lora.exclude=[q_prj]"], "lora.exclude: q_prj matches no linear layer"),
     "a rank for nothing": (
         ["lora.rank_pattern={down: 4}"],
-        "lora.rank_pattern: down matches the end of no adapted layer's name; did you mean down_proj?",
+        "lora.rank_pattern: down matches the end of no adapted layer's name. Did you mean down_proj?",
     ),
     "an alpha for what is excluded": (
         ["lora.alpha_pattern={q_proj: 4}", "lora.exclude=[q_proj]"],
@@ -135,17 +135,17 @@ REFUSED = {
     ),
     "the head": (
         ["lora.target=[q_proj,lm_head]"],
-        "lora.target names lm_head, which gets no adapter: put it in lora.modules_to_save, [lm_head]",
+        "lora.target names lm_head, which gets no adapter. Put it in lora.modules_to_save, [lm_head]",
     ),
-    "only the head": (["lora.target=[lm_head]"], "it is trained whole, and name linear layers in lora.target"),
+    "only the head": (["lora.target=[lm_head]"], "to train it fully, and name linear layers in lora.target"),
     "only the head, as a text": (["lora.target=lm_head"], "and name linear layers in lora.target, or all-linear"),
     "the embedding, by its whole name": (
         ["lora.target=[q_proj,model.embed_tokens]"],
-        "lora.target names embed_tokens, which gets no adapter: put it in lora.modules_to_save, [embed_tokens]",
+        "lora.target names embed_tokens, which gets no adapter. Put it in lora.modules_to_save, [embed_tokens]",
     ),
     "the head, by an expression": (
         ["lora.target=.*(proj|head)"],
-        "matches lm_head too, which gets no adapter: put it in lora.modules_to_save, [lm_head], to train it whole, or "
+        "matches lm_head too, which gets no adapter. Put it in lora.modules_to_save, [lm_head], to train it whole, or "
         "in lora.exclude",
     ),
     "nothing left": (
@@ -278,9 +278,9 @@ def test_four_bits_ask_for_sizes_and_weights_of_a_trained_model(tmp_path):
     attention, mlp = found(f"model.path={fits}", "parallel.tp=2", world_size=2)
     assert "parallel.tp=2 does not divide the 1 blocks" in attention and "the 3 blocks of 64 inputs" in mlp
     [problem] = found(f"model.path={fits}", "train.dtype=float64")
-    assert "set train.dtype=float32 or bfloat16, or lora.quantize=none" in problem
+    assert "Set train.dtype=float32 or bfloat16, or lora.quantize=none" in problem
     [problem] = found(f"model.path={fits}", "model.init=scratch")
-    assert "set model.init=pretrained, or lora.quantize=none" in problem
+    assert "Set model.init=pretrained, or lora.quantize=none" in problem
     run = tmp_path / "other" / "checkpoints" / "step-3"
     run.mkdir(parents=True)
     [problem] = found(f"model.path={fits}", f"checkpoint.init_from={run}")

@@ -215,10 +215,10 @@ def test_a_column_that_the_file_lacks(tmp_path, model, rows, columns, words):
         (["data.train.columns={text: a}", "data.train.format=alpaca"], "Columns that format alpaca reads: instruction, "
          "output, input, system, history, tools"),
         (["data.train.columns={chosen: a}"], "data.train.columns.chosen: no column"),
-        (["data.val={path: x, columns: {messages: ''}}"], "data.val.columns.messages is empty: name a column of the"),
+        (["data.val={path: x, columns: {messages: ''}}"], "data.val.columns.messages is empty. Name a column of the"),
         (["data.train.sources=[{path: x, columns: {bad: a}}]"], "data.train.sources[0].columns.bad: no column"),
         (["data.train.path=null", "data.train.sources=[{path: x}]", "data.train.columns={text: a}"],
-         "data.train.columns goes with data.train.path: give each of data.train.sources its own"),
+         "data.train.columns is for data.train.path, and the recipe has data.train.sources"),
     ],
 )  # fmt: skip
 def test_names_that_no_format_takes(tmp_path, settings, answer):

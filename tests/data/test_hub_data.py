@@ -208,7 +208,7 @@ def test_the_command(hub, rows, capsys):  # noqa: F811
 def test_keys_of_the_hub_beside_a_file(tmp_path):
     recipe = tiny_recipe(tmp_path, "data.train.split=test", "data.train.revision=v2")
     [problem] = preflight(recipe, 1)
-    assert problem.startswith("data.train.split and data.train.revision: for datasets of the Hugging Face hub")
+    assert problem.startswith("data.train.split and data.train.revision: only datasets of the Hugging Face hub")
 
 
 @pytest.mark.parametrize(

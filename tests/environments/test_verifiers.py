@@ -195,9 +195,9 @@ def test_recipes(tmp_path, monkeypatch, capfd, stand_in):
             "there is no package gone_env: pip install its package, or: prime env",
         ),
         ("grpo.environment=a.b", "grpo.environment and grpo.verifiers both answer a completion"),
-        ("grpo.rewards=[{fn: math_exact}]", "grpo.verifiers rewards by its own rubric: set grpo.rewards=[]"),
+        ("grpo.rewards=[{fn: math_exact}]", "grpo.verifiers has rewards of its own"),
         ("grpo.system_prompt=be", "grpo.system_prompt would change the prompts"),
-        ("grpo.verifiers.name=null", "grpo.verifiers.args are of no environment"),
+        ("grpo.verifiers.name=null", "grpo.verifiers.args are given without an environment"),
     ):
         assert main(["validate", "one.yaml", given]) == 1
         assert says in capfd.readouterr().err, given

@@ -163,7 +163,7 @@ def test_the_entropy_threshold_is_torchs_quantile():
         ("dapo", {"detla": 2.0}, "detla is not read by dapo; did you mean delta?"),
         ("sapo", {"delta": 2.0}, "delta is not read by sapo"),
         ("dapo", {"delta": 0.5}, "delta=0.5 must be a finite number above 1"),
-        ("dapo", {"delta": 2.0, "dual_clip": 3.0}, "give one of them"),
+        ("dapo", {"delta": 2.0, "dual_clip": 3.0}, "Set only one of them"),
         ("dapo", {"kl_gradient": "k3"}, "kl_gradient=k3 must be one of importance, direct, reward, k2"),
         ("dapo", {"importance_sampling_level": "word"}, "must be one of token, sequence, sequence_token"),
         ("dapo", {"clip": (0.2,)}, "two numbers"),

@@ -187,7 +187,7 @@ def test_a_label_that_is_none_is_told():
 def test_what_cannot_be_is_told_before_the_run(tmp_path):
     recipe = recipe_of(tmp_path, "kto.reference=none", "kto.desirable_weight=0", "kto.undesirable_weight=0")
     problems = preflight(recipe, 1)
-    assert any("kto.reference=none: a reply's reward" in problem for problem in problems)
+    assert any("kto.reference=none: the reward of a reply" in problem for problem in problems)
     assert any("are both 0" in problem for problem in problems)
     lone_reply = recipe_of(
         tmp_path, f"data.val.path={tmp_path / 'one.jsonl'}", "train.validate_every=1", "launch.device=cpu"

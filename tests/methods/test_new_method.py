@@ -98,9 +98,9 @@ def test_its_keys_are_keys_of_a_recipe(tmp_path):
     zero = recipe_at(tmp_path, "focal.gamma=0")
     assert preflight(zero, 1) == method_problems(zero)
     (other,) = preflight(recipe_at(tmp_path, "dpo.beta=1"), 1)
-    assert other.startswith("dpo.beta is read by method=dpo alone, and this recipe has method=focal")
+    assert other.startswith("dpo.beta is read only by method=dpo, and this recipe has method=focal")
     assert preflight(tiny_recipe(tmp_path, "focal.gamma=1"), 1)[0].startswith(
-        "focal.gamma is read by method=focal alone"
+        "focal.gamma is read only by method=focal"
     )
 
 

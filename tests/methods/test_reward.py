@@ -252,7 +252,7 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
     ("task", "overrides", "answer"),
     [
         ("classes", ["reward.num_labels=null"], "reward.num_labels is missing"),
-        ("classes", ["reward.num_labels=1"], "there is nothing to tell from one class"),
+        ("classes", ["reward.num_labels=1"], "one class leaves nothing to predict"),
         ("numbers", ["reward.num_labels=4"], "reward.task=numbers has one output"),
         ("pairs", ["reward.center_rewards_coefficient=-1"], "must be a finite number, at least 0"),
         ("pairs", ["lora={}"], "set lora.modules_to_save=[score]"),

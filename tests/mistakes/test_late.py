@@ -18,7 +18,7 @@ LATE = (
      ("missing in the checkpoint: model.model.embed_tokens.weight",)),
     ("sft", ("lora={rank: 4}", "checkpoint.init_from={root}/runs/adapter"), ("its layers, ranks or scales",)),
     ("sft", ("lora={rank: 2}", "model.path={root}/other", "checkpoint.init_from={root}/runs/adapter"),
-     ("set model.path to the model that its run began from",)),
+     ("Set model.path to the model that its run began from",)),
 )  # fmt: skip
 
 

@@ -330,16 +330,16 @@ def test_an_adapter_saves_no_experts(tmp_path):
 def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
     assert mesh_problems_of_model(config, 1, 3) == [
-        "parallel.ep=3 does not divide the model's 8 experts; ep may be 1, 2, 4, 8"
+        "parallel.ep=3 does not divide the model's 8 experts. Use 1, 2, 4 or 8"
     ]
     assert mesh_problems_of_model(config, 1, 4) == []
     dense_one = models.parse_config(VARIANTS["qwen3"]().to_dict())
-    assert mesh_problems_of_model(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts; leave it out"]
+    assert mesh_problems_of_model(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts. Leave it out"]
     found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
-    assert found == ["moe.balance=0.1: this model has no experts; leave it out"]
+    assert found == ["moe.balance=0.1 is for mixtures of experts, and this model has no experts"]
     options = ["grpo.router_replay=true", "grpo.engine=http", "grpo.server.urls=[http://a:1]"]
     found = preflight(tiny_grpo(tmp_path, *options), 1)
-    assert found == ["grpo.router_replay=true: this model has no experts; leave it out"]
+    assert found == ["grpo.router_replay=true: this model has no experts. Leave it out"]
 
 
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):

@@ -164,7 +164,7 @@ def test_a_plan_counts_one_moment_of_matrices(tmp_path):
         (["optimizer.kwargs={beta: 0.9}"], "optimizer.kwargs.beta is none of muon's"),
         (["optimizer.adam_lr=-1"], "optimizer.adam_lr=-1.0 must be a finite number"),
         (["optimizer.state=int8"], "optimizer.state=int8: for adamw and adam"),
-        (["optimizer.name=adamw", "optimizer.adam_lr=1e-3"], "optimizer.adam_lr is muon's"),
+        (["optimizer.name=adamw", "optimizer.adam_lr=1e-3"], "optimizer.adam_lr is for optimizer.name=muon"),
     ],
 )
 def test_mistakes_are_named_before_work(tmp_path, overrides, message):

@@ -213,5 +213,5 @@ def test_compiled_layers_in_tiles_with_activations_on_the_host(tmp_path):
 
 def test_tiles_of_mixtures_alone_are_refused(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.tile=mlp", family="gpt-oss")
-    assert any("train.tile=mlp: every layer of this model has a mixture" in one for one in preflight.shapes(recipe, 1))
+    assert any("train.tile=mlp: every layer of this model is a mixture" in one for one in preflight.shapes(recipe, 1))
     assert not preflight.shapes(tiny_recipe(tmp_path, "train.tile=all", family="gpt-oss"), 1)

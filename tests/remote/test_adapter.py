@@ -177,8 +177,8 @@ def test_auto_says_which_way_and_why(vllm):
     "kind, lora, wanted",
     [
         ("auto", None, "and lora is null"),
-        ("vllm", Lora(dora=True), "vllm takes no lora.dora=true; set grpo.server.weights=directory"),
-        ("auto", Lora(modules_to_save=["lm_head"]), "servers take no lora.modules_to_save=[lm_head]"),
+        ("vllm", Lora(dora=True), "vllm does not accept lora.dora=true. Set grpo.server.weights=directory"),
+        ("auto", Lora(modules_to_save=["lm_head"]), "servers do not accept lora.modules_to_save=[lm_head]"),
         ("auto", Lora(dora=True), None),  # who they are is known when they answer
         ("dtrain", Lora(dora=True), None),
     ],
@@ -192,7 +192,7 @@ def test_what_no_server_can_take_is_said_before_anything_starts(tmp_path, kind, 
     if wanted is not None:
         assert wanted in found[0]
     recipe.model.init = "scratch"
-    lines = [line for line in method_problems(recipe) if "model.init=scratch draws; set grpo.server.weights" in line]
+    lines = [line for line in method_problems(recipe) if "random base of model.init=scratch. Set grpo.server.weights" in line]
     assert len(lines) == (lora is not None)
 
 

@@ -293,7 +293,7 @@ def test_what_a_recipe_may_say():
     for reward, message in (
         (Reward("math_exat"), ".fn=math_exat is no reward; did you mean math_exact?"),
         (Reward("my module.fn"), ".fn=my module.fn is no reward; there are math_exact, "),
-        (Reward(None), ".fn is missing: name a reward (math_exact, "),
+        (Reward(None), ".fn is missing. Set it to a reward (math_exact, "),
         (Reward("numeric", math.nan), ".weight=nan must be a finite number"),
         (Reward("regex"), ".kwargs.pattern is required by regex"),
         (Reward("regex", 1, {"pattern": "("}), ".kwargs.pattern=( must be a regular expression"),

@@ -168,7 +168,7 @@ def test_what_is_trained_of_a_tower(tmp_path, choice):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.train_only=[model.visual.*]"], "names only parameters that train.vision=frozen freezes: set train.v"),
+        (["train.train_only=[model.visual.*]"], "matches only parameters that train.vision=frozen freezes. Set train.v"),
         (["train.vision=projector", "train.train_only=['*.blocks.*']"], "set train.vision=all"),
         (["lora={target: [q_proj, qkv], dropout: 0.1}"], "model.visual.blocks.0.attn.qkv of the vision tower"),
     ],
@@ -181,8 +181,8 @@ def test_choices_that_do_not_fit_the_tower_are_refused(tmp_path, overrides, word
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.vision=all"], "no vision tower that dtrain trains: set train.vision=frozen"),
-        (["train.vision=projector", "lora={}"], "set train.vision=frozen; lora.target"),
+        (["train.vision=all"], "no vision tower that dtrain trains. Set train.vision=frozen"),
+        (["train.vision=projector", "lora={}"], "Set train.vision=frozen. lora.target"),
     ],
 )
 def test_a_recipe_without_a_tower_to_train_is_refused_before_work(tmp_path, overrides, words):
