@@ -131,9 +131,9 @@ def test_weights_that_an_index_names_and_the_directory_lacks(tmp_path):
         (2, ""),
         (4, ""),
         (0, ""),  # the recipe's own check refuses it
-        (3, "does not divide the model's 4 query heads; tp may be 1, 2, 4"),
-        (3, "parallel.tp=3 and the model's 2 KV heads: neither divides the other; tp may be 1, 2, 4"),
-        (8, "does not divide the model's 4 query heads; tp may be 1, 2, 4"),
+        (3, "does not divide the model's 4 query heads. Use 1, 2 or 4"),
+        (3, "parallel.tp=3 and the model's 2 KV heads: neither divides the other. Use 1 or 2, 4"),
+        (8, "does not divide the model's 4 query heads. Use 1, 2 or 4"),
     ],
 )
 def test_heads_that_tensor_parallel_cannot_share_out(tmp_path, tp, answer):
@@ -145,7 +145,7 @@ def test_heads_that_tensor_parallel_cannot_share_out(tmp_path, tp, answer):
 def test_mlps_of_which_a_rank_would_hold_nothing(tmp_path, inner, tp, fits):
     model = write_model(tmp_path / "narrow", num_attention_heads=8, intermediate_size=inner)
     found = problems(tmp_path, f"model.path={model}", f"parallel.tp={tp}", f"launch.nproc={tp}")
-    allowed = "; tp may be 1, 2" if inner == 9 else "; tp may be 1, 2, 4"
+    allowed = ". Use 1 or 2" if inner == 9 else ". Use 1 or 2, 4"
     said = f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs{allowed}"
     assert (said in found) != fits and ("inner dimensions" in found) != fits
 
@@ -156,9 +156,9 @@ def test_every_violation_of_a_mesh_comes_with_what_fits(tmp_path):
     for part in (
         "cp 3 × tp 8 = 24 does not divide 1 process",
         "data.max_length=6 or more",
-        "12 query heads; tp may be 1, 2, 3\n",
-        "6 KV heads: neither divides the other; tp may be 1, 2, 3\n",
-        "leaves a rank none of the model's 9 tokens; tp may be 1, 2, 3\n",
+        "12 query heads. Use 1 or 2, 3\n",
+        "6 KV heads: neither divides the other. Use 1 or 2, 3\n",
+        "leaves a rank none of the model's 9 tokens. Use 1 or 2, 3\n",
     ):
         assert part in f"{found}\n", part
 

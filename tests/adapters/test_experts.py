@@ -119,8 +119,8 @@ def test_a_run_goes_on_with_another_ep_and_its_adapter_is_merged_as_peft_has_it(
 REFUSED = {
     "target: [experts.gate_proj]": "experts.gate_proj matches no matrices .* experts.gate_up_proj, experts.down_proj",
     "target: experts": r"a text is a regular expression .* set lora.target=\[experts\]",
-    "target: [experts], dropout: 0.1": "set lora.dropout=0",
-    "target: [experts], dora: true": "set lora.dora=false",
+    "target: [experts], dropout: 0.1": "Set lora.dropout=0",
+    "target: [experts], dora: true": "Set lora.dora=false",
     "target: [q_proj, experts], exclude: .*": "only lora.target decides which experts",
     "target: [experts], rank: 11": "an adapter of rank 11 is larger than down_proj",
 }

@@ -142,7 +142,7 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
     [
         ({}, 1, []),
         ({}, 2, []),
-        ({}, 4, ["parallel.tp=4 does not divide the 2 blocks of 64 inputs", "o_proj's 128", "tp may be 1, 2"]),
+        ({}, 4, ["parallel.tp=4 does not divide the 2 blocks of 64 inputs", "o_proj's 128", "Use 1 or 2"]),
         ({"hidden_size": 96}, 1, ["do not divide the 96 of q_proj", "of gate_proj: set lora.quantize=none"]),
         ({"intermediate_size": 320}, 2, ["does not divide the 5 blocks", "down_proj's 320"]),
     ],

@@ -221,7 +221,7 @@ def test_an_adapter_of_another_base_is_refused(made):
     assert found(made / "base") == found(copy) == ([], [])
     [problem], lines = found(other)
     assert problem.startswith(f"{file}: base_model_name_or_path is {made / 'base'}, and model.path={other} has other")
-    assert f"set model.path={made / 'base'}, or write {other} there" in problem and lines == []
+    assert f"Set model.path={made / 'base'}, or write {other} there" in problem and lines == []
     problems, [note] = found(wide)  # another dtype
     assert problems == [] and note.startswith(f"note: {file}: base_model_name_or_path is {made / 'base'}; whether")
     for name, said in (("nobody/gone", "is nobody/gone; whether"), (None, "names no base")):

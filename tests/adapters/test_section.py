@@ -109,7 +109,7 @@ REFUSED = {
         ["lora.target=[Wqkv]"],
         "lora.target: Wqkv matches no linear layer of the model. There are q_proj, k_proj, v_proj, o_proj, gate_proj",
     ),
-    "a name as an expression": (["lora.target=q_proj"], "set lora.target=[q_proj]"),
+    "a name as an expression": (["lora.target=q_proj"], "Set lora.target=[q_proj]"),
     "an expression for nothing": (
         ["lora.target=layers.*attn"],
         "A text is a regular expression for full names, such as model.layers.0.self_attn.q_proj",
@@ -125,7 +125,7 @@ REFUSED = {
     ),
     "nothing of that name to save": (
         ["lora.modules_to_save=[lm_haed]"],
-        "lora.modules_to_save: lm_haed matches no module with weights of its own; did you mean lm_head?",
+        "lora.modules_to_save: lm_haed matches no module with weights of its own. Did you mean lm_head?",
     ),
     "a block to save": (["lora.modules_to_save=[self_attn]"], "lora.modules_to_save: self_attn matches no module"),
     "a rank above a layer's": (
@@ -274,7 +274,7 @@ def test_four_bits_ask_for_sizes_and_weights_of_a_trained_model(tmp_path):
         return [one for one in problems if "model.safetensors" not in one]
 
     assert found(f"model.path={fits}") == []
-    assert "which do not divide the 96 of q_proj: set lora.quantize=none" in found(f"model.path={odd}")[0]
+    assert "which do not divide the 96 of q_proj. Set lora.quantize=none" in found(f"model.path={odd}")[0]
     attention, mlp = found(f"model.path={fits}", "parallel.tp=2", world_size=2)
     assert "parallel.tp=2 does not divide the 1 blocks" in attention and "the 3 blocks of 64 inputs" in mlp
     [problem] = found(f"model.path={fits}", "train.dtype=float64")
@@ -292,7 +292,7 @@ def test_four_bits_ask_for_sizes_and_weights_of_a_trained_model(tmp_path):
 
 def test_a_run_of_grpo_looks_at_the_section_too(tmp_path):
     found = preflight(tiny_grpo(tmp_path, "lora.target=[lm_head]"), 1)
-    assert any("put it in lora.modules_to_save" in one for one in found)
+    assert any("Put it in lora.modules_to_save" in one for one in found)
 
 
 SHAPES = {**FAMILIES, "gemma3 4b": CONFIGS["gemma3-4b"]}

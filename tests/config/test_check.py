@@ -54,7 +54,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
     ("world_size", "overrides", "answer"),
     [
         (4, ["parallel.dp_shard=3"], "dp_shard 3 × dp_replicate 1 × cp 1 × tp 1 = 3 is not 4 processes"),
-        (4, ["parallel.dp_shard=3"], "set parallel.dp_shard=4 or -1, or launch.nproc=3"),
+        (4, ["parallel.dp_shard=3"], "Set parallel.dp_shard=4 or -1, or launch.nproc=3"),
         (3, ["parallel.tp=2"], "= 2 does not divide 3 processes"),
         (1, ["parallel.dp_shard=0"], "parallel.dp_shard=0 must be at least 1, or -1"),
         (1, ["sft.label_smoothing=1"], "sft.label_smoothing=1.0 must be from 0 to below 1"),
@@ -78,10 +78,10 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (
             1,
             ["optimizer.name=admaw"],
-            "optimizer.name=admaw is none of adamw, adam, sgd, adafactor, muon; did you mean",
+            "optimizer.name=admaw is none of adamw, adam, sgd, adafactor, muon. Did you mean",
         ),
-        (1, ["optimizer.name=AdamW"], "did you mean adamw?"),
-        (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd; did you mean"),
+        (1, ["optimizer.name=AdamW"], "Did you mean adamw?"),
+        (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd. Did you mean"),
         (1, ["scheduler=[{name: linear},{name: x}]"], "scheduler[1].name=x is none of"),
         (1, ["scheduler=[{name: linear},{name: cosine}]"], "scheduler[0].steps is missing: only the last"),
         (1, ["scheduler=[]"], "scheduler=[] has no stages"),
@@ -90,12 +90,12 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["optimizer.lr=.nan"], "optimizer.lr=nan must be a finite number"),
         (1, ["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
         (1, ["train.max_grad_norm=0"], "train.max_grad_norm=0.0 must be more than 0, or null"),
-        (1, ["checkpoint.allow_changes=[optimzer]"], "optimzer is no key of a recipe; did you mean optimizer?"),
-        (1, ["method=grpo", "train.global_batch=48"], "set train.global_batch=16 or 128"),
+        (1, ["checkpoint.allow_changes=[optimzer]"], "optimzer is not a key of a recipe; did you mean optimizer?"),
+        (1, ["method=grpo", "train.global_batch=48"], "Set train.global_batch=16 or 128"),
         (1, ["method=grpo", "grpo.group_size=1", "train.global_batch=16"], "grpo.group_size=1 with grpo.advantage"),
         (1, ["method=grpo", "grpo.scale=leave_one_out", "grpo.group_size=2"], "leaves fewer than two of them"),
         (1, ["method=grpo", "data.max_length=512"], "grpo.sampling.max_new_tokens=512 leaves no room for a prompt"),
-        (1, ["method=grpo", "grpo.loss=gsop"], "grpo.loss=gsop is no policy loss; did you mean gspo?"),
+        (1, ["method=grpo", "grpo.loss=gsop"], "grpo.loss=gsop is not a policy loss; did you mean gspo?"),
         (1, ["method=grpo", "grpo.sampling.temperature=0"], "grpo.sampling.temperature=0.0 must be a finite"),
         (1, ["method=grpo", "grpo.sampling.temperature=1e-50"], "grpo.sampling.temperature=1e-50 must be a finite"),
         (1, ["method=grpo", f"grpo.sampling.top_k={2**70}"], "must be at least 1, below 2**31"),
@@ -123,12 +123,12 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         ),
         (1, ["method=grpo", "grpo.sync_every=4"], "grpo.beta=0 keeps none"),
         (1, ["method=grpo", "data.train.format=text"], "method=grpo draws its own answers to prompts"),
-        (1, ["method=grpo", "checkpoint.keep_best=val_loss"], "by method=grpo; it has loss, val_reward_mean"),
+        (1, ["method=grpo", "checkpoint.keep_best=val_loss"], "by method=grpo. Use loss or val_reward_mean"),
         (1, ["data.train.format=question"], "a question has no answer to train on"),
         (1, ["parallel.reshard_after_forward=often"], "reshard_after_forward=often must be default, true or false"),
         (1, ["parallel.custom_plan={}"], "parallel.custom_plan={} must be a table"),
-        (4, ["parallel.cp=4", "data.max_length=7"], "parallel.cp=4 cuts a sequence into 8 pieces"),
-        (4, ["parallel.cp=4", "data.max_length=7"], "set data.max_length=8 or more, or parallel.cp=3 or less"),
+        (4, ["parallel.cp=4", "data.max_length=7"], "parallel.cp=4 cuts a sequence into 8 chunks"),
+        (4, ["parallel.cp=4", "data.max_length=7"], "Set data.max_length=8 or more, or parallel.cp=3 or less"),
         (
             1,
             ["data.train.path=a.jsonl", "data.train.sources=[{path: a.jsonl}]"],
@@ -140,15 +140,15 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (
             1,
             ["checkpoint.keep_best=val_loss", "train.validate_every=null", "data.val=9"],
-            "=null: set train.validate_every=100",
+            "=null. Set train.validate_every=100",
         ),
         (1, ["data.train.format=preference"], "method=sft does not train on pairs; set method=dpo"),
         (1, ["method=dpo", "data.train.format=messages"], "method=dpo trains on pairs; set it to preference"),
-        (1, ["method=dpo", "dpo.loss=sigmoyd"], "dpo.loss=sigmoyd is no preference loss; did you mean sigmoid?"),
+        (1, ["method=dpo", "dpo.loss=sigmoyd"], "dpo.loss=sigmoyd is not a preference loss; did you mean sigmoid?"),
         (1, ["method=dpo", "dpo.loss=[sigmoid,hinge]", "dpo.loss_weights=[1]"], "1 numbers for 2 losses"),
         (1, ["method=dpo", "dpo.loss=hinge", "dpo.label_smoothing=0.1"], "dpo.label_smoothing is not read by hinge"),
         (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "dpo.kwargs.gamma is not read by simpo; did you"),
-        (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "did you mean dpo.kwargs.simpo_gamma?"),
+        (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "Did you mean dpo.kwargs.simpo_gamma?"),
         (1, ["method=dpo", "dpo.beta=0"], "dpo.beta=0.0 must be a finite number above 0"),
         (1, ["method=dpo", "data.loss_on=all"], "data.loss_on=all has no effect with method=dpo"),
         (1, ["method=dpo", "dpo.ld_alpha=2"], "dpo.ld_alpha=2.0 must be from 0 to 1"),
@@ -191,7 +191,7 @@ def test_meshes_and_plans_pass(overrides):
 
 def test_flash_linear_attention_is_refused_where_it_cannot_be():
     (error,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
-    assert "model.linear_attention=fla is for CUDA" in error and "set model.linear_attention=auto" in error
+    assert "model.linear_attention=fla needs CUDA" in error and "Set model.linear_attention=auto" in error
     (error,) = problems(1, "model.linear_attention=fla", "run.deterministic=true")
     assert "no fixed order of sums" in error and "set model.linear_attention=torch" in error
 

@@ -210,7 +210,7 @@ def test_a_column_that_the_file_lacks(tmp_path, model, rows, columns, words):
 @pytest.mark.parametrize(
     ("settings", "answer"),
     [
-        (["data.train.columns={mesages: a}"], "mesages: no column of this name is read; did you mean messages?"),
+        (["data.train.columns={mesages: a}"], "mesages: no column of this name is read. Did you mean messages?"),
         (["data.train.columns={answers: a}"], "Columns that a format reads: input_ids, labels, messages, tools, syst"),
         (["data.train.columns={text: a}", "data.train.format=alpaca"], "Columns that format alpaca reads: instruction, "
          "output, input, system, history, tools"),

@@ -282,12 +282,12 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
         (["eval.a.rewards=[{fn: math_exact}]"], "eval.a.rewards=[{fn: math_exact, kwargs: {column: ..}}]"),
         (
             ["eval.a.rewards=[{fn: math_exakt}]"],
-            "eval.a.rewards[0].fn=math_exakt is no reward; did you mean math_exact",
+            "eval.a.rewards[0].fn=math_exakt is not a reward; did you mean math_exact",
         ),
         (["eval.a.rewards=[{fn: judge, url: 'http://x', model: m}]"], "eval.a.rewards[0].rubric is required by judge"),
         (["eval.a.rewards=[{fn: regex, rubric: r, kwargs: {pattern: x}}]"], "rubric is read only by fn=judge"),
         (["eval.a.rewards=[{fn: judge, url: 'http://127.0.0.1:9', model: m, rubric: r}]"], "the reward `judge` reads text"),
-        (["eval.a.samples=4"], "set eval.a.sampling.temperature=1.0"),
+        (["eval.a.samples=4"], "Set eval.a.sampling.temperature=1.0"),
         (["eval.a.every=0"], "eval.a.every=0 must be at least 1"),
         (["eval.a.path=nowhere.jsonl"], "eval.a.path: there is no file nowhere.jsonl"),
         (["eval.a.path={root}/empty.jsonl"], "the dataset is empty"),
@@ -300,10 +300,10 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
         (["eval.a.columns={answer: info.gold}"], "names answer: info.gold, and the file has no such column; it has "),
         (["eval.a.columns={answer: gold}"], "eval.a.columns names answer: gold, and the file has no such column"),
         (["eval={'a b': {path: x}}"], "the set's name 'a b' must be letters"),
-        (["checkpoint.keep_best=eval_a_pass@1", "checkpoint.every=4"], "set eval.a.every=4"),
+        (["checkpoint.keep_best=eval_a_pass@1", "checkpoint.every=4"], "Set eval.a.every=4"),
         (["checkpoint.keep_best=eval_b_reward_mean"], "did you mean eval_a_reward_mean?"),
         (["train.patience=2"], "train.patience=2 counts values of checkpoint.keep_best, which is null"),
-        (["checkpoint.keep_best=eval_a_reward_mean", "train.patience=1"], "eval.a.every=null: set eval.a.every"),
+        (["checkpoint.keep_best=eval_a_reward_mean", "train.patience=1"], "eval.a.every=null. Set eval.a.every"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, words, told):

@@ -187,7 +187,7 @@ def test_what_is_refused(name, options, message):
 def test_what_a_recipe_may_say():
     assert loss_problems("dapo", (0.2, 0.28), 0.0, {"delta": 2.0, "entropy_coef": 0.01}) == []
     found = loss_problems("gsop", (0.2, 0.2), 0.0, {})
-    assert found == ["grpo.loss=gsop is no policy loss; did you mean gspo?"]
+    assert found == ["grpo.loss=gsop is not a policy loss; did you mean gspo?"]
     found = loss_problems("dapo", (0.2, -1), -0.1, {"detla": 2, "delta": 0.5})
     assert found == [
         "grpo.clip=(0.2, -1) must be two numbers of at least 0: how far below and above 1 the ratio may go",

@@ -22,7 +22,7 @@ REFUSED = [
     ("hinge", {"label_smoothing": 0.1}, "label_smoothing is not read by hinge"),
     ("sigmoid", {"discopop_tau": 0.1}, "discopop_tau is not read by sigmoid"),
     ("discopop", {"discopop_tau": 0.0}, "discopop_tau=0.0"),
-    ("discopop", {"discopop_tua": 0.1}, "did you mean discopop_tau"),
+    ("discopop", {"discopop_tua": 0.1}, "Did you mean discopop_tau"),
     ("simpo", {"simpo_gamma": -1.0}, "simpo_gamma=-1.0"),
     ("bco_pair", {"bco_shift": "running"}, "bco_shift=running"),
     ("nca_pair", {"f_divergence": "js_divergence"}, "f_divergence is not read by nca_pair"),

@@ -139,7 +139,7 @@ def test_validation_is_the_divergence_over_the_students_likeliest_answers(tmp_pa
         (["distill.prompts_per_step=12"], "train.global_batch=8 does not divide a rollout"),
         (["distill.sampling.max_new_tokens=32"], "leaves no room for a prompt within data.max_length=32"),
         (["distill.sampling.temperature=0"], "distill.sampling.temperature=0.0 must be"),
-        (["data.loss_on=all"], "data.loss_on=all plays no part"),
+        (["data.loss_on=all"], "data.loss_on=all has no effect"),
         (["data.train.format=text"], "distill.samples=student draws its own answers to prompts"),
         (["data.train.format=question", "distill.student_share=0.5"], "set distill.student_share=1"),
         (["distill.samples=data"], "distill.sampling.max_new_tokens is about sampling from the student"),

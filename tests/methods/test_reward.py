@@ -255,9 +255,9 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
         ("classes", ["reward.num_labels=1"], "one class leaves nothing to predict"),
         ("numbers", ["reward.num_labels=4"], "reward.task=numbers has one output"),
         ("pairs", ["reward.center_rewards_coefficient=-1"], "must be a finite number, at least 0"),
-        ("pairs", ["lora={}"], "set lora.modules_to_save=[score]"),
-        ("pairs", ["lora={modules_to_save: [norm]}"], "set lora.modules_to_save=[norm, score]"),
-        ("pairs", ["method=sft"], "reward.task is read by method=reward alone"),
+        ("pairs", ["lora={}"], "Set lora.modules_to_save=[score]"),
+        ("pairs", ["lora={modules_to_save: [norm]}"], "Set lora.modules_to_save=[norm, score]"),
+        ("pairs", ["method=sft"], "reward.task is read only by method=reward"),
     ],
 )
 def test_mistakes_are_named_before_a_run(tmp_path, task, overrides, answer):

@@ -139,7 +139,7 @@ def test_its_weights_are_planned(tmp_path):
         (lambda root: save_weights(write_model(root / "rates", "llama")), "it is a language model"),
         (lambda root: reward_model(root, labels=3), "its head has 3 outputs, and a reward is one number"),
         (lambda root: (root / "rates" / "tokenizer.json").unlink(), "tokenizer"),
-        (lambda root: (root / "rates" / "model.safetensors").unlink(), "set grpo.reward_model.path to a directory"),
+        (lambda root: (root / "rates" / "model.safetensors").unlink(), "Set grpo.reward_model.path to a directory"),
     ],
 )
 def test_mistakes_are_named_before_a_run(tmp_path, change, answer):

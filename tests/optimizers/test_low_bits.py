@@ -230,10 +230,10 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optimizer.state=int8", "optimizer.name=sgd"], "optimizer.state=int8: for adamw and adam"),
+        (["optimizer.state=int8", "optimizer.name=sgd"], "optimizer.state=int8 needs optimizer.name=adamw or adam"),
         (
             ["train.masters=bfloat16", "optimizer.name=torch.optim.RAdam"],
-            "train.masters=bfloat16: for adamw, adam and muon",
+            "train.masters=bfloat16 needs optimizer.name=adamw or adam or muon",
         ),
         (["optimizer.kwargs={lr: abc}", "optimizer.state=int8"], "optimizer.kwargs.lr=abc must be a finite number"),
         (["optimizer.kwargs={lr: .nan}", "optimizer.state=int8"], "optimizer.kwargs.lr=nan must be a finite number"),
@@ -244,7 +244,7 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
             ["optimizer.kwargs={weight_decay: true}", "optimizer.state=int8"],
             "weight_decay=true must be a finite number",
         ),
-        (["optimizer.kwargs={state: float32}", "optimizer.state=int8"], "kwargs.state: not with optimizer.state=int8"),
+        (["optimizer.kwargs={state: float32}", "optimizer.state=int8"], "kwargs.state does not go with optimizer.state=int8"),
         (["optimizer.kwargs={names: {}}", "optimizer.state=bfloat16"], "optimizer.kwargs.names: not with"),
         (["optimizer.kwargs={decoupled: false}", "train.masters=bfloat16"], "not with train.masters=bfloat16, whose"),
         (["optimizer.kwargs={seed: 3}", "parallel.optimizer_offload=true"], "set parallel.optimizer_offload=false"),

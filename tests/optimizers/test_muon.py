@@ -163,7 +163,7 @@ def test_a_plan_counts_one_moment_of_matrices(tmp_path):
         (["optimizer.kwargs={ns_coefficients: [1, x, 2]}"], "must be three numbers"),
         (["optimizer.kwargs={beta: 0.9}"], "optimizer.kwargs.beta is none of muon's"),
         (["optimizer.adam_lr=-1"], "optimizer.adam_lr=-1.0 must be a finite number"),
-        (["optimizer.state=int8"], "optimizer.state=int8: for adamw and adam"),
+        (["optimizer.state=int8"], "optimizer.state=int8 needs optimizer.name=adamw or adam"),
         (["optimizer.name=adamw", "optimizer.adam_lr=1e-3"], "optimizer.adam_lr is for optimizer.name=muon"),
     ],
 )
