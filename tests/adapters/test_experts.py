@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_another_ep_and_its_adapter_is_merged_as_peft_has_it(
 
 REFUSED = {
     "target: [experts.gate_proj]": "experts.gate_proj matches no matrices .* experts.gate_up_proj, experts.down_proj",
-    "target: experts": r"a text is a regular expression .* set lora.target=\[experts\]",
+    "target: experts": r"A text is a regular expression .* Set lora.target=\[experts\]",
     "target: [experts], dropout: 0.1": "Set lora.dropout=0",
     "target: [experts], dora: true": "Set lora.dora=false",
     "target: [q_proj, experts], exclude: .*": "only lora.target decides which experts",

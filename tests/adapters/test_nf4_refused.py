@@ -23,7 +23,7 @@ from tests.adapters.test_nf4 import (
     stored_as_bitsandbytes,
 )
 from tests.adapters.test_nf4_experts import OWN, SHAPE
-from tests.problem_lines import preflight
+from tests.problem_lines import lines, preflight
 from tests.running import run
 from tests.tiny import save_weights, tiny_recipe, write_model
 
@@ -143,13 +143,13 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
         ({}, 1, []),
         ({}, 2, []),
         ({}, 4, ["parallel.tp=4 does not divide the 2 blocks of 64 inputs", "o_proj's 128", "Use 1 or 2"]),
-        ({"hidden_size": 96}, 1, ["do not divide the 96 of q_proj", "of gate_proj: set lora.quantize=none"]),
+        ({"hidden_size": 96}, 1, ["do not divide the 96 of q_proj", "of gate_proj. Set lora.quantize=none"]),
         ({"intermediate_size": 320}, 2, ["does not divide the 5 blocks", "down_proj's 320"]),
     ],
 )
 def test_sizes_that_blocks_do_not_fit_are_named(tmp_path, sizes, tp, words):
     config = models.read_config(write_model(tmp_path / "model", "llama", **SIZES | sizes))
-    problems = "\n".join(block_problems(config, shapes.linears(config), tp))
+    problems = "\n".join(lines(block_problems(config, shapes.linears(config), tp)))
     assert all(word in problems for word in words) and bool(problems) == bool(words), problems
 
 

@@ -34,6 +34,7 @@ from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora
 from dtrain.training.preflight import notes
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
+from tests.problem_lines import lines
 from tests.running import run, run_directory
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
@@ -184,7 +185,7 @@ def test_tied_embeddings_that_peft_trained_apart_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"missing: base_model.model.lm_head.weight \(the head is tied"):
         models.from_pretrained(tmp_path / "one")
     config = models.read_config(base)
-    assert "tied" in "".join(adapter_problems({"path": tmp_path / "one"}, config))
+    assert "tied" in "".join(lines(adapter_problems({"path": tmp_path / "one"}, config)))
     save_adapter(base, tmp_path / "two", **TIED)
     tensors = load_file(tmp_path / "two" / ADAPTER_WEIGHTS)
     tensors["base_model.model.lm_head.weight"][-1, -1] += 1

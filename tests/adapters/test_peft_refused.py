@@ -21,7 +21,7 @@ from dtrain.training.preflight import notes
 from tests.adapters.by_peft import IDS, load_base, logits, save_adapter, save_base
 from tests.adapters.test_peft_files import change
 from tests.models.oracle import save
-from tests.problem_lines import preflight
+from tests.problem_lines import lines, preflight
 from tests.tiny import tiny_recipe
 
 REFUSED = {
@@ -137,7 +137,7 @@ def test_tensors_that_do_not_fit_are_listed(made):
         "(of a compiled model: leave `_orig_mod.` out of its names)",
         "(an adapter's own name, which PEFT leaves out in files: save it with save_pretrained)",
     ]
-    found = adapter_problems({"path": made / "adapter"}, models.read_config(made / "base"))
+    found = lines(adapter_problems({"path": made / "adapter"}, models.read_config(made / "base")))
     with pytest.raises(UserError) as caught:
         models.from_pretrained(made / "adapter")
     for problems in (found, str(caught.value).splitlines()):
@@ -168,7 +168,7 @@ def test_a_pickle_and_other_directories_are_refused(made):
     (adapter / ADAPTER_WEIGHTS).write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(UserError, match="cut short or damaged"):
         models.from_pretrained(adapter)
-    assert "cut short or damaged" in adapter_problems({"path": adapter}, models.read_config(made / "base"))[0]
+    assert "cut short or damaged" in lines(adapter_problems({"path": adapter}, models.read_config(made / "base")))[0]
     with pytest.raises(UserError, match=f"lora.path={made / 'base'}: it has no adapter_config.json"):
         read_adapter_config(made / "base")
     with pytest.raises(UserError, match="there is no such directory"):

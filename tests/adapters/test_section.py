@@ -94,7 +94,10 @@ REFUSED = {
     "no target": (["lora.target=[]"], "lora.target=[] must be all-linear, a list of names, or a regular expression"),
     "an empty name": (["lora.exclude=['']"], "lora.exclude=[''] must be a list of names"),
     "everything saved": (["lora.modules_to_save=['']"], "lora.modules_to_save=[''] must be a list of names"),
-    "target is no expression": (["lora.target='(q_proj'"], "lora.target: (q_proj is not a regular expression (missing )"),
+    "target is no expression": (
+        ["lora.target='(q_proj'"],
+        "lora.target: (q_proj is not a regular expression (missing )",
+    ),
     "exclude is no expression": (["lora.exclude='*q_proj'"], "a list of names is written [q_proj, v_proj]"),
     "a pattern is no expression": (
         ["lora.rank_pattern={'q_proj)': 4}"],
@@ -130,7 +133,7 @@ REFUSED = {
     "a block to save": (["lora.modules_to_save=[self_attn]"], "lora.modules_to_save: self_attn matches no module"),
     "a rank above a layer's": (
         ["lora.rank=40", "lora.target=[q_proj]"],
-        "an adapter of rank 40 is larger than q_proj itself, [64, 32]: set lora.rank=32 or less, or "
+        "an adapter of rank 40 is larger than q_proj itself, [64, 32]. Set lora.rank=32 or less, or "
         "lora.rank_pattern={q_proj: 32}",
     ),
     "the head": (
@@ -150,13 +153,13 @@ REFUSED = {
     ),
     "nothing left": (
         ["lora.target=[q_proj]", "lora.exclude=.*self_attn.*"],
-        "lora.exclude=.*self_attn.* leaves no layer of lora.target=['q_proj'] to adapt",
+        "lora.exclude=.*self_attn.* leaves no layer of lora.target=['q_proj'] with an adapter",
     ),
     "parts of the model": (
         ["train.train_only=[model.layers.1.*]"],
-        "set train.train_only=[]; lora.target and lora.exclude choose the layers with an adapter",
+        "Set train.train_only=[]. lora.target and lora.exclude choose the layers with an adapter",
     ),
-    "parts frozen": (["train.freeze=['*norm*']"], "set train.freeze=[]; lora.target and lora.exclude choose"),
+    "parts frozen": (["train.freeze=['*norm*']"], "Set train.freeze=[]. lora.target and lora.exclude choose"),
 }
 
 

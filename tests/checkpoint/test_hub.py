@@ -81,7 +81,7 @@ def test_a_reward_model_has_an_id_too(tmp_path, cache):
 def test_a_part_of_a_model_is_not_taken_for_the_whole(tmp_path, cache):
     (cache / "model.safetensors").unlink()
     recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained"))
-    assert "`dtrain download someone/Tiny-0.1B` fetches it" in not_here(recipe)[0]
+    assert "Fetch it with `dtrain download someone/Tiny-0.1B`" in not_here(recipe)[0]
     assert load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=scratch")).model.path == str(cache)
 
 

@@ -39,7 +39,7 @@ def test_a_resume_puts_them_where_they_were(monkeypatch):
     start = SimpleNamespace(saved=saved, step=1, verified=True)
     policy = SimpleNamespace(checkpoint=SimpleNamespace(load=lambda *step, **more: None))
     method = SimpleNamespace(load=lambda state: None, tensors=dict)
-    resume.restore(SimpleNamespace(start=start, recipe=None), policy, method)
+    resume.restore(start, None, policy, method)
     assert draws() == expected
 
 

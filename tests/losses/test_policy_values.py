@@ -11,6 +11,7 @@ from dtrain.losses.policy.options import LOSSES, SHARED
 from dtrain.losses.policy.terms import policy_loss, top_entropy_threshold
 from dtrain.rl.grpo import loss_problems
 from tests.losses.test_policy_loss import EVERYTHING, EXACT, completions, gradients, loss_of, trained
+from tests.problem_lines import lines
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -170,7 +171,7 @@ def test_the_entropy_threshold_is_torchs_quantile():
         ("dapo", {"beta": -1.0}, "beta=-1.0 must be"),
         ("dapo", {"beta": 0.1}, "beta=0.1 needs ref_logps"),
         ("dapo", {"entropy_coef": 0.1}, "need entropies"),
-        ("gmpo", {"top_entropy_quantile": 0.2}, "whole sequences"),
+        ("gmpo", {"top_entropy_quantile": 0.2}, "complete sequences"),
         ("dppo_tv", {"dppo_ratio_cap": 1e18}, "1e+18 must be a finite number above 0, from 1e-10 to 1e+10 in size"),
         ("dapo", {"clip": (0.2, 1e11)}, "below and above 1 the ratio may go, from 1e-10 to 1e+10 in size"),
         ("dapo", {"beta": 1e-20}, "at least 0, from 1e-10 to 1e+10 in size"),
@@ -186,16 +187,16 @@ def test_what_is_refused(name, options, message):
 
 def test_what_a_recipe_may_say():
     assert loss_problems("dapo", (0.2, 0.28), 0.0, {"delta": 2.0, "entropy_coef": 0.01}) == []
-    found = loss_problems("gsop", (0.2, 0.2), 0.0, {})
+    found = lines(loss_problems("gsop", (0.2, 0.2), 0.0, {}))
     assert found == ["grpo.loss=gsop is not a policy loss; did you mean gspo?"]
-    found = loss_problems("dapo", (0.2, -1), -0.1, {"detla": 2, "delta": 0.5})
+    found = lines(loss_problems("dapo", (0.2, -1), -0.1, {"detla": 2, "delta": 0.5}))
     assert found == [
         "grpo.clip=(0.2, -1) must be two numbers of at least 0: how far below and above 1 the ratio may go",
         "grpo.beta=-0.1 must be a finite number, at least 0",
         "grpo.kwargs.detla is not read by dapo; did you mean grpo.kwargs.delta?",
         "grpo.kwargs.delta=0.5 must be a finite number above 1, or null",
     ]
-    assert "caps the ratio itself" in loss_problems("cispo", (0.2, 0.2), 0.0, {})[0]
+    assert "caps the ratio itself" in lines(loss_problems("cispo", (0.2, 0.2), 0.0, {}))[0]
     assert loss_problems("cispo", (0.0, 5.0), 0.0, {}) == []
     assert loss_problems("gmpo", (0.4, 0.4), 0.0, {"top_entropy_quantile": 0.2}) != []
     for options in ({"delta": 2.0, "dual_clip": 3.0}, {"sampling_clip_min": 4.0}):

@@ -310,13 +310,15 @@ def test_a_teacher_that_does_not_fit_is_named_before_a_run(tmp_path):
         return "\n".join(preflight(recipe_at(tmp_path, f"distill.teacher={teacher}", *overrides), 6))
 
     wide = write_model(tmp_path / "wide", vocab_size=80)
-    assert "wide: its vocab_size is 80, and model.path's 67" in problems(wide)
-    assert "wide: " in problems(wide) and "set distill.teacher to a directory with weights" in problems(wide)
+    assert "wide: its vocab_size is 80, and model.path's is 67" in problems(wide)
+    assert "wide: " in problems(wide) and "Set distill.teacher to a directory with weights" in problems(wide)
     other = teacher_at(tmp_path, "qwen2")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {"w5": 6, "w6": 5}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "2 tokens have other ids than in model.path, for example 'w5', which is 6 there and 5 here" in problems(other)
+    assert "2 tokens have other ids than in model.path, for example 'w5', which is 6 there and 5 here" in problems(
+        other
+    )
     heads = teacher_at(tmp_path, "gemma3", num_attention_heads=6, num_key_value_heads=3)
     found = problems(heads, "parallel.tp=2")
     assert "teacher-gemma3: parallel.tp=2 and the model's 3 KV heads" in found

@@ -16,7 +16,7 @@ from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_rout
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, loads
 from dtrain.parallel.fits import mesh_problems_of_model
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
-from tests.problem_lines import preflight
+from tests.problem_lines import lines, preflight
 from tests.tiny import tiny_grpo, tiny_recipe
 
 SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
@@ -329,17 +329,17 @@ def test_an_adapter_saves_no_experts(tmp_path):
 
 def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
-    assert mesh_problems_of_model(config, 1, 3) == [
-        "parallel.ep=3 does not divide the model's 8 experts. Use 1, 2, 4 or 8"
+    assert lines(mesh_problems_of_model(config, 1, 3)) == [
+        "parallel.ep=3 does not divide the model's 8 experts. Use 1, 2, 4 or 8."
     ]
     assert mesh_problems_of_model(config, 1, 4) == []
     dense_one = models.parse_config(VARIANTS["qwen3"]().to_dict())
-    assert mesh_problems_of_model(dense_one, 1, 2) == ["parallel.ep=2: this model has no experts. Leave it out"]
+    assert lines(mesh_problems_of_model(dense_one, 1, 2)) == ["parallel.ep=2: this model has no experts. Leave it out."]
     found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
-    assert found == ["moe.balance=0.1 is for mixtures of experts, and this model has no experts"]
+    assert found == ["moe.balance=0.1 is for mixtures of experts, and this model has no experts. Leave it out."]
     options = ["grpo.router_replay=true", "grpo.engine=http", "grpo.server.urls=[http://a:1]"]
     found = preflight(tiny_grpo(tmp_path, *options), 1)
-    assert found == ["grpo.router_replay=true: this model has no experts. Leave it out"]
+    assert found == ["grpo.router_replay=true: this model has no experts. Leave it out."]
 
 
 def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypatch):
@@ -347,4 +347,6 @@ def test_a_torch_without_meshes_for_single_parameters_is_told(tmp_path, monkeypa
     monkeypatch.setattr("dtrain.training.setup.mesh.version", lambda _: "2.12.0")
     assert preflight(recipe, 2) == []
     monkeypatch.setattr("dtrain.training.setup.mesh.version", lambda _: "2.11.0+cpu")
-    assert preflight(recipe, 2) == ["parallel.ep=2 needs torch 2.12 or newer, and this is 2.11.0+cpu: install one"]
+    assert preflight(recipe, 2) == [
+        "parallel.ep=2 needs torch 2.12 or newer, and this is 2.11.0+cpu. Install a newer torch."
+    ]

@@ -174,6 +174,6 @@ def test_longrope_refuses_what_its_short_factors_are_not_for(tmp_path):
     paths = {"model": {"path": str(tmp_path)}, "data": {"train": {"path": "none"}}}
     found = [shapes(load(paths, ["train.steps=1", f"data.max_length={length}"]), 1) for length in (96, 97)]
     assert found[0] == [] and found[1] == [
-        "data.max_length=97: the model has LongRoPE, which uses another table of positions beyond 96 tokens (its original_max_position_embeddings) "
-        "another table of positions; set data.max_length=96 or less"
+        "data.max_length=97: the model has LongRoPE, which uses another table of positions beyond 96 tokens "
+        "(its original_max_position_embeddings). Set data.max_length=96 or less."
     ]

@@ -244,7 +244,10 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
             ["optimizer.kwargs={weight_decay: true}", "optimizer.state=int8"],
             "weight_decay=true must be a finite number",
         ),
-        (["optimizer.kwargs={state: float32}", "optimizer.state=int8"], "kwargs.state does not go with optimizer.state=int8"),
+        (
+            ["optimizer.kwargs={state: float32}", "optimizer.state=int8"],
+            "kwargs.state does not go with optimizer.state=int8",
+        ),
         (["optimizer.kwargs={names: {}}", "optimizer.state=bfloat16"], "optimizer.kwargs.names: not with"),
         (["optimizer.kwargs={decoupled: false}", "train.masters=bfloat16"], "not with train.masters=bfloat16, whose"),
         (["optimizer.kwargs={seed: 3}", "parallel.optimizer_offload=true"], "set parallel.optimizer_offload=false"),

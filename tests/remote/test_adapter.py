@@ -192,7 +192,9 @@ def test_what_no_server_can_take_is_said_before_anything_starts(tmp_path, kind, 
     if wanted is not None:
         assert wanted in found[0]
     recipe.model.init = "scratch"
-    lines = [line for line in method_problems(recipe) if "random base of model.init=scratch. Set grpo.server.weights" in line]
+    lines = [
+        line for line in method_problems(recipe) if "random base of model.init=scratch. Set grpo.server.weights" in line
+    ]
     assert len(lines) == (lora is not None)
 
 

@@ -15,6 +15,7 @@ from dtrain.rl.rewards import BUILT_IN
 from dtrain.rl.rewards.form import format_tags, json_valid, length_penalty, regex, repetition_penalty
 from dtrain.rl.rewards.math_answers import answer_in, read
 from dtrain.rl.rewards.right_answers import cosine_length, math_exact, numeric, text_exact
+from tests.problem_lines import lines
 
 EQUAL = [  # what a completion says, what the data has
     ("The answer is 42.", "42"),
@@ -291,23 +292,23 @@ def test_what_a_recipe_may_say():
     ]
     assert reward_problems(good) == []
     for reward, message in (
-        (Reward("math_exat"), ".fn=math_exat is no reward; did you mean math_exact?"),
-        (Reward("my module.fn"), ".fn=my module.fn is no reward; there are math_exact, "),
+        (Reward("math_exat"), ".fn=math_exat is not a reward; did you mean math_exact?"),
+        (Reward("my module.fn"), ".fn=my module.fn is not a reward; there are math_exact, "),
         (Reward(None), ".fn is missing. Set it to a reward (math_exact, "),
         (Reward("numeric", math.nan), ".weight=nan must be a finite number"),
         (Reward("regex"), ".kwargs.pattern is required by regex"),
         (Reward("regex", 1, {"pattern": "("}), ".kwargs.pattern=( must be a regular expression"),
         (
             Reward("python_tests", 1, {"isolated": False}),
-            ".kwargs.isolated is not read by python_tests; did you mean grpo.rewards[1].kwargs.allow_full_access?",
+            ".kwargs.isolated is not read by python_tests. Did you mean grpo.rewards[1].kwargs.allow_full_access?",
         ),
-        (Reward("numeric", 1, {"colum": "a"}), ".kwargs.colum is not read by numeric; did you mean grpo.rewards[1]"),
+        (Reward("numeric", 1, {"colum": "a"}), ".kwargs.colum is not read by numeric. Did you mean grpo.rewards[1]"),
         (Reward("length_penalty", 1, {"target_tokens": 9, "max_tokens": 9}), ".kwargs.target_tokens=9 must be below"),
         (Reward("format_tags", 1, {"tags": []}), ".kwargs.tags=[] must be"),
         (Reward("cosine_length"), ".kwargs.max_tokens is required by cosine_length"),
         (Reward("repetition_penalty", 1, {"ngram_size": 0}), ".kwargs.ngram_size=0 must be a whole number, at least 1"),
         (Reward("repetition_penalty", 1, {"max_penalty": 1}), ".kwargs.max_penalty=1 must be a finite number, at most"),
     ):
-        (found,) = reward_problems([good[0], reward])
+        (found,) = lines(reward_problems([good[0], reward]))
         assert found.startswith(f"grpo.rewards[1]{message}"), found
     assert len(reward_problems([Reward("regex", 1, {"colum": 1, "full": 3})])) == 3

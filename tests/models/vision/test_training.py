@@ -168,7 +168,10 @@ def test_what_is_trained_of_a_tower(tmp_path, choice):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.train_only=[model.visual.*]"], "matches only parameters that train.vision=frozen freezes. Set train.v"),
+        (
+            ["train.train_only=[model.visual.*]"],
+            "matches only parameters that train.vision=frozen freezes. Set train.v",
+        ),
         (["train.vision=projector", "train.train_only=['*.blocks.*']"], "Set train.vision=all"),
         (["lora={target: [q_proj, qkv], dropout: 0.1}"], "model.visual.blocks.0.attn.qkv of the vision tower"),
     ],
