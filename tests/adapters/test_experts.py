@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_another_ep_and_its_adapter_is_merged_as_peft_has_it(
 
 
 REFUSED = {
-    "target: [experts.gate_proj]": "experts.gate_proj matches no matrices .* experts.gate_up_proj, experts.down_proj",
+    "target: [experts.gate_proj]": "experts.gate_proj matches no matrices .* experts.gate_up_proj or experts.down_proj",
     "target: experts": r"A text is a regular expression .* Set lora.target=\[experts\]",
     "target: [experts], dropout: 0.1": "Set lora.dropout=0",
     "target: [experts], dora: true": "Set lora.dora=false",

@@ -211,7 +211,7 @@ TOWERS = {
 
 def test_a_head_that_is_missing_of_an_untied_model_is_not_called_tied(made):
     adapter = change(made / "adapter", modules_to_save=["lm_head"])
-    [problem] = adapter_problems({"path": adapter}, models.read_config(made / "base"))
+    [problem] = lines(adapter_problems({"path": adapter}, models.read_config(made / "base")))
     assert problem.endswith("missing: base_model.model.lm_head.weight; is it an adapter of this model?")
     with pytest.raises(UserError, match=r"missing: base_model.model.lm_head.weight; is it"):
         models.from_pretrained(adapter)

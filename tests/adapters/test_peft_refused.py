@@ -69,7 +69,7 @@ def test_an_adapter_with_a_grown_vocabulary_says_so_and_the_advice_works(tmp_pat
     words = (
         f"the adapter was trained with a vocabulary of {vocab + 3} tokens, and the model has {vocab}. Merge it in PEFT"
     )
-    [problem] = adapter_problems({"path": tmp_path / "adapter"}, models.read_config(base))
+    [problem] = lines(adapter_problems({"path": tmp_path / "adapter"}, models.read_config(base)))
     assert words in problem
     with pytest.raises(UserError, match=words):
         models.from_pretrained(tmp_path / "adapter")

@@ -252,10 +252,11 @@ def test_directories_that_are_no_model_of_the_key_say_where_they_belong(tmp_path
 
     assert found() == []
     [problem] = found(f"model.path={adapter}")
-    assert f"model.path={adapter} is an adapter in PEFT's layout, not a model: set model.path={model} and" in problem
+    assert f"model.path={adapter} is an adapter in PEFT's layout, not a model" in problem
+    assert f"To continue training it, set model.path={model} and lora.path={adapter}" in problem
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     [problem] = found("method=dpo", f"data.train.path={pairs}", f"dpo.reference={adapter}")
-    assert f"`dtrain export {adapter} OUT` merges it into its base; set dpo.reference=OUT" in problem
+    assert f"Merge it into its base with `dtrain export {adapter} OUT`, and set dpo.reference=OUT" in problem
     [problem] = found(f"lora.path={tmp_path / 'gone'}")
     assert f"lora.path={tmp_path / 'gone'}: there is no such directory" in problem
     (adapter / "adapter_model.safetensors").touch()
@@ -287,7 +288,7 @@ def test_four_bits_ask_for_sizes_and_weights_of_a_trained_model(tmp_path):
     run = tmp_path / "other" / "checkpoints" / "step-3"
     run.mkdir(parents=True)
     [problem] = found(f"model.path={fits}", f"checkpoint.init_from={run}")
-    assert f"`dtrain export {run} OUT`, and set model.path=OUT" in problem
+    assert f"`dtrain export {run} OUT`, then set model.path=OUT" in problem
     (run / "adapter").mkdir()
     assert found(f"model.path={fits}", f"checkpoint.init_from={run}") == []
     assert found(f"model.path={fits}", f"checkpoint.init_from={tmp_path / 'other'}") == []

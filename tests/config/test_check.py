@@ -37,7 +37,7 @@ def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, tota
         assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * sizes.dp
         return
     assert len(errors) == 1
-    proposals = errors[0].split("; set ")[1].replace(" or ", ", ").split(", ")
+    proposals = errors[0].rstrip(".").split(". Set ")[1].replace(" or ", ", ").split(", ")
     assert proposals
     for proposal in proposals:
         assert check(load_recipe(recipe, [proposal]), world_size) == []
@@ -45,8 +45,8 @@ def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, tota
 
 def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
     assert problems(4, "train.global_batch=2", "train.micro_batch=1") == [
-        "train.global_batch=2 is not micro_batch × accumulation × dp: micro_batch 1 × dp 4 = 4 does not divide it; "
-        "set train.global_batch=4"
+        "train.global_batch=2 is not micro_batch × accumulation × dp: micro_batch 1 × dp 4 = 4 does not divide it. "
+        "Set train.global_batch=4."
     ]
 
 
@@ -64,7 +64,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
             "has no meaning for sft.loss=dft. Leave it out, or set sft.loss",
         ),
         (1, ["sft.loss=ddft"], "sft.loss=ddft is not a loss of tokens; did you mean dft?"),
-        (1, ["sft.kwargs.gamma=2"], "sft.kwargs.gamma is not read by nll; leave it out"),
+        (1, ["sft.kwargs.gamma=2"], "sft.kwargs.gamma is not read by sft.loss=nll. Leave it out"),
         (1, ["train.steps=10", "train.epochs=1"], "train.steps=10 and train.epochs=1 exclude each other"),
         (1, ["train.steps=null"], "train.steps or train.epochs is missing"),
         (1, ["model.path=null"], "model.path is missing"),
@@ -83,7 +83,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["optimizer.name=AdamW"], "Did you mean adamw?"),
         (1, ["scheduler.name=cosin"], "scheduler.name=cosin is none of constant, cosine, linear, wsd. Did you mean"),
         (1, ["scheduler=[{name: linear},{name: x}]"], "scheduler[1].name=x is none of"),
-        (1, ["scheduler=[{name: linear},{name: cosine}]"], "scheduler[0].steps is missing: only the last"),
+        (1, ["scheduler=[{name: linear},{name: cosine}]"], "scheduler[0].steps is missing. Set it; only the last"),
         (1, ["scheduler=[]"], "scheduler=[] has no stages"),
         (1, ["scheduler.min_lr_ratio=2"], "scheduler.min_lr_ratio=2.0 must be from 0 to 1"),
         (1, ["scheduler.warmup_steps=-1"], "scheduler.warmup_steps=-1 must be at least 0"),
@@ -147,7 +147,7 @@ def test_a_batch_smaller_than_the_ranks_is_answered_with_what_fits():
         (1, ["method=dpo", "dpo.loss=sigmoyd"], "dpo.loss=sigmoyd is not a preference loss; did you mean sigmoid?"),
         (1, ["method=dpo", "dpo.loss=[sigmoid,hinge]", "dpo.loss_weights=[1]"], "1 numbers for 2 losses"),
         (1, ["method=dpo", "dpo.loss=hinge", "dpo.label_smoothing=0.1"], "dpo.label_smoothing is not read by hinge"),
-        (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "dpo.kwargs.gamma is not read by simpo; did you"),
+        (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "dpo.kwargs.gamma is not read by simpo. Did you"),
         (1, ["method=dpo", "dpo.kwargs.gamma=1", "dpo.loss=simpo"], "Did you mean dpo.kwargs.simpo_gamma?"),
         (1, ["method=dpo", "dpo.beta=0"], "dpo.beta=0.0 must be a finite number above 0"),
         (1, ["method=dpo", "data.loss_on=all"], "data.loss_on=all has no effect with method=dpo"),
@@ -193,12 +193,12 @@ def test_flash_linear_attention_is_refused_where_it_cannot_be():
     (error,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
     assert "model.linear_attention=fla needs CUDA" in error and "Set model.linear_attention=auto" in error
     (error,) = problems(1, "model.linear_attention=fla", "run.deterministic=true")
-    assert "no fixed order of sums" in error and "set model.linear_attention=torch" in error
+    assert "adds up in no fixed order" in error and "Set model.linear_attention=torch" in error
 
 
 def test_varlen_attention_is_refused_where_it_cannot_be():
     (errors,) = problems(2, "model.attention=varlen", "launch.device=cpu", "parallel.cp=2", "train.dtype=float32")
-    assert "and launch.device=cpu and train.dtype=float32: set model.attention=auto" in errors
+    assert "and launch.device=cpu and train.dtype=float32. Set model.attention=auto" in errors
     assert problems(2, "model.attention=varlen", "train.dtype=bfloat16", "parallel.cp=2") == []
 
 
@@ -225,7 +225,7 @@ def test_every_violation_of_a_mesh_is_listed():
 def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer):
     errors = problems(4, *overrides)
     assert len(errors) == 2 and "4 processes" in errors[0] and answer in errors[1]
-    fixed = errors[1].split("; set ")[1].split(", ")[0].split(" or ")[0]
+    fixed = errors[1].rstrip(".").split(". Set ")[1].split(", ")[0].split(" or ")[0]
     assert len(problems(4, *overrides, fixed)) == 1
 
 

@@ -185,7 +185,7 @@ def test_yaml_round_trip_and_diff():
     ("override", "answer"),
     [
         ("train.stpes=3", "train.stpes is no key of a recipe; did you mean train.steps?"),
-        ("trian.steps=3", "trian is no key of a recipe; did you mean train?"),
+        ("trian.steps=3", "trian.steps is not a key of a recipe. Use train.steps"),
         ("global_batch=8", "global_batch is no key of a recipe; did you mean train.global_batch?"),
         ("train.dtype=bf16", "train.dtype=bf16 is none of auto, bfloat16, float16, float32, float64; did you mean"),
         ("train.steps=abc", "train.steps=abc must be a whole number or null"),

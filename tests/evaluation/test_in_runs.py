@@ -306,7 +306,7 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
         (["checkpoint.keep_best=eval_a_pass@1", "checkpoint.every=4"], "Set eval.a.every=4"),
         (["checkpoint.keep_best=eval_b_reward_mean"], "did you mean eval_a_reward_mean?"),
         (["train.patience=2"], "train.patience=2 counts values of checkpoint.keep_best, which is null"),
-        (["checkpoint.keep_best=eval_a_reward_mean", "train.patience=1"], "eval.a.every=null. Set eval.a.every"),
+        (["checkpoint.keep_best=eval_a_reward_mean", "train.patience=1"], "eval.a.every is null. Set eval.a.every"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path, words, told):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
+from dtrain.base.problems import Problem
 from dtrain.methods import Method
 from dtrain.policy.score import LogprobSource
 from dtrain.recipe.ranges import SIZE
@@ -29,8 +30,11 @@ class FocalMethod(Method):
     about = "supervised fine-tuning with the focal loss"
     measures = ("token_accuracy",)
 
-    def problems(self) -> list[str]:
-        return ["focal.gamma=0 is the loss of method=sft: set that, or more"] if self.section.gamma == 0 else []
+    def problems(self) -> list[Problem]:
+        if self.section.gamma != 0:
+            return []
+        text = "focal.gamma=0 is the loss of method=sft"
+        return [Problem("focal.gamma", text, "Set method=sft, or a larger focal.gamma")]
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor

@@ -136,7 +136,7 @@ def test_its_weights_are_planned(tmp_path):
 @pytest.mark.parametrize(
     "change, answer",
     [
-        (lambda root: save_weights(write_model(root / "rates", "llama")), "it is a language model"),
+        (lambda root: save_weights(write_model(root / "rates", "llama")), "rates is a language model"),
         (lambda root: reward_model(root, labels=3), "its head has 3 outputs, and a reward is one number"),
         (lambda root: (root / "rates" / "tokenizer.json").unlink(), "tokenizer"),
         (lambda root: (root / "rates" / "model.safetensors").unlink(), "Set grpo.reward_model.path to a directory"),

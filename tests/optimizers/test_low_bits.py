@@ -248,10 +248,13 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
             ["optimizer.kwargs={state: float32}", "optimizer.state=int8"],
             "kwargs.state does not go with optimizer.state=int8",
         ),
-        (["optimizer.kwargs={names: {}}", "optimizer.state=bfloat16"], "optimizer.kwargs.names: not with"),
-        (["optimizer.kwargs={decoupled: false}", "train.masters=bfloat16"], "not with train.masters=bfloat16, whose"),
+        (["optimizer.kwargs={names: {}}", "optimizer.state=bfloat16"], "optimizer.kwargs.names does not go with"),
+        (
+            ["optimizer.kwargs={decoupled: false}", "train.masters=bfloat16"],
+            "does not go with train.masters=bfloat16, whose",
+        ),
         (["optimizer.kwargs={seed: 3}", "parallel.optimizer_offload=true"], "set parallel.optimizer_offload=false"),
-        (["optimizer.kwargs={amsgrad: true}", "optimizer.state=int8"], "optimizer.kwargs.amsgrad: not with"),
+        (["optimizer.kwargs={amsgrad: true}", "optimizer.state=int8"], "optimizer.kwargs.amsgrad does not go with"),
         (["train.masters=bfloat16", "train.dtype=float32"], "train.dtype=float32 would gain nothing"),
         (["optimizer.state=bfloat16", "train.dtype=float64"], "train.dtype=float64 is for exact numbers"),
         (["train.masters=bfloat16", "parallel.cpu_offload=true"], "parallel.cpu_offload=true steps on the host"),
@@ -260,7 +263,7 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
 def test_what_makes_no_sense_is_refused(tmp_path, overrides, message):
     recipe = tiny_recipe(tmp_path, "train.dtype=auto", *overrides)
     (problem,) = check(recipe, 1)
-    assert message in problem and ("set" in problem or "must be" in problem)
+    assert message in problem and ("set" in problem.lower() or "must be" in problem)
 
 
 def test_what_kwargs_may_say_wins(tmp_path):

@@ -14,8 +14,8 @@ from dtrain.memory import compilation as compiling
 from dtrain.memory import tiles
 from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.common.micro_batch import MicroBatchContext
-from dtrain.training import preflight
 from tests.policy.test_compile import by_aot_eager, forget_compiled
+from tests.problem_lines import shapes
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
@@ -213,5 +213,5 @@ def test_compiled_layers_in_tiles_with_activations_on_the_host(tmp_path):
 
 def test_tiles_of_mixtures_alone_are_refused(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.tile=mlp", family="gpt-oss")
-    assert any("train.tile=mlp: every layer of this model is a mixture" in one for one in preflight.shapes(recipe, 1))
-    assert not preflight.shapes(tiny_recipe(tmp_path, "train.tile=all", family="gpt-oss"), 1)
+    assert any("train.tile=mlp: every layer of this model is a mixture" in one for one in shapes(recipe, 1))
+    assert not shapes(tiny_recipe(tmp_path, "train.tile=all", family="gpt-oss"), 1)

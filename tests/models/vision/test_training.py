@@ -25,7 +25,7 @@ from dtrain.models.vision.flops import flops_per_patch
 from dtrain.policy.trained import choose_trained
 from dtrain.training.setup import adapter
 from tests.models.test_vision_models import CASES
-from tests.problem_lines import preflight
+from tests.problem_lines import lines, preflight
 from tests.tiny import tiny_recipe
 
 
@@ -197,9 +197,9 @@ def test_a_recipe_is_checked_against_the_tower_s_layers(tmp_path):
     text = replace(config, vision=None)
 
     def problems(section, model=config):
-        source = SimpleNamespace(config=text, vision_config=config)
+        source = SimpleNamespace(config=text, vision_config=config, config_with_tower=config)
         recipe = tiny_recipe(tmp_path, f"lora={section}")
-        return adapter.check_models(SimpleNamespace(recipe=recipe, readable_config=model, source=source))
+        return lines(adapter.check_models(SimpleNamespace(recipe=recipe, readable_config=model, source=source)))
 
     assert not problems("{rank: 4, target: [q_proj, qkv, linear_fc1], modules_to_save: [visual.merger]}")
     assert not problems("{rank: 4, dropout: 0.1}")
