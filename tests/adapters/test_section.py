@@ -148,7 +148,7 @@ REFUSED = {
     ),
     "the head, by an expression": (
         ["lora.target=.*(proj|head)"],
-        "matches lm_head too, which gets no adapter. Put it in lora.modules_to_save, [lm_head], to train it whole, or "
+        "matches lm_head too, which gets no adapter. Put it in lora.modules_to_save, [lm_head], to train it fully, or "
         "in lora.exclude",
     ),
     "nothing left": (

@@ -198,7 +198,7 @@ def test_flash_linear_attention_is_refused_where_it_cannot_be():
 
 def test_varlen_attention_is_refused_where_it_cannot_be():
     (errors,) = problems(2, "model.attention=varlen", "launch.device=cpu", "parallel.cp=2", "train.dtype=float32")
-    assert "and launch.device=cpu and train.dtype=float32. Set model.attention=auto" in errors
+    assert "has launch.device=cpu and train.dtype=float32. Set model.attention=auto" in errors
     assert problems(2, "model.attention=varlen", "train.dtype=bfloat16", "parallel.cp=2") == []
 
 

@@ -20,7 +20,6 @@ from dtrain.recipe.other_tools import (
 from dtrain.recipe.saved import nested
 from dtrain.training import convert_recipe, load_recipe, recipe_and_problems, recipe_keys
 from tests.config.test_other_tools import BARE, converted, recipe_of
-from tests.problem_lines import lines
 
 
 def lost_keys(made) -> list[str]:
@@ -374,11 +373,11 @@ dataset_mixture:
 
 def test_the_method_that_is_typed_counts_and_a_recipe_of_ours_is_no_file_of_another_tool():
     _, problems = recipe_and_problems({"model_name_or_path": "m", "dataset_name": "d"}, ["method=dpo"])
-    assert any("method: dpo" in line and "lr: 1.0e-06" in line for line in lines(problems))
+    assert any("method: dpo" in line and "lr: 1.0e-06" in line for line in map(str, problems))
     for name, _ in config.shipped():
         assert convert_recipe(yaml.safe_load(config.find(name).read_text())) is None, name
     _, problems = recipe_and_problems({"model": {"path": "m"}, "template": "x"})
-    assert not any("it is written for" in line for line in lines(problems))
+    assert not any("it is written for" in line for line in map(str, problems))
 
 
 def test_what_cannot_be_resolved_is_named():

@@ -204,7 +204,7 @@ def test_a_recipe_is_checked_against_the_tower_s_layers(tmp_path):
     assert not problems("{rank: 4, target: [q_proj, qkv, linear_fc1], modules_to_save: [visual.merger]}")
     assert not problems("{rank: 4, dropout: 0.1}")
     (dropout,) = problems("{rank: 4, target: .*qkv, dropout: 0.1}")
-    assert "model.visual.blocks.0.attn.qkv of the vision tower" in dropout and "Set lora.dropout=0" in dropout
+    assert "model.visual.blocks.0.attn.qkv of the vision tower" in dropout and "set lora.dropout=0" in dropout
     assert not problems("{rank: 4, target: .*qkv, dropout: 0.1}", text)
     (unknown,) = problems("{rank: 4, modules_to_save: [visual.merge]}")
     assert "visual.merge matches no module" in unknown
