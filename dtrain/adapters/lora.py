@@ -22,6 +22,7 @@ from dtrain.models.building import build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
 from dtrain.models.shapes import adaptable
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -33,15 +34,13 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 @dataclass
 class AdapterState:
     """State that all adapters of a model share. config: what they were made by. on: whether they take part. dropout:
-    the share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens. tokens:
-    [B, S] int64, a number for each token of this forward, None where nothing is dropped."""
+    the share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens."""
 
     config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True
     dropout: float = 0.0
     seed: int = 0
     step: int = 0
-    tokens: Tensor | None = None
 
     def numbers(self, batch: Batch) -> Tensor:
         """[B, S] int64, what dropout draws from: a function of seed, step, the document's tokens and the place in it.
@@ -62,14 +61,14 @@ class Adapter:
     number: int
     shared: AdapterState = field(repr=False)
 
-    def __call__(self, layer: Linear, x: Tensor) -> Tensor:
+    def __call__(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
         """x [.., in] -> [.., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
         inputs, DoRA sums its norms [out] in one all-reduce."""
         bias = None if layer.bias is None else layer.local("bias")
         if not self.shared.on:
             return layer.product(x, bias)
         a, b = layer.local("lora_A"), layer.local("lora_B")
-        seen = self._dropped(layer, x)
+        seen = self._dropped(layer, x, context)
         added = F.linear(F.linear(seen, a) * self.scale, b)
         if not self.dora:
             return layer.product(x, bias) + added
@@ -83,18 +82,16 @@ class Adapter:
             out = layer.product(x, None) + (ratio - 1) * layer.product(seen, None) + ratio * added
         return out if bias is None else out + bias
 
-    def _dropped(self, layer: Linear, x: Tensor) -> Tensor:
+    def _dropped(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
         """x [B, S, in] or [B · S, in] with a share of its elements zero and the others scaled up: a function of the
         token, the layer and the element's number in the whole layer's input."""
-        tokens, share = self.shared.tokens, self.shared.dropout
+        tokens, share = None if context is None else context.dropout_tokens, self.shared.dropout
         if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
         tp = layer.cut if layer.cut is not None and layer.cut.sequence else None
-        # Sequence parallel has padded the sequence, and cut it outside of blocks.
-        length = x.shape[:-1].numel() // len(tokens) * (1 if tp is None else tp.size)
-        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
-        tokens = tokens if tp is None else tokens.chunk(tp.size, 1)[tp.rank]
+        if tp is not None:  # sequence parallel cuts the rows outside of blocks
+            tokens = tokens.chunk(tp.size, 1)[tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)
         kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
         return x * (kept / (1 - share)).to(x.dtype).view_as(x)

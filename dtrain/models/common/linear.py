@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.base.batch import Batch
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 ReadParameter = Callable[[str], Tensor]
@@ -49,8 +50,8 @@ class LinearWrapper(Protocol):
 
     scale: float
 
-    def __call__(self, layer: "Linear", x: Tensor) -> Tensor:
-        """Return the output of `layer`, [.., in] -> [.., out]."""
+    def __call__(self, layer: "Linear", x: Tensor, context: AdapterContext | None) -> Tensor:
+        """Return the output of `layer` in the micro-batch of `context`, [.., in] -> [.., out]."""
 
 
 class WrapperState(Protocol):
@@ -60,7 +61,6 @@ class WrapperState(Protocol):
     on: bool
     step: int
     dropout: float
-    tokens: Tensor | None
 
     def numbers(self, batch: Batch) -> Tensor:
         """Return the number of each token from which dropout is computed, [B, S] int64."""
@@ -86,10 +86,15 @@ class Linear(LocalParameters, nn.Linear):
     lora_B: nn.Parameter
     lora_magnitude: nn.Parameter
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]"""
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
+        """Compute the layer's output, [..., in] -> [..., out].
+
+        Args:
+            x: [..., in].
+            adapters: The micro-batch's context for an adapter. None drops nothing.
+        """
         if self.adapter is not None:
-            return self.adapter(self, x)
+            return self.adapter(self, x, adapters)
         bias = None if self.bias is None else self.local("bias")
         return self.product(x, bias)
 

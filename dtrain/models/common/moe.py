@@ -19,7 +19,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import GatedMLP, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.linear import Linear, PlainWeight, ReadParameter
-from dtrain.models.common.micro_batch import LayerContext
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext
 from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
@@ -104,20 +104,24 @@ class Router(LocalParameters):
         self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
         self.top, self.normed = sizes.top, sizes.normed
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         """x [T, D] -> [T, E]"""
         out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
         return out if self.adapter is None else self.adapter(self, x, out)
 
-    def forward(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, choose: Choose | None = None, adapters: AdapterContext | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
         in max(float32, it). choose: may put others in the place of the likeliest ones"""
-        chosen, weights, shares = self.routed(x, choose)
+        chosen, weights, shares = self.routed(x, choose, adapters)
         return chosen, weights.to(x.dtype), shares
 
-    def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(
+        self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `forward` does, the weights [T, k] not yet rounded"""
-        shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        shares = self.logits(x, adapters).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = likeliest(shares.detach(), self.top)
         chosen = chosen if choose is None else choose(chosen)
         weights = shares.gather(1, chosen)
@@ -204,7 +208,11 @@ class SparseMLP(Block):
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
 
     def forward(
-        self, hidden: Tensor, is_real: Tensor | None = None, micro_batch: MicroBatchRouting | None = None
+        self,
+        hidden: Tensor,
+        is_real: Tensor | None = None,
+        micro_batch: MicroBatchRouting | None = None,
+        adapters: AdapterContext | None = None,
     ) -> Tensor:
         """Compute the experts' weighted sum, [B, S, D].
 
@@ -212,11 +220,12 @@ class SparseMLP(Block):
             hidden: [B, S, D].
             is_real: Which tokens are not padding, [B, S] bool. None if all are.
             micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
+            adapters: Dropout of adapters in the shared expert and its gate. Adapters of experts have no dropout.
         """
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
         choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
-        chosen, weights, shares = self.route(x, choose)
+        chosen, weights, shares = self.route(x, choose, adapters)
         num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
         order, counts = by_expert(chosen, self.experts.count, is_real, num_real_tokens)
         if micro_batch is not None:
@@ -226,12 +235,13 @@ class SparseMLP(Block):
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+            gate = self.shared_expert_gate(hidden, adapters).sigmoid()
+            mixed = mixed + gate * self.shared_expert(hidden, adapters)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
-    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> tuple[Tensor, Tensor, Tensor]:
         """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
-        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
+        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose, adapters))
 
     def seen(self, x: Tensor) -> Tensor:
         """Return what experts see of x, [T, D]; a family may norm it."""
@@ -281,11 +291,11 @@ class SparseLayer(PreNormLayer):
         else:
             super().add_mlp(config, index)
 
-    def feed_forward(self, normed: Tensor, context: LayerContext | None) -> Tensor:
+    def feed_forward(self, normed: Tensor, adapters: AdapterContext | None, context: LayerContext | None) -> Tensor:
         """Override `PreNormLayer.feed_forward`: [B, S, D] -> [B, S, D]"""
         if context is None:
-            return super().feed_forward(normed, context)  # a dense layer
-        return cast(Tensor, self.mlp(normed, context.is_real, context.routing))
+            return super().feed_forward(normed, adapters, context)  # a dense layer
+        return cast(Tensor, self.mlp(normed, context.is_real, context.routing, adapters))
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
