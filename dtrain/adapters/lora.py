@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.adapters.config import PARAMETERS, AdapterConfig, shapes_of
+from dtrain.adapters.config import PARAMETERS, AdapterConfig, is_adapter, shapes_of
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
 from dtrain.models.building import build
@@ -141,16 +142,18 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
     for name, lora in config.adapted(adaptable(model.config)).items():
         first, *others = model.config.parts(name)
+        for part in others:
+            model.tied_parameters[f"{part}.lora_A"] = f"{first}.lora_A"
         for part in (first, *others):
             layer = layers[part]
             dtype = layer.weight.dtype
             for parameter, shape in shapes_of(layer.weight.shape, lora.rank, config.dora).items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-            layer.lora_A = layers[first].lora_A
             if isinstance(layer, Linear):
-                layer.adapter = Adapter(lora.scale, config.dora, numbers[first], state)
+                layer.wrapper = Adapter(lora.scale, config.dora, numbers[first], state)
             else:
-                layer.adapter = ParameterAdapter(lora.scale, state)
+                layer.wrapper = ParameterAdapter(lora.scale, state)
+    model.tie_weights()
     return state
 
 
@@ -181,15 +184,25 @@ def build_with_adapters(
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of `model` with an adapter, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
-    return {name: layer for name, layer in layers.items() if layer.adapter is not None}
+    return {name: layer for name, layer in layers.items() if layer.wrapper is not None}
 
 
-def remove_adapters(model: nn.Module) -> None:
+def adapter_config(model: CausalLM) -> AdapterConfig | None:
+    """Return the config by which `add_adapters` gave `model` its adapters, or None for a model without adapters."""
+    if model.adapters is None:
+        return None
+    return cast(AdapterState, model.adapters).config
+
+
+def remove_adapters(model: CausalLM) -> None:
     """Take the adapters out of `model`: what is left are its own weights."""
     for layer in adapted_layers(model).values():
-        layer.adapter = None
+        layer.wrapper = None
         for parameter in PARAMETERS:
             layer._parameters.pop(parameter, None)
+    for name in list(model.tied_parameters):
+        if is_adapter(name):
+            del model.tied_parameters[name]
 
 
 @contextmanager
@@ -209,16 +222,16 @@ def init_adapters(model: CausalLM, seed: int) -> None:
     norms of the weights, which must be there. The model computes as without. Under tp one all-reduce for each magnitude
     of a layer that is cut by its inputs."""
     for name, layer in adapted_layers(model).items():
-        a = layer.lora_A
+        a = layer.get_parameter("lora_A")
         local = local_tensor(a)
         flat = torch.zeros((), dtype=torch.int64, device=local.device)
         for size, part in zip(a.shape, local_slices(a), strict=True):
             flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
         drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
         local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
-        local_tensor(layer.lora_B).zero_()
-        if isinstance(layer, Linear) and isinstance(layer.adapter, Adapter) and layer.adapter.dora:
-            magnitude = local_tensor(layer.lora_magnitude)
+        local_tensor(layer.get_parameter("lora_B")).zero_()
+        if isinstance(layer, Linear) and isinstance(layer.wrapper, Adapter) and layer.wrapper.dora:
+            magnitude = local_tensor(layer.get_parameter("lora_magnitude"))
             weight = layer.matrix(local_tensor)  # of this rank's shards
             magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
 

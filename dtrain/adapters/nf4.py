@@ -143,7 +143,7 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
             layer = cast(Linear | ExpertLinear, model.get_submodule(part))
             shape = layer.weight.shape
             layer.register_parameter("weight", None)
-            layer.held = NF4Weight(dtype, shape) if isinstance(layer, Linear) else NF4Stack(dtype, shape)
+            layer.weight_storage = NF4Weight(dtype, shape) if isinstance(layer, Linear) else NF4Stack(dtype, shape)
             for key, width, kind in ((CODES, 2, torch.uint8), (SCALES, BLOCK, torch.int32)):
                 empty = torch.empty(*shape[:-1], shape[-1] // width, dtype=kind, device="meta")
                 layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
@@ -151,7 +151,7 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
 
 def holds_codes(layer: nn.Module) -> bool:
     """Return whether `layer` is a linear layer, or one of experts, that holds its weight in 4 bits."""
-    return isinstance(getattr(layer, "held", None), NF4Weight)
+    return isinstance(layer, Linear | ExpertLinear) and isinstance(layer.weight_storage, NF4Weight)
 
 
 def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -438,12 +438,14 @@ class CausalLM(ParallelModel):
 
     config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
     "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
+    tied_parameters: parameter name -> name of the parameter that it shares, for example the head's weight -> that of
+    the embedding.
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
-    adapters: WrapperState | None = None  # what those of the layers share
+    adapters: WrapperState | None = None  # shared by the wrappers of the layers
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
@@ -472,6 +474,9 @@ class CausalLM(ParallelModel):
         of_tower = {f"model.{pattern}": style for tower in self.model.vision for pattern, style in tower.plan().items()}
         styles = {**self.plan, **of_tower, "score": "score_head"}
         self.plan = {key: style for key, style in styles.items() if any(fnmatchcase(name, key) for name in names)}
+        self.tied_parameters: dict[str, str] = {}
+        if config.tie_word_embeddings:
+            self.tied_parameters["lm_head.weight"] = "model.embed_tokens.weight"
         self.tie_weights()
 
     @property
@@ -479,14 +484,13 @@ class CausalLM(ParallelModel):
         return self.lm_head if self.config.labels is None else self.score
 
     def tie_weights(self) -> None:
-        """Share one parameter between embedding and head where the config says so, and one A for the adapters of layers
-        that the files join; again after anything that replaced them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        if self.adapters is not None:
-            layers: Any = {name: each for name, each in self.named_modules() if getattr(each, "adapter", None)}
-            for name, layer in layers.items():
-                layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
+        """Make every parameter in `tied_parameters` the parameter that it shares.
+
+        Must be called again after anything that replaced parameters one by one, such as `to_empty`.
+        """
+        for name, shared in self.tied_parameters.items():
+            module, _, parameter = name.rpartition(".")
+            setattr(self.get_submodule(module), parameter, self.get_parameter(shared))
 
     def use_kernel(self, kernel: Kernel) -> None:
         """Set one kernel for all layers."""

@@ -91,12 +91,15 @@ class OutputWrapper(Protocol):
 
 
 class Router(LocalParameters):
-    """The router: the experts of each token and their weights: softmax over all, the k largest. adapter: as of
-    `ExpertLinear`."""
+    """Router that chooses the k experts of each token with the largest probabilities.
 
-    adapter: OutputWrapper | None = None
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
+    Attributes:
+        wrapper: Adds to the logits. None leaves them as they are.
+        top: Number of experts of a token, k.
+        normed: Whether the weights of a token's experts are divided by their sum.
+    """
+
+    wrapper: OutputWrapper | None = None
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
@@ -107,7 +110,7 @@ class Router(LocalParameters):
     def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         """x [T, D] -> [T, E]"""
         out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
-        return out if self.adapter is None else self.adapter(self, x, out)
+        return out if self.wrapper is None else self.wrapper(self, x, out)
 
     def forward(
         self, x: Tensor, choose: Choose | None = None, adapters: AdapterContext | None = None
@@ -131,40 +134,55 @@ class Router(LocalParameters):
 
 
 class PlainStack(PlainWeight):
-    """Matrices [E, out, in] of experts, held as the parameter `weight`."""
+    """Storage of W in one parameter, `weight` [E, out, in]."""
 
     def grouped(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
-        """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]"""
+        """Override `ExpertStorage.grouped`: [m, in] -> [m, out]."""
         return grouped(x, read("weight"), counts)
 
 
 class ExpertLinear(LocalParameters):
-    """A matrix of every expert, and its bias, where it has one. held: its weight, as its parameters hold it. adapter:
-    what it adds (`adapters.lora`)."""
+    """A linear layer of every expert, with stacked weights [E, out, in] and optional biases [E, out].
 
-    held: ExpertStorage = PlainStack()
-    adapter: OutputWrapper | None = None
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
+    Attributes:
+        weight_storage: Storage of the weights in the layer's parameters.
+        wrapper: Adds to the output. None leaves it as it is.
+        num_experts: Number of experts E on all ranks.
+        in_features: Size of the input.
+        out_features: Size of the output.
+    """
 
-    def __init__(self, count: int, columns: int, rows: int, bias: bool = False):
+    weight_storage: ExpertStorage = PlainStack()
+    wrapper: OutputWrapper | None = None
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, rows, columns))
-        self.register_parameter("bias", nn.Parameter(torch.empty(count, rows)) if bias else None)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, out_features)) if bias else None)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
-        out = self.held.grouped(x, counts, self.local)
+        """Compute each row's product with the matrix of its expert.
+
+        Args:
+            x: Rows sorted by expert, [m, in].
+            counts: Rows of each expert on this rank, [E/ep] int64.
+
+        Returns:
+            [m, out].
+        """
+        out = self.weight_storage.grouped(x, counts, self.local)
         out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
-        return out if self.adapter is None else self.adapter(self, x, out, counts)
+        return out if self.wrapper is None else self.wrapper(self, x, out, counts)
 
     def extra_repr(self) -> str:
-        count, rows, columns = getattr(self.held, "shape", None) or self.weight.shape
-        return f"{count} of {columns} -> {rows}"
+        return f"{self.num_experts} of {self.in_features} -> {self.out_features}"
 
     def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """W [E, out, in], as `Linear.matrix`"""
-        return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
+        """Return W [E, out, in] as a dense tensor, as `Linear.matrix` does."""
+        if part is None:
+            return self.weight_storage.matrix(self.local)
+        return self.weight_storage.matrix(lambda name: part(getattr(self, name)))
 
 
 class GatedExperts(Experts):

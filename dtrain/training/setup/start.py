@@ -162,10 +162,14 @@ def _check_weights(spec: RunSpec) -> None:
     for those of an adapter that mean another model here, by other scales or the base in other bits; and where they were
     trained beside other weights."""
     assert spec.start.weights is not None and spec.model is not None
-    (store, step), adapters = spec.start.weights, spec.model.adapters
+    store, step = spec.start.weights
     state = store.read_state(step)
-    if adapters is not None:
-        _check_adapter(spec, adapters.config, state["recipe"], store.path(step))
+    if spec.model.adapters is not None:
+        from dtrain.adapters.lora import adapter_config  # a run without an adapter does not load it
+
+        config = adapter_config(spec.model)
+        assert config is not None
+        _check_adapter(spec, config, state["recipe"], store.path(step))
     weights = weights_of(spec.model, store, step)
     saved, ours = state.get("identities", {}).get("model.weights"), spec.identities.get("model.weights")
     if not weights.is_whole and "model.config" in spec.identities and saved != ours:
