@@ -1,8 +1,16 @@
-"""Adapters in a model: their parameters beside those of its linear layers, what they add to a forward, how they begin.
+"""LoRA and DoRA in a model: adding and removing them, their forward, and their initial values.
 
-Letters: r rank, s scale. LoRA (arXiv:2106.09685): y = W x + s B A drop(x) + b, A [r, in], B [out, r]. DoRA
-(arXiv:2402.09353): y = m / ‖W + s B A‖ (W x + s B A x) + b, where the norm is that of each row, a constant in the
-backward, and m [out] is trained. A stack of experts has an A and a B for each.
+`add_adapters` registers the parameters `lora_A`, `lora_B` and, for DoRA, `lora_magnitude` on the adapted layers, and
+sets the layers' `wrapper`. With rank r and scale s:
+
+    LoRA (arXiv:2106.09685)   y = W x + s B A drop(x) + b, with A [r, in] and B [out, r]
+    DoRA (arXiv:2402.09353)   y = m / ‖W + s B A‖ (W x + s B A x) + b, with m [out]
+
+The norm in DoRA is that of each row, and a constant in the backward. A stack of experts has an A and a B for each
+expert. For example, rank 16 on q_proj with weight [2048, 1024] adds A [16, 1024] and B [2048, 16].
+
+Dropout is computed from a number for each token. The numbers belong to a micro-batch and are passed down in its
+context (`models.common.micro_batch.AdapterContext`).
 """
 
 import math
@@ -34,8 +42,15 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 @dataclass
 class AdapterState:
-    """State that all adapters of a model share. config: what they were made by. on: whether they take part. dropout:
-    the share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens."""
+    """State that all adapters of a model share.
+
+    Attributes:
+        config: The config of the adapters.
+        on: Whether the adapters take part in forwards.
+        dropout: Share of the inputs that adapters drop in training.
+        seed: Seed of the dropout.
+        step: Optimizer step, which changes the dropout.
+    """
 
     config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True
@@ -44,18 +59,35 @@ class AdapterState:
     step: int = 0
 
     def numbers(self, batch: Batch) -> Tensor:
-        """[B, S] int64, what dropout draws from: a function of seed, step, the document's tokens and the place in it.
-        So it is the same on every mesh, whatever row or micro-batch the document is in; equal documents are dropped
-        alike."""
+        """Return a number for each token, from which dropout is computed.
+
+        A number is a function of the seed, the step, the tokens of the document and the position in the document. So
+        dropout is the same on every mesh, in whatever row or micro-batch a document is. Equal documents have equal
+        dropout.
+
+        Args:
+            batch: A host micro-batch of full rows.
+
+        Returns:
+            [B, S] int64.
+        """
         of, places = document_ids(batch), batch["position_ids"]
         words = mix(mix(batch["input_ids"] + 1) + places)
         sums = sum_by_document(words, of, documents(batch)) + key(self.seed, self.step)  # [documents]
-        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)  # padding is −1, the last
+        # Padding has document -1, which reads the zero that is appended.
+        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)
 
 
 @dataclass
 class Adapter:
-    """The adapter of a linear layer. number: the layer's, in the sequences of dropout."""
+    """LoRA or DoRA of one linear layer (a `LinearWrapper`).
+
+    Attributes:
+        scale: Scale s of B·A.
+        dora: Whether the adapter is DoRA.
+        number: Number of the layer, which distinguishes its dropout from that of other layers.
+        shared: State that all adapters of the model share.
+    """
 
     scale: float
     dora: bool
@@ -63,8 +95,11 @@ class Adapter:
     shared: AdapterState = field(repr=False)
 
     def __call__(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
-        """x [.., in] -> [.., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
-        inputs, DoRA sums its norms [out] in one all-reduce."""
+        """Compute the layer's forward with the adapter, [..., in] -> [..., out].
+
+        Collectives:
+            In a layer whose inputs are cut over tp, DoRA all-reduces its norms [out].
+        """
         bias = None if layer.bias is None else layer.local("bias")
         if not self.shared.on:
             return layer.product(x, bias)
@@ -74,7 +109,8 @@ class Adapter:
         if not self.dora:
             return layer.product(x, bias) + added
         magnitude = layer.local("lora_magnitude")
-        # Rounded as the magnitude is: the ratio of a new adapter is 1, in half precision too. A row of zeros stays one.
+        # Norms are rounded to the magnitude's dtype, so that the ratio of a new adapter is 1 in half precision too. The
+        # smallest normal number as the minimum keeps a row of zeros a row of zeros.
         norms = self._norms(layer, a, b).to(magnitude.dtype)
         ratio = magnitude / norms.clamp_(min=torch.finfo(norms.dtype).tiny)  # [out]
         if seen is x:
@@ -84,8 +120,19 @@ class Adapter:
         return out if bias is None else out + bias
 
     def _dropped(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
-        """x [B, S, in] or [B · S, in] with a share of its elements zero and the others scaled up: a function of the
-        token, the layer and the element's number in the whole layer's input."""
+        """Apply dropout to the input of the adapter.
+
+        Whether an element is dropped is a function of the token's number, the layer and the element's index in the full
+        input, so that every mesh drops the same elements.
+
+        Args:
+            layer: The adapted layer.
+            x: [B, S, in] or [B · S, in].
+            context: The micro-batch's context. None drops nothing.
+
+        Returns:
+            `x` with a share of its elements zero and the others scaled up.
+        """
         tokens, share = None if context is None else context.dropout_tokens, self.shared.dropout
         if tokens is None or not share or not layer.training:
             return x
@@ -99,8 +146,10 @@ class Adapter:
 
     @torch.no_grad()
     def _norms(self, layer: Linear, a: Tensor, b: Tensor) -> Tensor:
-        """‖W + s B A‖ of each row, [out], in max(float32, the dtype):
-        ‖W‖² + 2s Σ (W Aᵀ ∘ B) + s² Σ (B (A Aᵀ) ∘ B), which needs no matrix as large as W."""
+        """Compute the norm of each row of W + s B A, [out], in float32 or better.
+
+        ‖W + s B A‖² = ‖W‖² + 2s Σ (W Aᵀ ∘ B) + s² Σ (B (A Aᵀ) ∘ B) needs no second matrix as large as W.
+        """
         wide = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(wide), b.to(wide)
         weight, products = layer.matrix(), (a @ a.t()) * self.scale**2
@@ -114,14 +163,21 @@ class Adapter:
 
 @dataclass
 class ParameterAdapter:
-    """The adapters of one matrix of every expert, or that of a router: LoRA's, without dropout."""
+    """LoRA of an expert layer or of a router, without dropout (an `OutputWrapper`).
+
+    Attributes:
+        scale: Scale s of B·A.
+        shared: State that all adapters of the model share.
+    """
 
     scale: float
     shared: AdapterState = field(repr=False)
 
     def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
-        """x [m, in], and out [m, out] of the layer alone -> [m, out]; counts [E/ep]: how many rows each expert has, by
-        whom they are sorted. Under tp a share of the same sum."""
+        """Override `OutputWrapper.__call__`: [m, in] and [m, out] -> [m, out].
+
+        Under tensor parallel, the result is a partial sum if `out` is one.
+        """
         if not self.shared.on:
             return out
         a, b = layer.local("lora_A"), layer.local("lora_B")
@@ -134,9 +190,19 @@ Adapted = Linear | ExpertLinear | Router
 
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
-    """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer, or experts' [E, out, in], those of `shapes_of`. Layers that the files join share A, as the
-    adapter of the joined layer has it. seed: of dropout."""
+    """Add the adapters of `config` to a model, not initialised.
+
+    Layers that are joined in files, such as q, k and v of a `qkv_proj`, share A, because the adapter of the joined
+    layer has one A. `model.tied_parameters` lists the shared ones.
+
+    Args:
+        model: A model on the meta device that is not yet on a mesh.
+        config: Config of the adapters.
+        seed: Seed of the dropout.
+
+    Returns:
+        The state that the adapters share, to be assigned to `model.adapters`.
+    """
     state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
@@ -182,7 +248,7 @@ def build_with_adapters(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The layers of `model` with an adapter, by name."""
+    """Return the layers of `model` that have an adapter, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     return {name: layer for name, layer in layers.items() if layer.wrapper is not None}
 
@@ -195,7 +261,7 @@ def adapter_config(model: CausalLM) -> AdapterConfig | None:
 
 
 def remove_adapters(model: CausalLM) -> None:
-    """Take the adapters out of `model`: what is left are its own weights."""
+    """Remove the adapters of `model` and their parameters."""
     for layer in adapted_layers(model).values():
         layer.wrapper = None
         for parameter in PARAMETERS:
@@ -207,7 +273,7 @@ def remove_adapters(model: CausalLM) -> None:
 
 @contextmanager
 def adapters_off(model: CausalLM) -> Iterator[None]:
-    """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
+    """Context in which forwards of `model` use only its own weights. Afterwards the adapters are as before."""
     state = model.adapters or AdapterState()
     was_on, state.on = state.on, False
     try:
@@ -218,9 +284,17 @@ def adapters_off(model: CausalLM) -> Iterator[None]:
 
 @torch.no_grad()
 def init_adapters(model: CausalLM, seed: int) -> None:
-    """A uniform in ±1/√in, a function of seed, name and place in the whole matrix; B zero; DoRA's magnitudes the row
-    norms of the weights, which must be there. The model computes as without. Under tp one all-reduce for each magnitude
-    of a layer that is cut by its inputs."""
+    """Initialise adapters so that the model computes as without them.
+
+    A is uniform in ±1/√in and B is zero. DoRA's magnitudes are the row norms of the weights, which must be loaded.
+
+    Args:
+        model: A model with adapters.
+        seed: Seed of A. An element is a function of the seed, the layer's name and its index in the full matrix.
+
+    Collectives:
+        Under tensor parallel, one all-reduce for each magnitude of a layer whose inputs are cut.
+    """
     for name, layer in adapted_layers(model).items():
         a = layer.get_parameter("lora_A")
         local = local_tensor(a)
