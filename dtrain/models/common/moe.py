@@ -430,7 +430,10 @@ def _is_fused(x: Tensor, weight: ExpertMatrices) -> bool:
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
-    """Return the number of each expert that has rows, and its rows of each tensor [m, ..]. The host waits for counts."""
+    """Return the number of each expert that has rows, and its rows of each tensor [m, ..].
+
+    The host waits for the device to compute `counts`.
+    """
     sizes = on_host(counts, len(tensors[0]))
     parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]
