@@ -7,8 +7,8 @@ Imports no torch. Names match as in PEFT (https://huggingface.co/docs/peft/packa
     `all-linear`    every linear layer of the decoder
 
 In PEFT `all-linear` includes the vision tower. Here the tower's layers must be named by a list or an expression, so
-that a recipe means the same layers with and without images. In transformers, experts are stacks of matrices and most routers
-are single matrices, not linear layers. Only lists name them, as PEFT's `target_parameters` do.
+that a recipe means the same layers with and without images. In transformers, experts are stacks of matrices and most
+routers are single matrices, not linear layers. Only lists name them, as PEFT's `target_parameters` do.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Weights in 4 bits: NF4 of QLoRA (arXiv:2305.14314, appendix E) with bitsandbytes' codes, and products with them.
 
 A weight is one of 16 levels times the largest magnitude in its block of 64 weights of one row. Two weights share a
-byte, the first in its high half. For example, a weight [4096, 1024] has codes [4096, 512] uint8 and scales [4096, 16] int32.
+byte, the first in its high half. For example, a weight [4096, 1024] has codes [4096, 512] uint8 and scales [4096, 16]
+int32.
 
 Scales are the bits of float32 numbers, stored as int32, so that a cast of a model's floats to the dtype of computation
 leaves them exact. If tensor parallel cuts a layer by its inputs, each rank has full blocks, so that the ranks' weights
