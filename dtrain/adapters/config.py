@@ -1,11 +1,14 @@
-"""The configuration of an adapter, and the layers of a model that get one: LoRA, rsLoRA and DoRA in PEFT's terms.
-Imports no torch.
+"""The configuration of adapters (LoRA, rsLoRA and DoRA in PEFT's terms) and the layers that get one.
 
-Names match as PEFT matches them (https://huggingface.co/docs/peft/package_reference/lora): a list entry is a module's
-name or the end of it, a text is a regular expression for the whole name, `all-linear` every linear layer of the
-decoder. There PEFT means those of a vision tower too: here a list or an expression names them, so that a recipe means
-the same layers with images and without. Experts are stacks of matrices, two a layer, and most routers are single ones:
-no linear layers in transformers. Only lists name them, as PEFT's target_parameters do.
+Imports no torch. Names match as in PEFT (https://huggingface.co/docs/peft/package_reference/lora):
+
+    a list          each entry is a module's name or the end of one, for example `q_proj`
+    a text          a regular expression for the full name
+    `all-linear`    every linear layer of the decoder
+
+In PEFT `all-linear` includes the vision tower. Here the tower's layers must be named by a list or an expression, so
+that a recipe means the same layers with and without images. In transformers, experts are stacks of matrices and most
+routers are single matrices, not linear layers. Only lists name them, as PEFT's `target_parameters` do.
 """
 
 import math
@@ -19,7 +22,7 @@ from dtrain.models.common.vision_names import is_in_vision_tower
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")
-_TOWER = "model.language_model."  # what a multimodal model calls its text tower's `model.`
+_TOWER = "model.language_model."  # prefix of a multimodal model for the text tower's `model.`
 _ROUTER = ".mlp.gate"
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
 Names = str | tuple[str, ...]
@@ -27,7 +30,12 @@ Names = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """The adapter of one layer: its rank r, and the scale s of B·A."""
+    """The adapter of one layer.
+
+    Attributes:
+        rank: Rank r.
+        scale: Scale s of B·A.
+    """
 
     rank: int
     scale: float
@@ -35,11 +43,26 @@ class LoraLayer:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """rank, alpha: those of layers that no pattern names; a pattern's key is a regular expression for the end of a
-    module's name. parameters: the stacks of experts and the routers that get one, whatever `exclude` and `layers` say,
-    as in PEFT. layers: the numbers of the decoder layers that may have one; None for all. in_tower: names match as
-    those of a multimodal model, with a text tower; those that the methods take and give are a text model's, with the
-    vision tower's beside them, all the same."""
+    """Configuration of the adapters of a model.
+
+    Methods take and return names of a text model, and names of its vision tower.
+
+    Attributes:
+        rank: Rank of layers that `rank_pattern` does not name.
+        alpha: Alpha of layers that `alpha_pattern` does not name. The scale is alpha / rank.
+        dropout: Share of an adapter's inputs that is dropped in training.
+        target: Modules that get an adapter.
+        parameters: Stacks of experts and routers that get an adapter. `exclude` and `layers` do not apply to them, as
+            in PEFT.
+        exclude: Modules of `target` that get no adapter.
+        rslora: Whether the scale is alpha / sqrt(rank), as in rsLoRA.
+        dora: Whether adapters are DoRA.
+        rank_pattern: Ranks by a regular expression for the end of a module's name.
+        alpha_pattern: Alphas, likewise.
+        modules_to_save: Modules whose own parameters are trained.
+        layers: Numbers of the decoder layers that may get an adapter. None for all.
+        in_tower: Whether patterns match names of a multimodal model with a text tower.
+    """
 
     rank: int = 16
     alpha: float = 32.0
@@ -57,8 +80,13 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
-        """Return the adapter of the fields' values by name, lists for tuples; other names are passed over. A target's
-        entries for experts become `parameters`, and with all-linear among the others these are that."""
+        """Return the config of values by field name.
+
+        Entries of `target` for experts become `parameters`. If `all-linear` is among the others, it replaces them.
+
+        Args:
+            values: Values by name, with lists in place of tuples. Names of no field are ignored.
+        """
         known: dict[str, Any] = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         if isinstance(target := known.get("target"), tuple):
@@ -68,15 +96,15 @@ class AdapterConfig:
         return cls(**known)
 
     def adapted(self, names: Iterable[str]) -> dict[str, LoraLayer]:
-        """Return those of a model's `adaptable` names that get an adapter, with its rank and scale, in order."""
+        """Return the adapter of each layer that gets one. names: a model's `adaptable` names, whose order is kept."""
         return {name: self._layer(name) for name in names if self._is_target(name)}
 
     def adapted_parameters(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that are stacks of experts or routers and that get an adapter."""
+        """Return the stacks of experts and routers among `names` that get an adapter."""
         return [name for name in names if is_parameter(name) and self._is_target(name)]
 
     def saved(self, modules: Iterable[str]) -> list[str]:
-        """Return the modules with parameters that are trained whole."""
+        """Return the modules of `modules` that `modules_to_save` selects."""
         return [
             name
             for name in modules
@@ -89,8 +117,13 @@ class AdapterConfig:
         return is_wanted and not (self.exclude and matches(called, self.exclude))
 
     def dropout_problem(self, names: Iterable[str]) -> str | None:
-        """Return why its dropout does not go with those of a model's `adaptable` names that it adapts; None where it
-        does. What it draws is a function of tokens, and the inputs of a vision tower are patches."""
+        """Explain why the dropout cannot be used with the adapted layers, or return None.
+
+        Dropout is a function of tokens, and the inputs of a vision tower are patches.
+
+        Args:
+            names: A model's `adaptable` names.
+        """
         if not self.dropout:
             return None
         of_vision = [name for name in self.adapted(names) if is_in_vision_tower(name)]
@@ -103,7 +136,7 @@ class AdapterConfig:
         )
 
     def called(self, name: str) -> str:
-        """The name that patterns and lists are matched with."""
+        """Return the name that patterns and lists are matched with."""
         return in_tower(name) if self.in_tower else name
 
     def _is_target(self, name: str) -> bool:
@@ -113,7 +146,7 @@ class AdapterConfig:
             return any(matches(candidate, self.parameters) for candidate in means) and not self.saved([name])
         if name in ENDS or not self.targets(name):
             return False
-        # Whole names count in any layer, as in PEFT.
+        # `layers` does not apply to full names, as in PEFT.
         if self.layers is not None and self.called(name) not in self.target:
             number = re.search(r"\.layers\.(\d+)\.", name)
             if number is None or int(number[1]) not in self.layers:
@@ -128,37 +161,35 @@ class AdapterConfig:
 
 
 def shapes_of(shape: Sequence[int], rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's parameters by name: of a weight of this shape, [out, in] or experts'
-    [E, out, in]."""
+    """Return the shapes of an adapter's parameters by name. shape: of the weight, [out, in] or [E, out, in]."""
     *experts, rows, columns = shape
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (*experts, rank, columns), "lora_B": (*experts, rows, rank)}
     return shapes | ({"lora_magnitude": (rows,)} if dora else {})
 
 
 def is_stack(name: str) -> bool:
-    """Return whether it is the name of a stack of experts in files."""
+    """Check for the name of a stack of experts in files."""
     return name.rpartition(".")[0].endswith(".experts")
 
 
 def is_parameter(name: str) -> bool:
-    """Return whether it is the name of a stack of experts or a router, no linear layer in transformers."""
+    """Check for the name of a stack of experts or a router, which are no linear layers in transformers."""
     return is_stack(name) or name.endswith(_ROUTER)
 
 
 def parameter_name(name: str) -> str:
-    """Return what PEFT's target_parameters call the module `name`, or its name."""
+    """Return the name of a module in PEFT's `target_parameters`."""
     return f"{name}.weight" if name.endswith(_ROUTER) else name
 
 
 def _is_of_experts(entry: str) -> bool:
-    """Return whether an entry of a recipe's target means stacks of experts, `experts` or one of theirs, or routers."""
+    """Check whether an entry of a recipe's target means experts or routers, for example `experts.down_proj`."""
     last = entry.split(".")[-2:]
     return "experts" in last or last == ["gate", "weight"]
 
 
 def in_tower(name: str) -> str:
-    """Return what a multimodal model calls the part of its text tower that a text model calls `name`; a name of its
-    vision tower as it is."""
+    """Return the name in a multimodal model of a text model's part. Names of a vision tower are returned unchanged."""
     return name if is_in_vision_tower(name) else re.sub(r"^model\.", _TOWER, name)
 
 
@@ -180,17 +211,17 @@ def owners(name: str) -> list[str]:
 
 
 def matches(name: str, wanted: Names) -> bool:
-    """Return whether a module of this name is meant by `wanted`."""
+    """Check whether `wanted` selects a module of this name."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in wanted)
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Return what a `rank_pattern` or `alpha_pattern` says of the module of this name: its first key that means it."""
+    """Return the value of the first pattern that matches a module's name, or `otherwise`."""
     return next((value for pattern, value in patterns.items() if matches_suffix(pattern, name)), otherwise)
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether the parameter of this name is part of an adapter."""
+    """Check whether the parameter of this name is part of an adapter."""
     return name.rpartition(".")[2] in PARAMETERS

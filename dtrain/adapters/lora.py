@@ -1,27 +1,37 @@
-"""Adapters in a model: their parameters beside those of its linear layers, what they add to a forward, how they begin.
+"""LoRA and DoRA in a model: adding and removing them, their forward, and their initial values.
 
-Letters: r rank, s scale. LoRA (arXiv:2106.09685): y = W x + s B A drop(x) + b, A [r, in], B [out, r]. DoRA
-(arXiv:2402.09353): y = m / ‖W + s B A‖ (W x + s B A x) + b, where the norm is that of each row, a constant in the
-backward, and m [out] is trained. A stack of experts has an A and a B for each.
+`add_adapters` registers the parameters `lora_A`, `lora_B` and, for DoRA, `lora_magnitude` on the adapted layers, and
+sets the layers' `wrapper`. With rank r and scale s:
+
+    LoRA (arXiv:2106.09685)   y = W x + s B A drop(x) + b, with A [r, in] and B [out, r]
+    DoRA (arXiv:2402.09353)   y = m / ‖W + s B A‖ (W x + s B A x) + b, with m [out]
+
+The norm in DoRA is that of each row, and a constant in the backward. A stack of experts has an A and a B for each
+expert. For example, rank 16 on q_proj with weight [2048, 1024] adds A [16, 1024] and B [2048, 16].
+
+Dropout is computed from a number for each token. The numbers belong to a micro-batch and are passed down in its
+context (`models.common.micro_batch.AdapterContext`).
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.adapters.config import PARAMETERS, AdapterConfig, shapes_of
+from dtrain.adapters.config import PARAMETERS, AdapterConfig, is_adapter, shapes_of
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
 from dtrain.models.building import build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
 from dtrain.models.shapes import adaptable
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -32,49 +42,75 @@ NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 @dataclass
 class AdapterState:
-    """State that all adapters of a model share. config: what they were made by. on: whether they take part. dropout:
-    the share of inputs that they do not see in training; seed, step: what it is drawn from beside the tokens. tokens:
-    [B, S] int64, a number for each token of this forward, None where nothing is dropped."""
+    """State that all adapters of a model share.
+
+    Attributes:
+        config: The config of the adapters.
+        on: Whether the adapters take part in forwards.
+        dropout: Share of the inputs that adapters drop in training.
+        seed: Seed of the dropout.
+        step: Optimizer step, which changes the dropout.
+    """
 
     config: AdapterConfig = field(default_factory=AdapterConfig)
     on: bool = True
     dropout: float = 0.0
     seed: int = 0
     step: int = 0
-    tokens: Tensor | None = None
 
     def numbers(self, batch: Batch) -> Tensor:
-        """[B, S] int64, what dropout draws from: a function of seed, step, the document's tokens and the place in it.
-        So it is the same on every mesh, whatever row or micro-batch the document is in; equal documents are dropped
-        alike."""
+        """Return a number for each token, from which dropout is computed.
+
+        A number is a function of the seed, the step, the tokens of the document and the position in the document. So
+        dropout is the same on every mesh, in whatever row or micro-batch a document is. Equal documents have equal
+        dropout.
+
+        Args:
+            batch: A host micro-batch of full rows.
+
+        Returns:
+            [B, S] int64.
+        """
         of, places = document_ids(batch), batch["position_ids"]
         words = mix(mix(batch["input_ids"] + 1) + places)
         sums = sum_by_document(words, of, documents(batch)) + key(self.seed, self.step)  # [documents]
-        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)  # padding is −1, the last
+        # Padding has document -1, which reads the zero that is appended.
+        return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)
 
 
 @dataclass
 class Adapter:
-    """The adapter of a linear layer. number: the layer's, in the sequences of dropout."""
+    """LoRA or DoRA of one linear layer (a `LinearWrapper`).
+
+    Attributes:
+        scale: Scale s of B·A.
+        dora: Whether the adapter is DoRA.
+        number: Number of the layer, which distinguishes its dropout from that of other layers.
+        shared: State that all adapters of the model share.
+    """
 
     scale: float
     dora: bool
     number: int
     shared: AdapterState = field(repr=False)
 
-    def __call__(self, layer: Linear, x: Tensor) -> Tensor:
-        """x [.., in] -> [.., out], the layer's forward with the adapter. Under tp of a layer that is cut by its
-        inputs, DoRA sums its norms [out] in one all-reduce."""
+    def __call__(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
+        """Compute the layer's forward with the adapter, [..., in] -> [..., out].
+
+        Collectives:
+            In a layer whose inputs are cut over tp, DoRA all-reduces its norms [out].
+        """
         bias = None if layer.bias is None else layer.local("bias")
         if not self.shared.on:
             return layer.product(x, bias)
         a, b = layer.local("lora_A"), layer.local("lora_B")
-        seen = self._dropped(layer, x)
+        seen = self._dropped(layer, x, context)
         added = F.linear(F.linear(seen, a) * self.scale, b)
         if not self.dora:
             return layer.product(x, bias) + added
         magnitude = layer.local("lora_magnitude")
-        # Rounded as the magnitude is: the ratio of a new adapter is 1, in half precision too. A row of zeros stays one.
+        # Norms are rounded to the magnitude's dtype, so that the ratio of a new adapter is 1 in half precision too. The
+        # smallest normal number as the minimum keeps a row of zeros a row of zeros.
         norms = self._norms(layer, a, b).to(magnitude.dtype)
         ratio = magnitude / norms.clamp_(min=torch.finfo(norms.dtype).tiny)  # [out]
         if seen is x:
@@ -83,26 +119,37 @@ class Adapter:
             out = layer.product(x, None) + (ratio - 1) * layer.product(seen, None) + ratio * added
         return out if bias is None else out + bias
 
-    def _dropped(self, layer: Linear, x: Tensor) -> Tensor:
-        """x [B, S, in] or [B · S, in] with a share of its elements zero and the others scaled up: a function of the
-        token, the layer and the element's number in the whole layer's input."""
-        tokens, share = self.shared.tokens, self.shared.dropout
+    def _dropped(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
+        """Apply dropout to the input of the adapter.
+
+        Whether an element is dropped is a function of the token's number, the layer and the element's index in the full
+        input, so that every mesh drops the same elements.
+
+        Args:
+            layer: The adapted layer.
+            x: [B, S, in] or [B · S, in].
+            context: The micro-batch's context. None drops nothing.
+
+        Returns:
+            `x` with a share of its elements zero and the others scaled up.
+        """
+        tokens, share = None if context is None else context.dropout_tokens, self.shared.dropout
         if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
         tp = layer.cut if layer.cut is not None and layer.cut.sequence else None
-        # Sequence parallel has padded the sequence, and cut it outside of blocks.
-        length = x.shape[:-1].numel() // len(tokens) * (1 if tp is None else tp.size)
-        tokens = F.pad(tokens, (0, length - tokens.shape[1]))
-        tokens = tokens if tp is None else tokens.chunk(tp.size, 1)[tp.rank]
+        if tp is not None:  # sequence parallel cuts the rows outside of blocks
+            tokens = tokens.chunk(tp.size, 1)[tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)
         kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
         return x * (kept / (1 - share)).to(x.dtype).view_as(x)
 
     @torch.no_grad()
     def _norms(self, layer: Linear, a: Tensor, b: Tensor) -> Tensor:
-        """‖W + s B A‖ of each row, [out], in max(float32, the dtype):
-        ‖W‖² + 2s Σ (W Aᵀ ∘ B) + s² Σ (B (A Aᵀ) ∘ B), which needs no matrix as large as W."""
+        """Compute the norm of each row of W + s B A, [out], in float32 or better.
+
+        ‖W + s B A‖² = ‖W‖² + 2s Σ (W Aᵀ ∘ B) + s² Σ (B (A Aᵀ) ∘ B) needs no second matrix as large as W.
+        """
         wide = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(wide), b.to(wide)
         weight, products = layer.matrix(), (a @ a.t()) * self.scale**2
@@ -116,14 +163,21 @@ class Adapter:
 
 @dataclass
 class ParameterAdapter:
-    """The adapters of one matrix of every expert, or that of a router: LoRA's, without dropout."""
+    """LoRA of an expert layer or of a router, without dropout (an `OutputWrapper`).
+
+    Attributes:
+        scale: Scale s of B·A.
+        shared: State that all adapters of the model share.
+    """
 
     scale: float
     shared: AdapterState = field(repr=False)
 
     def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
-        """x [m, in], and out [m, out] of the layer alone -> [m, out]; counts [E/ep]: how many rows each expert has, by
-        whom they are sorted. Under tp a share of the same sum."""
+        """Override `OutputWrapper.__call__`: [m, in] and [m, out] -> [m, out].
+
+        Under tensor parallel, the result is a partial sum if `out` is one.
+        """
         if not self.shared.on:
             return out
         a, b = layer.local("lora_A"), layer.local("lora_B")
@@ -136,24 +190,36 @@ Adapted = Linear | ExpertLinear | Router
 
 
 def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
-    """Give `model`, on meta and before it lies on a mesh, the parameters of `config`: beside the weight [out, in] of
-    each adapted layer, or experts' [E, out, in], those of `shapes_of`. Layers that the files join share A, as the
-    adapter of the joined layer has it. seed: of dropout."""
+    """Add the adapters of `config` to a model, not initialised.
+
+    Layers that are joined in files, such as q, k and v of a `qkv_proj`, share A, because the adapter of the joined
+    layer has one A. `model.tied_parameters` lists the shared ones.
+
+    Args:
+        model: A model on the meta device that is not yet on a mesh.
+        config: Config of the adapters.
+        seed: Seed of the dropout.
+
+    Returns:
+        The state that the adapters share, to be assigned to `model.adapters`.
+    """
     state = AdapterState(config, dropout=config.dropout, seed=seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
     for name, lora in config.adapted(adaptable(model.config)).items():
         first, *others = model.config.parts(name)
+        for part in others:
+            model.tied_parameters[f"{part}.lora_A"] = f"{first}.lora_A"
         for part in (first, *others):
             layer = layers[part]
             dtype = layer.weight.dtype
             for parameter, shape in shapes_of(layer.weight.shape, lora.rank, config.dora).items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-            layer.lora_A = layers[first].lora_A
             if isinstance(layer, Linear):
-                layer.adapter = Adapter(lora.scale, config.dora, numbers[first], state)
+                layer.wrapper = Adapter(lora.scale, config.dora, numbers[first], state)
             else:
-                layer.adapter = ParameterAdapter(lora.scale, state)
+                layer.wrapper = ParameterAdapter(lora.scale, state)
+    model.tie_weights()
     return state
 
 
@@ -182,22 +248,32 @@ def build_with_adapters(
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The layers of `model` with an adapter, by name."""
+    """Return the layers of `model` that have an adapter, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
-    return {name: layer for name, layer in layers.items() if layer.adapter is not None}
+    return {name: layer for name, layer in layers.items() if layer.wrapper is not None}
 
 
-def remove_adapters(model: nn.Module) -> None:
-    """Take the adapters out of `model`: what is left are its own weights."""
+def adapter_config(model: CausalLM) -> AdapterConfig | None:
+    """Return the config by which `add_adapters` gave `model` its adapters, or None for a model without adapters."""
+    if model.adapters is None:
+        return None
+    return cast(AdapterState, model.adapters).config
+
+
+def remove_adapters(model: CausalLM) -> None:
+    """Remove the adapters of `model` and their parameters."""
     for layer in adapted_layers(model).values():
-        layer.adapter = None
+        layer.wrapper = None
         for parameter in PARAMETERS:
             layer._parameters.pop(parameter, None)
+    for name in list(model.tied_parameters):
+        if is_adapter(name):
+            del model.tied_parameters[name]
 
 
 @contextmanager
 def adapters_off(model: CausalLM) -> Iterator[None]:
-    """Inside, forwards of `model` are those of its own weights; after, as before, whatever happens."""
+    """Context in which forwards of `model` use only its own weights. Afterwards the adapters are as before."""
     state = model.adapters or AdapterState()
     was_on, state.on = state.on, False
     try:
@@ -208,20 +284,28 @@ def adapters_off(model: CausalLM) -> Iterator[None]:
 
 @torch.no_grad()
 def init_adapters(model: CausalLM, seed: int) -> None:
-    """A uniform in ±1/√in, a function of seed, name and place in the whole matrix; B zero; DoRA's magnitudes the row
-    norms of the weights, which must be there. The model computes as without. Under tp one all-reduce for each magnitude
-    of a layer that is cut by its inputs."""
+    """Initialise adapters so that the model computes as without them.
+
+    A is uniform in ±1/√in and B is zero. DoRA's magnitudes are the row norms of the weights, which must be loaded.
+
+    Args:
+        model: A model with adapters.
+        seed: Seed of A. An element is a function of the seed, the layer's name and its index in the full matrix.
+
+    Collectives:
+        Under tensor parallel, one all-reduce for each magnitude of a layer whose inputs are cut.
+    """
     for name, layer in adapted_layers(model).items():
-        a = layer.lora_A
+        a = layer.get_parameter("lora_A")
         local = local_tensor(a)
         flat = torch.zeros((), dtype=torch.int64, device=local.device)
         for size, part in zip(a.shape, local_slices(a), strict=True):
             flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
         drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
         local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
-        local_tensor(layer.lora_B).zero_()
-        if isinstance(layer, Linear) and isinstance(layer.adapter, Adapter) and layer.adapter.dora:
-            magnitude = local_tensor(layer.lora_magnitude)
+        local_tensor(layer.get_parameter("lora_B")).zero_()
+        if isinstance(layer, Linear) and isinstance(layer.wrapper, Adapter) and layer.wrapper.dora:
+            magnitude = local_tensor(layer.get_parameter("lora_magnitude"))
             weight = layer.matrix(local_tensor)  # of this rank's shards
             magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
 

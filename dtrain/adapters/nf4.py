@@ -1,9 +1,12 @@
 """Weights in 4 bits: NF4 of QLoRA (arXiv:2305.14314, appendix E) with bitsandbytes' codes, and products with them.
 
-A weight is one of 16 levels times the largest magnitude in its block of 64, all of one row. Two weights share a byte,
-the first in its high half. Scales are held as the bits of a float32, int32: what casts a model's floats to the dtype of
-computation leaves them exact. A tensor-parallel rank of a layer that is cut by its inputs holds whole blocks, so that
-the ranks' weights are those of one process.
+A weight is one of 16 levels times the largest magnitude in its block of 64 weights of one row. Two weights share a
+byte, the first in its high half. For example, a weight [4096, 1024] has codes [4096, 512] uint8 and scales [4096, 16]
+int32.
+
+Scales are the bits of float32 numbers, stored as int32, so that a cast of a model's floats to the dtype of computation
+leaves them exact. If tensor parallel cuts a layer by its inputs, each rank has full blocks, so that the ranks' weights
+are those of one process.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +28,7 @@ from dtrain.models.common.linear import Linear
 from dtrain.models.common.moe import ExpertLinear, products
 from dtrain.models.shapes import linears, parameters
 
-BLOCK = 64  # weights of a row that share a scale
+BLOCK = 64  # number of weights of a row that share a scale
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
 LEVELS = (
     -1.0,
@@ -50,9 +53,16 @@ _LEAST = 1e-38  # a block of zeros is divided by it
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [.., rows, columns], of any float dtype, 64 divides columns -> codes uint8 [.., rows, columns/2], scales
-    int32 [.., rows, columns/64]. Computed in float32 on the weight's device, where it takes a few times the weight's
-    memory."""
+    """Quantise a weight to NF4, computed in float32 on the weight's device.
+
+    The computation needs a few times the weight's memory.
+
+    Args:
+        weight: [..., rows, columns], any float dtype. `columns` must be a multiple of 64.
+
+    Returns:
+        Codes, [..., rows, columns/2] uint8, and scales, [..., rows, columns/64] int32.
+    """
     blocks = weight.float().unflatten(-1, (-1, BLOCK))  # [.., rows, columns/64, 64]
     scales = blocks.abs().amax(-1)
     levels = _levels(weight.device)
@@ -63,8 +73,16 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`quantize`'s codes and scales -> [.., rows, columns] in `dtype`, each weight rounded to it once from float32.
-    Beside the result it needs the memory of a tile."""
+    """Compute the weight of codes and scales. Besides the result, the computation needs the memory of a tile.
+
+    Args:
+        codes: [..., rows, columns/2] uint8.
+        scales: [..., rows, columns/64] int32.
+        dtype: Dtype of the result, to which each weight is rounded once from float32.
+
+    Returns:
+        [..., rows, columns].
+    """
     whole = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     parts = [(codes.reshape(-1, BLOCK // 2), scales.reshape(-1, 1), whole.view(-1, BLOCK))]
     if not (torch.compiler.is_compiling() or _fill.compiles(codes)):
@@ -78,47 +96,74 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @Fused
 def _fill(codes: Tensor, scales: Tensor, whole: Tensor, pairs: Tensor) -> None:
-    """codes [blocks, 32], scales [blocks, 1] -> whole [blocks, 64]"""
+    """Write the weights of codes [blocks, 32] and scales [blocks, 1] to `whole` [blocks, 64]."""
     levels = F.embedding(codes.int(), pairs).flatten(1)
     whole.copy_(levels.mul_(scales.view(torch.float32)))
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] · Wᵀ + bias, [..., out], W dequantised to x's dtype from codes [out, in/2] and scales [out, in/64]:
-    once here, and again in the backward, which keeps the codes and scales alone."""
+    """Compute x · Wᵀ + bias, where W is dequantised to the dtype of `x`.
+
+    The backward dequantises W again, so that only codes and scales are saved.
+
+    Args:
+        x: [..., in].
+        codes: [out, in/2] uint8.
+        scales: [out, in/64] int32.
+        bias: [out], or None.
+
+    Returns:
+        [..., out].
+    """
     return cast(Tensor, _Product.apply(x, codes, scales, bias))
 
 
 @dataclass(frozen=True)
 class NF4Weight:
-    """Weight [out, in] of a linear layer, held in 4 bits as its parameters weight_codes uint8 [out, in/2] and
-    weight_scales int32 [out, in/64]. dtype: of computation; shape: of the whole weight. read: as `PlainWeight` takes
-    it."""
+    """Storage of a linear layer's weight W [out, in] in 4 bits (a `WeightStorage`).
+
+    The layer's parameters are `weight_codes` [out, in/2] uint8 and `weight_scales` [out, in/64] int32.
+
+    Attributes:
+        dtype: Dtype of computation.
+        shape: Shape of the full weight.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
 
     def product(self, x: Tensor, bias: Tensor | None, read: Callable[[str], Tensor]) -> Tensor:
-        """x [.., in] -> x · Wᵀ + bias, [.., out]"""
+        """Override `WeightStorage.product`: [..., in] -> [..., out]."""
         return product(x, read(CODES), read(SCALES), bias)
 
     def matrix(self, read: Callable[[str], Tensor]) -> Tensor:
-        """W [out, in] in `dtype`"""
+        """Return W [out, in] in `dtype`."""
         return dequantize(read(CODES), read(SCALES), self.dtype)
 
 
 class NF4Stack(NF4Weight):
-    """Matrices [E, out, in] of experts, held in 4 bits alike: codes [E, out, in/2] and scales [E, out, in/64]."""
+    """Storage of experts' weights W [E, out, in] in 4 bits (an `ExpertStorage`).
+
+    The layer's parameters are `weight_codes` [E, out, in/2] uint8 and `weight_scales` [E, out, in/64] int32.
+    """
 
     def grouped(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]. Dequantised here, and again in the backward,
-        which keeps the codes and scales alone."""
+        """Override `ExpertStorage.grouped`: [m, in] -> [m, out].
+
+        The backward dequantises W again, so that only codes and scales are saved.
+        """
         return cast(Tensor, _Grouped.apply(x, read(CODES), read(SCALES), counts))
 
 
 @dataclass(frozen=True)
 class CodedStack:
-    """Matrices [E, out, in] of `codes` and `scales`, dequantised to `dtype` when an index takes some."""
+    """Matrices [E, out, in] that are dequantised when they are indexed (`ExpertMatrices`).
+
+    Attributes:
+        codes: [E, out, in/2] uint8.
+        scales: [E, out, in/64] int32.
+        dtype: Dtype of the matrices.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -133,11 +178,12 @@ class CodedStack:
 
 
 def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) -> None:
-    """Let layers of `model`'s decoder, on meta and before it lies on a mesh, hold their weights [out, in], or stacks
-    [E, out, in], as an `NF4Weight` or `NF4Stack` does, in two frozen parameters, which `read_weights` fills.
+    """Replace weights of a model by frozen parameters for codes and scales, which `read_weights` fills.
 
-    dtype: what the layers compute in. names: of the layers in files (`checkpoint.huggingface.quantized` chooses them).
-    Sizes must fit (`block_problems`).
+    Args:
+        model: A model on the meta device that is not yet on a mesh. Sizes must fit (`block_problems`).
+        dtype: Dtype of computation.
+        names: Names of the layers in files. `checkpoint.huggingface.quantized` chooses them.
     """
     torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
     for name in names:
@@ -145,20 +191,23 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
             layer = cast(Linear | ExpertLinear, model.get_submodule(part))
             shape = layer.weight.shape
             layer.register_parameter("weight", None)
-            layer.held = NF4Weight(dtype, shape) if isinstance(layer, Linear) else NF4Stack(dtype, shape)
+            layer.weight_storage = NF4Weight(dtype, shape) if isinstance(layer, Linear) else NF4Stack(dtype, shape)
             for key, width, kind in ((CODES, 2, torch.uint8), (SCALES, BLOCK, torch.int32)):
                 empty = torch.empty(*shape[:-1], shape[-1] // width, dtype=kind, device="meta")
                 layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
 
 
 def holds_codes(layer: nn.Module) -> bool:
-    """Return whether `layer` is a linear layer, or one of experts, that holds its weight in 4 bits."""
-    return isinstance(getattr(layer, "held", None), NF4Weight)
+    """Check whether a layer is a linear or expert layer whose weight is stored in 4 bits."""
+    return isinstance(layer, Linear | ExpertLinear) and isinstance(layer.weight_storage, NF4Weight)
 
 
 def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """[out, in] of the linear layers of `config`, and [E, out, in] of its stacks of experts, that `lora.quantize=nf4`
-    holds in 4 bits, by name in files: all but what weighs a token's experts."""
+    """Return the layers that `lora.quantize=nf4` stores in 4 bits: all but routers and gates of experts.
+
+    Returns:
+        Shapes by name in files: [out, in] of linear layers and [E, out, in] of stacks of experts.
+    """
     gates = (".router.proj", ".shared_expert_gate")
     stacks = parameters(config, all_of_them=True).items()
     layers: dict[str, tuple[int, ...]] = {
@@ -226,7 +275,12 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def _pairs(device: torch.device, is_planned: bool) -> Tensor:
-    """[256, 2] float32: the levels of a byte's two weights. is_planned: on meta, which in a plan names the device."""
+    """Return the levels of the two weights of each byte, [256, 2] float32.
+
+    Args:
+        device: Device of the result.
+        is_planned: Whether the codes are meta tensors. In a plan such a tensor may report a real device.
+    """
     return _pairs_once(device, is_planned)
 
 

@@ -38,9 +38,10 @@ class Compiled:
         self.compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
         self.is_written = False  # from here on
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Return `function(*tensors)`."""
-        return self.over(tensors, *tensors)
+    def __call__(self, *arguments: Any) -> Any:
+        """Return `function(*arguments)`, tensors and constants."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        return self.over(tensors, *arguments)
 
     def over(self, tensors: Iterable[Tensor], *arguments: Any) -> Any:
         """Return `function(*arguments)`: tensors, dictionaries and tuples of them, and constants. tensors: them all."""

@@ -13,10 +13,10 @@ tokens in its part before.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from dtrain.base.fused import rounds
 from dtrain.memory.selective_checkpointing import TileComputing
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.placement import local_tensor
 
 TOKENS = 4096
@@ -37,29 +38,30 @@ class Tiles:
     the part work as they do with full rows.
 
     Args:
-        function: The part, a function of tensors [B, n, ..] and, under sequence parallel, [B, tp * n, ..].
+        function: The part, called as `function(hidden, adapters, *tensors)` with tensors [B, n, ..] and, under
+            sequence parallel, [B, tp * n, ..].
         layer: The layer, whose parameters `function` reads.
-        model: The layer's model.
         computing: State that says whether a tile is being computed.
     """
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module, model: CausalLM, computing: TileComputing):
-        self.function, self.layer, self.model, self.computing = function, layer, model, computing
+    def __init__(self, function: Callable[..., Any], layer: nn.Module, computing: TileComputing):
+        self.function, self.layer, self.computing = function, layer, computing
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        """Return `function(*tensors)`.
+    def __call__(self, hidden: Tensor, adapters: AdapterContext | None, *others: Tensor) -> Any:
+        """Return `function(hidden, adapters, *others)`. Each tile has the dropout of its own tokens.
 
         Collectives:
             Those of `function`, once for each tile. Every rank has the same number of tiles.
         """
-        rows, length = tensors[0].shape[:2]
+        tensors = (hidden, *others)
+        rows, length = hidden.shape[:2]
         ranks = max(tensor.shape[1] for tensor in tensors) // length
         count = -(-rows * ranks * length // TOKENS)
         if count <= 1:
-            return self.function(*tensors)
+            return self.function(hidden, adapters, *others)
         size = -(-length // count)
         tiles = [slice(start, min(start + size, length)) for start in range(0, length, size)]
-        run = _Run(self, tiles, length, length * ranks, [tensor.requires_grad for tensor in tensors])
+        run = _Run(self, tiles, length, adapters, [tensor.requires_grad for tensor in tensors])
         if not torch.is_grad_enabled():
             return run.as_returned(run.outputs(tensors))
         kept = cast(tuple[Tensor, ...], _Keep.apply(*tensors))
@@ -74,14 +76,14 @@ class _Run:
         of: The tiled part.
         tiles: The tiles, as slices of this rank's tokens.
         length: This rank's tokens per row.
-        tokens: Tokens per row with those of the other ranks of sequence parallel.
+        adapters: The micro-batch's dropout of adapters.
         needed: For each input, whether its gradient is needed.
         parameters: Trained parameters of the layer.
         returns_tuple: Whether the function returns a tuple of tensors; known after the first tile.
     """
 
-    def __init__(self, of: Tiles, tiles: list[slice], length: int, tokens: int, needed: list[bool]):
-        self.of, self.tiles, self.length, self.tokens, self.needed = of, tiles, length, tokens, needed
+    def __init__(self, of: Tiles, tiles: list[slice], length: int, adapters: AdapterContext | None, needed: list[bool]):
+        self.of, self.tiles, self.length, self.adapters, self.needed = of, tiles, length, adapters, needed
         self.parameters = [parameter for parameter in of.layer.parameters() if parameter.requires_grad]
         self.returns_tuple = False
 
@@ -104,24 +106,25 @@ class _Run:
         parts = part.unflatten(1, (-1, tile.stop - tile.start))
         whole.unflatten(1, (-1, self.length))[:, :, tile] = parts
 
+    def adapters_of(self, tile: slice) -> AdapterContext | None:
+        """Return the context of adapters for the tokens of a tile."""
+        if self.adapters is None or self.adapters.dropout_tokens is None:
+            return self.adapters
+        return replace(self.adapters, dropout_tokens=self.part(self.adapters.dropout_tokens, tile))
+
     @contextmanager
-    def tile(self, tile: slice) -> Iterator[None]:
-        """Context in which one tile is computed. Adapters use the dropout of the tile's tokens."""
-        adapters, computing = self.of.model.adapters, self.of.computing
-        numbers = None if adapters is None else adapters.tokens
-        computing.now = True
-        if adapters is not None and numbers is not None:  # sequence parallel has padded the rows
-            adapters.tokens = self.part(F.pad(numbers, (0, self.tokens - numbers.shape[1])), tile)
+    def computing(self) -> Iterator[None]:
+        """Context in which one tile is computed."""
+        self.of.computing.now = True
         try:
             yield
         finally:
-            computing.now = False
-            if adapters is not None:
-                adapters.tokens = numbers
+            self.of.computing.now = False
 
-    def compute(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def compute(self, tensors: list[Tensor], tile: slice) -> tuple[Tensor, ...]:
         """Return the function's outputs for a tile, as a tuple."""
-        output = self.of.function(*tensors)
+        hidden, *others = tensors
+        output = self.of.function(hidden, self.adapters_of(tile), *others)
         self.returns_tuple = isinstance(output, tuple)
         return output if isinstance(output, tuple) else (output,)
 
@@ -133,8 +136,8 @@ class _Run:
         """Return the outputs of all tiles, without a graph."""
         wholes: list[Tensor] = []
         for tile in rounds(self.tiles, tensors[0]):
-            with self.tile(tile):
-                parts = self.compute([self.part(tensor, tile) for tensor in tensors])
+            with self.computing():
+                parts = self.compute([self.part(tensor, tile) for tensor in tensors], tile)
             if not wholes:
                 for part in parts:
                     ranks = part.shape[1] // (tile.stop - tile.start)
@@ -157,7 +160,7 @@ class _Run:
         parts = [self.part(tensor, tile).detach() for tensor in inputs]
         parts = [part.requires_grad_(need) for part, need in zip(parts, self.needed, strict=True)]
         with torch.enable_grad():
-            outputs = self.compute(parts)
+            outputs = self.compute(parts, tile)
         pairs = [(out, self.part(grad, tile)) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
         wanted = [*(part for part in parts if part.requires_grad), *self.parameters]
         return torch.autograd.grad([out for out, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True)
@@ -203,7 +206,7 @@ class _Tiled(torch.autograd.Function):
         of_parameters = [_Sum() for _ in run.parameters]
         for tile in rounds(run.tiles, inputs[0]):
             # The tile's own backward is inside the context too, because it may recompute checkpointed parts.
-            with run.tile(tile):
+            with run.computing():
                 parts = run.gradients(tile, inputs, grads)
             for whole, part in zip((whole for whole in of_inputs if whole is not None), parts, strict=False):
                 run.put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, tile)
@@ -260,8 +263,8 @@ def tile_layers(model: CausalLM, kind: str) -> TileComputing:
     for layer in cast(list[Layer], model.model.layers):
         before, after = layer.regions or (layer.before, layer.after)
         if kind == "all" and isinstance(layer.mixer, Attention):
-            before = Tiles(before, layer, model, computing)
+            before = Tiles(before, layer, computing)
         if not layer.is_sparse:
-            after = Tiles(after, layer, model, computing)
+            after = Tiles(after, layer, computing)
         layer.regions = before, after
     return computing

@@ -9,7 +9,7 @@ from torch import Tensor
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, PreNormLayer
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
-from dtrain.models.common.micro_batch import LayerContext
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.models.common.tower import TextTower
@@ -46,11 +46,14 @@ class Gemma3Layer(PreNormLayer):
         self.pre_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
-    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
+    def after(
+        self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """Override `PreNormLayer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
-        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
         del attended  # the MLP needs its memory
-        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        mixed = self.mlp(self.pre_feedforward_layernorm(hidden), adapters)
+        return hidden + self.post_feedforward_layernorm(mixed)
 
 
 class Gemma3ForCausalLM(TextTower):

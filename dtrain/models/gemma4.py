@@ -20,7 +20,7 @@ from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Deco
 from dtrain.models.common.functions import ACTIVATIONS, gated, rounded, unit_rms
 from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.micro_batch import LayerContext, Rotary
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
 from dtrain.models.common.rope_config import KINDS, rope_of
@@ -63,13 +63,13 @@ class Gemma4Attention(Attention):
         if self.source != index or self.tied:
             del self.v_proj
 
-    def project_keys(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project_keys(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """Override `Attention.project_keys`; of a layer without keys nothing"""
         if self.source != self.index:
             return ()
         heads = -1, self.head_dim
-        k = self.k_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
-        v = k if self.tied else self.v_proj(hidden).unflatten(-1, heads)
+        k = self.k_proj(hidden, adapters).unflatten(-1, heads)  # [B, S, kv, hd]
+        v = k if self.tied else self.v_proj(hidden, adapters).unflatten(-1, heads)
         return self.turn(k, self.k_norm, rotary), unit_rms(v, self.eps)
 
     def among(
@@ -101,13 +101,15 @@ class Gemma4Router(Router):
         self.per_expert_scale = nn.Parameter(torch.empty(sizes.count))
         self.eps = config.rms_norm_eps
 
-    def logits(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.proj(x))
+    def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
+        return cast(Tensor, self.proj(x, adapters))
 
-    def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def routed(
+        self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Override `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
         scaled = unit_rms(x, self.eps) * self.local("scale") * x.shape[-1] ** -0.5
-        chosen, weights, shares = super().routed(scaled, choose)
+        chosen, weights, shares = super().routed(scaled, choose, adapters)
         return chosen, weights * self.local("per_expert_scale")[chosen], shares
 
 
@@ -120,8 +122,8 @@ class Gemma4Experts(SparseMLP):
         self.router = Gemma4Router(config, sizes)
         self.pre_feedforward_layernorm_2 = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
-        return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose))
+    def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> tuple[Tensor, Tensor, Tensor]:
+        return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose, adapters))
 
     def seen(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.pre_feedforward_layernorm_2(x))
@@ -152,22 +154,27 @@ class Gemma4Layer(Gemma3Layer):
             self.post_per_layer_input_norm = OlmoRMSNorm(size, eps)
 
     def after(  # type: ignore[override]  # compiled parts get tensors first, so the layer's embeddings come before
-        self, hidden: Tensor, attended: Tensor, own: Tensor | None = None, context: LayerContext | None = None
+        self,
+        hidden: Tensor,
+        adapters: AdapterContext | None,
+        attended: Tensor,
+        own: Tensor | None = None,
+        context: LayerContext | None = None,
     ) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
         [B, S, P]"""
-        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
         del attended  # the MLP needs its memory
-        mixed = self.mlp(self.pre_feedforward_layernorm(hidden))
+        mixed = self.mlp(self.pre_feedforward_layernorm(hidden), adapters)
         if context is not None:  # a sparse layer
-            routed = self.sparse(hidden, context.is_real, context.routing)
+            routed = self.sparse(hidden, context.is_real, context.routing, adapters)
             of_experts = self.post_feedforward_layernorm_2(routed)
             del routed
             mixed = self.post_feedforward_layernorm_1(mixed) + of_experts
         hidden = hidden + self.post_feedforward_layernorm(mixed)
         if own is not None:
-            seen = gated(self.per_layer_input_gate(hidden), own, self.activation)
-            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(seen))
+            seen = gated(self.per_layer_input_gate(hidden, adapters), own, self.activation)
+            hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(seen, adapters))
         return hidden * self.layer_scalar.to(hidden.dtype)
 
     def forward(  # type: ignore[override]  # its decoder hands it more, and takes more
@@ -184,18 +191,18 @@ class Gemma4Layer(Gemma3Layer):
         Returns:
             The output [B, S, D], and this layer's keys and values if later layers read them.
         """
-        rotary, mask, cache = context.rotary, context.mask, context.cache
+        rotary, mask, cache, adapters = context.rotary, context.mask, context.cache, context.adapters
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
         if self.keys_first is not None and cache is None and handed is None:
             before, exchange = self.keys_first.under(mask)
-            q, *fresh = before(hidden, *rotary)
+            q, *fresh = before(hidden, adapters, *rotary)
             handed = exchange.wait()
         else:
-            q, *fresh = before(hidden, *rotary)
+            q, *fresh = before(hidden, adapters, *rotary)
         attended, keys = self.self_attn.among(q, tuple(fresh), mask, cache, handed)
         if self.is_sparse:
-            return after(hidden, attended, own, context), keys
-        return after(hidden, attended, *(() if own is None else (own,))), keys
+            return after(hidden, adapters, attended, own, context), keys
+        return after(hidden, adapters, attended, *(() if own is None else (own,))), keys
 
 
 class Gemma4Decoder(Decoder):
@@ -220,7 +227,8 @@ class Gemma4Decoder(Decoder):
         """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Image tokens have the padding token's columns."""
         if placed is not None:
             input_ids = input_ids.masked_fill(placed.is_image, self.config.pad_token_id or 0)
-        own, sources = self.per_layer(hidden, input_ids, is_bare), self.config.key_sources
+        own = self.per_layer(hidden, input_ids, is_bare, layer_contexts[0].adapters)
+        sources = self.config.key_sources
         made: dict[int, Keys] = {}  # by the number of the layer that made them
         for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
             run = layer.forward if is_bare else layer
@@ -229,7 +237,9 @@ class Gemma4Decoder(Decoder):
                 made[index] = keys
         return hidden
 
-    def per_layer(self, hidden: Tensor, input_ids: Tensor, bare: bool) -> tuple[Tensor | None, ...]:
+    def per_layer(
+        self, hidden: Tensor, input_ids: Tensor, bare: bool, adapters: AdapterContext | None
+    ) -> tuple[Tensor | None, ...]:
         """The embeddings [B, S, P] of each layer, from the table and from those of the model, hidden [B, S, D], which
         sequence parallel has cut as the table's; bare: as in `Cached`."""
         sizes = self.config.per_layer
@@ -237,7 +247,7 @@ class Gemma4Decoder(Decoder):
             return (None,) * self.config.num_hidden_layers
         look_up = self.embed_tokens_per_layer.forward if bare else self.embed_tokens_per_layer
         embedded = look_up(input_ids) * rounded(sizes.size**0.5, hidden.dtype)  # [B, S, L · P]
-        projected = self.per_layer_model_projection(hidden) * self.config.hidden_size**-0.5
+        projected = self.per_layer_model_projection(hidden, adapters) * self.config.hidden_size**-0.5
         normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, sizes.size)))  # [B, S, L, P]
         return ((normed + embedded.unflatten(-1, (-1, sizes.size))) * 2**-0.5).unbind(2)
 

@@ -12,7 +12,7 @@ from dtrain.models.common.config import FULL, ModelConfig
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
 from dtrain.models.common.functions import gated
-from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext
 from dtrain.models.common.model_fields import ModelFields
 
 
@@ -23,15 +23,17 @@ class GraniteLayer(PreNormLayer):
         super().__init__(config, index)
         self.multiplier = config.residual_multiplier
 
-    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
+    def after(
+        self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
-        hidden = hidden + self.self_attn.o_proj(attended) * self.multiplier
+        hidden = hidden + self.self_attn.o_proj(attended, adapters) * self.multiplier
         del attended  # the MLP needs its memory
-        return hidden + self.mixed(self.post_attention_layernorm(hidden)) * self.multiplier
+        return hidden + self.mixed(self.post_attention_layernorm(hidden), adapters) * self.multiplier
 
-    def mixed(self, normed: Tensor) -> Tensor:
+    def mixed(self, normed: Tensor, adapters: AdapterContext | None) -> Tensor:
         """[B, S, D] -> [B, S, D]"""
-        return self.mlp(normed)
+        return self.mlp(normed, adapters)
 
 
 class GraniteDecoder(Decoder):
@@ -76,10 +78,11 @@ class SharedMLP(GatedMLP):
         self.output_linear = self.down_proj
         del self.down_proj
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]"""
         x = self.enter(x)
-        return self.output_linear(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+        mixed = gated(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        return self.output_linear(mixed, adapters)
 
 
 class GraniteMoeHybridLayer(GraniteLayer):
@@ -90,9 +93,9 @@ class GraniteMoeHybridLayer(GraniteLayer):
         del self.mlp
         self.shared_mlp = SharedMLP(config)
 
-    def mixed(self, normed: Tensor) -> Tensor:
+    def mixed(self, normed: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Override `GraniteLayer.mixed`: [B, S, D] -> [B, S, D]"""
-        return self.shared_mlp(normed)
+        return self.shared_mlp(normed, adapters)
 
 
 _DENSE = "only Granite 4's dense models are read, such as ibm-granite/granite-4.0-micro"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain.models.common.config import ModelConfig, Rope
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer
-from dtrain.models.common.micro_batch import Rotary
+from dtrain.models.common.micro_batch import AdapterContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.tower import TextTower
@@ -27,9 +27,9 @@ class MistralForCausalLM(LlamaForCausalLM):
 class ScaledAttention(Attention):
     """Attention whose queries are multiplied by a number of each position."""
 
-    def project_queries(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """Override `Attention.project_queries`; rotary: the tables, and the queries' scale [B or 1, S, 1, 1]"""
-        (q,) = super().project_queries(hidden, rotary)
+        (q,) = super().project_queries(hidden, rotary, adapters)
         return (q * rotary[2],)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer
 from dtrain.models.common.functions import RMSNorm, rms_norm, rotate
-from dtrain.models.common.micro_batch import LayerContext, Rotary
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
 from dtrain.parallel.collectives import enter_region, leave_region
@@ -43,11 +43,11 @@ class OlmoAttention(Attention):
         self.q_norm = OlmoRMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
         self.k_norm = OlmoRMSNorm(config.num_key_value_heads * config.head_dim, config.rms_norm_eps)
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """Override `Attention.project`; under tensor parallel one all-reduce [B, S, 2], forward and backward."""
         hidden, heads = self.enter(hidden), (-1, self.head_dim)
-        q, k = self._normed(self.q_proj(hidden), self.k_proj(hidden))
-        v = self.v_proj(hidden).unflatten(-1, heads)  # [B, S, kv, hd]
+        q, k = self._normed(self.q_proj(hidden, adapters), self.k_proj(hidden, adapters))
+        v = self.v_proj(hidden, adapters).unflatten(-1, heads)  # [B, S, kv, hd]
         return rotate(q.unflatten(-1, heads), *rotary), rotate(k.unflatten(-1, heads), *rotary), v
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,15 +71,17 @@ class OlmoLayer(Layer):
         self.post_attention_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
+    def before(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
         """Override `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
-        return self.self_attn.project(hidden, rotary)
+        return self.self_attn.project(hidden, rotary, adapters)
 
-    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
+    def after(
+        self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
-        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended))
+        hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
         del attended  # the MLP needs its memory
-        return hidden + self.post_feedforward_layernorm(self.mlp(hidden))
+        return hidden + self.post_feedforward_layernorm(self.mlp(hidden, adapters))
 
 
 class Olmo2ForCausalLM(CausalLM):

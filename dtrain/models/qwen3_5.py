@@ -21,7 +21,7 @@ from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Deco
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, unit_rms
 from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext, Rotary
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import Sections, read_rope
@@ -53,9 +53,9 @@ class GatedAttention(Attention):
         query = config.num_attention_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, 2 * query, bias=config.qkv_bias)
 
-    def project_queries(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """Override `Attention.project_queries`: queries and gate, each [B, S, H, hd]"""
-        q, gate = self.q_proj(hidden).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+        q, gate = self.q_proj(hidden, adapters).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
         return self.turn(q, self.q_norm, rotary), gate
 
     def forward(  # type: ignore[override]  # it takes what its own `project` gives
@@ -124,16 +124,16 @@ class GatedDeltaNet(Mixer):
         self.norm = GatedRMSNorm(config.linear.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, hidden, bias=False)
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """hidden [B, S, D], and what `decay` gives in place of rotary tables -> what is convolved x [B, S, C] with its
         weights [C, W], the output's gate z [B, S, Hv · V], the logarithm of the decay g (≤ 0) and the strength of
         corrections beta [B, S, Hv]"""
         (rate, bias), hidden = rotary, self.enter(hidden)
-        g = rate * F.softplus(self.in_proj_a(hidden).to(rate.dtype) + bias)
-        x = torch.cat([self.in_proj_q(hidden), self.in_proj_k(hidden), self.in_proj_v(hidden)], -1)
+        g = rate * F.softplus(self.in_proj_a(hidden, adapters).to(rate.dtype) + bias)
+        x = torch.cat([proj(hidden, adapters) for proj in (self.in_proj_q, self.in_proj_k, self.in_proj_v)], -1)
         weights = [conv.local("weight") for conv in (self.conv1d_q, self.conv1d_k, self.conv1d_v)]
         weight = torch.cat(weights).squeeze(1)
-        return x, weight, self.in_proj_z(hidden), g, self.in_proj_b(hidden).sigmoid()
+        return x, weight, self.in_proj_z(hidden, adapters), g, self.in_proj_b(hidden, adapters).sigmoid()
 
     def forward(
         self,
@@ -160,9 +160,9 @@ class GatedDeltaNet(Mixer):
             cache.keep(self.index, window, state)
         return self.norm.gated(out, z.unflatten(-1, (-1, self.sizes.value_dim))).flatten(2)
 
-    def output(self, mixed: Tensor) -> Tensor:
+    def output(self, mixed: Tensor, adapters: AdapterContext | None) -> Tensor:
         """[B, S, Hv · V] -> [B, S, D]"""
-        return self.out_proj(mixed)
+        return self.out_proj(mixed, adapters)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, C] -> q and k [B, S, Hk, K], v [B, S, Hv, V], of the heads that this rank has"""

@@ -1,7 +1,7 @@
-"""Names and shapes of a model's layers, by its config: of those that may have an adapter or be held in 4 bits, and of
-all modules. They are read off the model on meta, which takes no memory and 20 ms.
+"""Names and shapes of the layers of a model that may have a wrapper or another weight storage, and of all modules.
 
-Names are those of files (`ModelConfig.whole`), of a vision tower those in the model.
+They are read from the model on the meta device, which takes no memory and 20 ms. Names are those of files
+(`ModelConfig.whole`). Names of a vision tower are those in the model.
 """
 
 import torch
@@ -19,34 +19,40 @@ Shape = tuple[int, ...]
 
 
 def on_meta(config: ModelConfig) -> CausalLM:
-    """Return the model of `config` on meta, as its family makes it."""
+    """Return the model of `config` on the meta device."""
     with torch.device("meta"):
         model: CausalLM = class_of(config.architecture)(config)
     return model
 
 
 def adaptable(config: ModelConfig) -> dict[str, Shape]:
-    """[out, in] of every linear layer of the decoder, then of its `parameters`, then of every linear layer of the
-    vision tower that `config` has."""
+    """Return the shapes of all layers that may have a wrapper, by name in files.
+
+    The decoder's linear layers come first, then its `parameters`, then the linear layers of the vision tower.
+    """
     shapes = {**_shapes(config, Linear), **parameters(config)}
     return {name: shapes[name] for name in sorted(shapes, key=is_in_vision_tower)}  # each part in the model's order
 
 
 def linears(config: ModelConfig) -> dict[str, Shape]:
-    """[out, in] of every linear layer of `config`'s decoder, in the model's order."""
+    """Return the shapes [out, in] of the decoder's linear layers, in the model's order."""
     return {name: shape for name, shape in _shapes(config, Linear).items() if not is_in_vision_tower(name)}
 
 
 def parameters(config: ModelConfig, all_of_them: bool = False) -> dict[str, Shape]:
-    """[E, out, in] of the stacks of experts of `config`, and [E, in] of its routers that are no linear layers, as far
-    as they may have an adapter: stacks that the files have turned (gpt-oss) get none. all_of_them: these too."""
+    """Return the shapes [E, out, in] of stacks of experts, and [E, in] of routers that are no linear layers.
+
+    Args:
+        config: Config of the model.
+        all_of_them: Include stacks that are transposed in files (gpt-oss), which may not have a wrapper.
+    """
     if (experts := config.experts) is None or (experts.turned and not all_of_them):
         return {}
     return _shapes(config, Router, ExpertLinear)
 
 
 def modules(config: ModelConfig) -> list[str]:
-    """Names that `modules_to_save` may have: of modules with parameters of their own, but for `exact_modules`."""
+    """Return the names in files of the modules that have parameters of their own, except for `exact_modules`."""
     model = on_meta(config)
     exact = exact_modules(model)
     names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.adapters.config import is_adapter
+from dtrain.adapters.config import AdapterConfig, is_adapter
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
@@ -183,7 +183,7 @@ class PolicyCheckpoint:
         as of `write_directory`. `out` is replaced once the new directory is complete.
         """
         dtype, template = self._dtype, self.chat_template
-        if self._model.adapters is None or self._base_name is None or self._is_misread_by_peft:
+        if self._adapter_config is None or self._base_name is None or self._is_misread_by_peft:
             from dtrain.checkpoint.huggingface.write import write_directory
 
             write_directory(
@@ -199,11 +199,10 @@ class PolicyCheckpoint:
             return
         from dtrain.checkpoint.peft.files import write_adapter
 
-        config, tensors = self._model.adapters.config, model_tensors(self._model)
         write_adapter(
             out,
-            tensors,
-            config,
+            model_tensors(self._model),
+            self._adapter_config,
             self._model.config,
             self._base_name,
             companions=source,
@@ -215,20 +214,29 @@ class PolicyCheckpoint:
     @property
     def beside(self) -> Beside | None:
         """Writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one; None for others."""
-        adapters = self._model.adapters
-        if adapters is None:
+        config = self._adapter_config
+        if config is None:
             return None
         from dtrain.checkpoint.peft.files import AdapterFiles
 
-        return lambda *step: AdapterFiles(adapters.config, self._model.config, self._base_name).beside(*step)
+        return lambda *step: AdapterFiles(config, self._model.config, self._base_name).beside(*step)
+
+    @property
+    def _adapter_config(self) -> AdapterConfig | None:
+        """The config of the model's adapters, or None without adapters."""
+        if self._model.adapters is None:
+            return None
+        from dtrain.adapters.lora import adapter_config  # a run without an adapter does not load it
+
+        return adapter_config(self._model)
 
     @property
     def _is_misread_by_peft(self) -> bool:
         """Return whether PEFT would load another adapter than the model has from files in its layout."""
         from dtrain.checkpoint.peft.config import misread_problem  # a run without an adapter does not load it
 
-        adapters = self._model.adapters
-        return adapters is not None and misread_problem(adapters.config, self._model.config) is not None
+        config = self._adapter_config
+        return config is not None and misread_problem(config, self._model.config) is not None
 
     @property
     def _base_name(self) -> str | None:

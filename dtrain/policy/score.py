@@ -18,7 +18,7 @@ from dtrain.losses.head.vocabulary import HeadInput, VocabShard, compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn, TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images, RankImages
-from dtrain.models.common.micro_batch import MicroBatchContext
+from dtrain.models.common.micro_batch import AdapterContext, MicroBatchContext
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingRecord
 from dtrain.parallel import context
 from dtrain.parallel.collectives import leave_region
@@ -247,14 +247,13 @@ class Scorer:
                 balance=balance,
                 record=RoutingRecord() if record is None else record,
             )
-        if adapters is not None:
-            adapters.tokens = local.pop("dropped", None)
         context = MicroBatchContext(
             position_ids=local["position_ids"] if by_position else None,
             seq_ids=local["seq_ids"] if is_packed else None,
             packing=self._packing(batch, is_packed) if self.model.model.takes_packing else None,
             images=self._images(batch, local),
             routing=routing,
+            adapters=None if "dropped" not in local else AdapterContext(local.pop("dropped")),
         )
         inputs = Inputs(local["input_ids"], context)
 

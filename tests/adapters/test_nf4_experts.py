@@ -100,10 +100,12 @@ def test_stacks_are_rounded_tile_by_tile_and_held_in_9_16_of_a_byte(tmp_path, fa
     read_weights(model, base)
     right = models.from_pretrained(dense)
     stacks = [layer for layer in model.modules() if isinstance(layer, ExpertLinear)]
-    assert stacks and all(isinstance(layer.held, NF4Stack) for layer in stacks)
+    assert stacks and all(isinstance(layer.weight_storage, NF4Stack) for layer in stacks)
     for layer in stacks:
         bytes_held = sum(one.numel() * one.itemsize for one in (layer.weight_codes, layer.weight_scales))
-        assert bytes_held == layer.held.shape.numel() * 9 // 16 and "weight" not in dict(layer.named_parameters())
+        assert bytes_held == layer.weight_storage.shape.numel() * 9 // 16 and "weight" not in dict(
+            layer.named_parameters()
+        )
     for (name, mine), (_, theirs) in zip(model.named_modules(), right.named_modules(), strict=True):
         if hasattr(mine, "weight_codes"):
             assert torch.equal(mine.matrix(), theirs.weight), name

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.adapters.config import is_adapter
-from dtrain.adapters.lora import adapted_layers, adapters_off, init_adapters
+from dtrain.adapters.config import AdapterConfig, is_adapter
+from dtrain.adapters.lora import adapted_layers, adapters_off, build_with_adapters, init_adapters, remove_adapters
 from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
@@ -42,6 +42,15 @@ def test_without_its_adapters_a_model_is_itself(tmp_path, section):
         assert torch.equal(model(ids), plain(ids))
     assert torch.equal(model(ids), with_adapters) and not torch.allclose(with_adapters, plain(ids), rtol=1e-3)
     assert len(adapted_layers(model)) == 14
+
+
+def test_layers_that_files_join_share_a_until_the_adapters_are_removed(tmp_path):
+    model = build_with_adapters(models.read_config(write_model(tmp_path, "phi3")), AdapterConfig(rank=2))
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.lora_A is attention.q_proj.lora_A and attention.v_proj.lora_A is attention.q_proj.lora_A
+    remove_adapters(model)
+    model.tie_weights()
+    assert not any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path):

@@ -66,8 +66,8 @@ def dense(model):
     for name, layer in adapted_layers(model).items():
         a, b = held[f"{name}.lora_A"].double(), held[f"{name}.lora_B"].double()
         assert b.abs().max() > 0
-        whole = found[f"{name}.weight"].double() + layer.adapter.scale * b @ a
-        if layer.adapter.dora:
+        whole = found[f"{name}.weight"].double() + layer.wrapper.scale * b @ a
+        if layer.wrapper.dora:
             whole *= (held[f"{name}.lora_magnitude"].double() / whole.norm(dim=1)).unsqueeze(1)
         found[f"{name}.weight"] = whole
     return found

@@ -134,7 +134,7 @@ def test_local_heads_are_counted_from_the_projections():
     mask = attention.kernel.prepare(Visibility(10, 10), torch.float64, hidden.device)
 
     def attend(attention):
-        return attention.o_proj(attention(*attention.project(hidden, rotary), mask))
+        return attention.o_proj(attention(*attention.project(hidden, rotary, None), mask))
 
     expected = attend(attention)
     total = torch.zeros_like(expected)

@@ -208,7 +208,7 @@ def publish(rank, recipe, world_size, url, shared):
     whole = {}
     for name, layer in adapted_layers(policy.model).items():
         a, b = (getattr(one.detach(), "full_tensor", one.detach)() for one in (layer.lora_A, layer.lora_B))
-        whole[name] = (layer.adapter.scale * b @ a).tolist()
+        whole[name] = (layer.wrapper.scale * b @ a).tolist()
     return whole
 
 

@@ -102,14 +102,14 @@ class Watched(Engine):
     """Notes, step by step, which models its rows are of and whether the adapter takes part."""
 
     def step(self):
-        states = {id(one.adapter.shared): one.adapter.shared.on for one in adapted(self.model)}
+        states = {id(one.wrapper.shared): one.wrapper.shared.on for one in adapted(self.model)}
         prompts = {row.prompt.ids[0] for row in self._sequences.values()}
         self.model.seen.append((frozenset(states.values()), frozenset(prompts)))
         return super().step()
 
 
 def adapted(model):
-    return [one for one in model.modules() if getattr(one, "adapter", None) is not None]
+    return [one for one in model.modules() if getattr(one, "wrapper", None) is not None]
 
 
 @pytest.mark.slow

@@ -129,7 +129,9 @@ class BaseWeights:
         own = dtype or getattr(torch, model.config.dtype or "float32")
         quantized.hold_in_4_bits(model, files.directory, own, nf4=in_4_bits, except_for=whole)
         self._coded = {
-            f"{name}.weight": (layer, layer.held) for name, layer in model.named_modules() if nf4.holds_codes(layer)
+            f"{name}.weight": (layer, layer.weight_storage)
+            for name, layer in model.named_modules()
+            if nf4.holds_codes(layer)
         }
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 

@@ -69,7 +69,7 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
         layer = layers.get(module)
         if is_adapter(name) or (layer is not None and parameter == SCALES):
             continue
-        if layer is not None and (parameter == CODES or (parameter == "weight" and layer.adapter is not None)):
+        if layer is not None and (parameter == CODES or (parameter == "weight" and layer.wrapper is not None)):
             name = f"{module}.weight"
             weights[name] = _of_layer(layer, name)
         else:
@@ -134,7 +134,7 @@ def merge_in_place(model: CausalLM) -> bool:
         weight = _of_layer(layer, name)
         whole = weight.read(weight.dtype)
         if holds_codes(layer):
-            del layer.held  # that of its class is left
+            del layer.weight_storage  # that of its class is left
             for parameter in PARTS:
                 del layer._parameters[parameter]
             layer.weight = nn.Parameter(whole, requires_grad=False)
@@ -195,13 +195,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _of_layer(layer: Adapted, name: str) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
         weight = gathered(layer.weight) if isinstance(layer, Router) else layer.matrix(gathered)
-        if layer.adapter is None:
+        if layer.wrapper is None:
             return weight.to(dtype)
-        has_magnitude = isinstance(layer.adapter, Adapter) and layer.adapter.dora
+        has_magnitude = isinstance(layer.wrapper, Adapter) and layer.wrapper.dora
         magnitude = gathered(layer.get_parameter("lora_magnitude")) if has_magnitude else None
-        return merge(weight, gathered(layer.lora_A), gathered(layer.lora_B), layer.adapter.scale, magnitude, dtype)
+        a, b = gathered(layer.get_parameter("lora_A")), gathered(layer.get_parameter("lora_B"))
+        return merge(weight, a, b, layer.wrapper.scale, magnitude, dtype)
 
-    if not isinstance(layer, Router) and isinstance(layer.held, NF4Weight):
+    if not isinstance(layer, Router) and isinstance(layer.weight_storage, NF4Weight):
         is_sharded = isinstance(layer.get_parameter(CODES), DTensor)
-        return WholeWeight([name], layer.held.shape, layer.held.dtype, read, is_sharded)
+        return WholeWeight([name], layer.weight_storage.shape, layer.weight_storage.dtype, read, is_sharded)
     return WholeWeight([name], layer.weight.shape, layer.weight.dtype, read, isinstance(layer.weight, DTensor))

@@ -106,9 +106,12 @@ class Adapters:
 def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
     """Give `model` the adapters of `loaded`, from `read_beside`, in place of its own; None for none."""
     remove_adapters(model)
-    for path, layer in adapted_layers(loaded).items() if loaded is not None else ():
+    if loaded is None:
+        return
+    model.tied_parameters.update(loaded.tied_parameters)
+    for path, layer in adapted_layers(loaded).items():
         target: Any = model.get_submodule(path)
-        target.adapter = layer.adapter
+        target.wrapper = layer.wrapper
         target._parameters.update({name: layer._parameters[name] for name in PARAMETERS if name in layer._parameters})
 
 

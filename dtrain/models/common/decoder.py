@@ -23,7 +23,7 @@ from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.linear import Linear, WrapperState
-from dtrain.models.common.micro_batch import LayerContext, MicroBatchContext, Rotary
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.routing import MicroBatchRouting, Routing, RoutingRecord
 from dtrain.parallel.tensor import (
@@ -66,8 +66,8 @@ class Mixer(Block):
     """Base of the modules by which a layer mixes tokens. `project`, before: hidden [B, S, D], normed, and the rotary
     tables to what `forward` takes before the mask; `forward`, between tokens; `output`, after: to [B, S, D]."""
 
-    project: Callable[[Tensor, Rotary], tuple[Tensor, ...]]
-    output: Callable[[Tensor], Tensor]
+    project: Callable[[Tensor, Rotary, AdapterContext | None], tuple[Tensor, ...]]
+    output: Callable[[Tensor, AdapterContext | None], Tensor]
 
 
 class Attention(Mixer):
@@ -91,19 +91,21 @@ class Attention(Mixer):
         self.q_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
         self.k_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd], and what else `project_queries` gives"""
         hidden = self.enter(hidden)
-        q, *more = self.project_queries(hidden, rotary)
-        return q, *self.project_keys(hidden, rotary), *more
+        q, *more = self.project_queries(hidden, rotary, adapters)
+        return q, *self.project_keys(hidden, rotary, adapters), *more
 
-    def project_queries(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """[B, S, D], entered -> q [B, S, H, hd], and what else a family's `forward` takes after the values"""
-        return (self.turn(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)), self.q_norm, rotary),)
+        q = self.q_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
+        return (self.turn(q, self.q_norm, rotary),)
 
-    def project_keys(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+    def project_keys(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """[B, S, D], entered -> k and v [B, S, kv, hd]"""
-        k, v = (proj(hidden).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        k = self.k_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
         return self.turn(k, self.k_norm, rotary), v
 
     def turn(self, x: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
@@ -120,9 +122,9 @@ class Attention(Mixer):
         """[H], as kernels take them, of a family that has some."""
         return None
 
-    def output(self, mixed: Tensor) -> Tensor:
+    def output(self, mixed: Tensor, adapters: AdapterContext | None) -> Tensor:
         """[B, S, H · hd] -> [B, S, D]"""
-        return self.o_proj(mixed)
+        return self.o_proj(mixed, adapters)
 
 
 class GatedMLP(Block):
@@ -136,10 +138,11 @@ class GatedMLP(Block):
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]"""
         x = self.enter(x)
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+        mixed = gated(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        return self.down_proj(mixed, adapters)
 
 
 class KeysBeforeQueries(Protocol):
@@ -172,15 +175,24 @@ class Layer(nn.Module):
     def mixer(self) -> Mixer:
         return self.self_attn
 
-    def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """hidden [B, S, D], the rotary tables [B or 1, S, 1, hd] -> what the mixer's `project` gives"""
-        return self.mixer.project(self.input_layernorm(hidden), rotary)
+    def before(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
+        """Project the layer's input for its mixer, as the mixer's `project`.
 
-    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
+        Args:
+            hidden: The layer's input, [B, S, D].
+            adapters: Dropout of adapters.
+            rotary: The rotary tables, [B or 1, S, 1, hd] each.
+        """
+        return self.mixer.project(self.input_layernorm(hidden), rotary, adapters)
+
+    def after(
+        self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """Compute the layer's output, [B, S, D].
 
         Args:
             hidden: The layer's input, [B, S, D].
+            adapters: Dropout of adapters.
             attended: The mixer's output, [B, S, H · hd].
             context: The layer's context in sparse layers. None in dense ones, whose `after` may be compiled.
         """
@@ -188,14 +200,14 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]"""
-        mask, cache = context.mask, context.cache
+        mask, cache, adapters = context.mask, context.cache, context.adapters
         before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
         if self.keys_first is not None and cache is None:
             before, cache = self.keys_first.under(mask)
         # Attention is called inside the argument list: a local name would keep its output alive during the MLP.
         if self.is_sparse:
-            return after(hidden, self.mixer(*before(hidden, *context.rotary), mask, cache), context)
-        return after(hidden, self.mixer(*before(hidden, *context.rotary), mask, cache))
+            return after(hidden, adapters, self.mixer(*before(hidden, adapters, *context.rotary), mask, cache), context)
+        return after(hidden, adapters, self.mixer(*before(hidden, adapters, *context.rotary), mask, cache))
 
 
 class PreNormLayer(Layer):
@@ -218,15 +230,17 @@ class PreNormLayer(Layer):
     def add_mlp(self, config: ModelConfig, index: int) -> None:
         self.mlp: Block = GatedMLP(config, config.inner_size(index))
 
-    def after(self, hidden: Tensor, attended: Tensor, context: LayerContext | None = None) -> Tensor:
+    def after(
+        self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
+    ) -> Tensor:
         """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
-        hidden = hidden + self.mixer.output(attended)
+        hidden = hidden + self.mixer.output(attended, adapters)
         del attended  # the MLP needs its memory
-        return hidden + self.feed_forward(self.post_attention_layernorm(hidden), context)
+        return hidden + self.feed_forward(self.post_attention_layernorm(hidden), adapters, context)
 
-    def feed_forward(self, normed: Tensor, context: LayerContext | None) -> Tensor:
-        """Compute the MLP, [B, S, D] -> [B, S, D]. context: as in `Layer.after`."""
-        return self.mlp(normed)
+    def feed_forward(self, normed: Tensor, adapters: AdapterContext | None, context: LayerContext | None) -> Tensor:
+        """Compute the MLP, [B, S, D] -> [B, S, D]. The contexts are those of `Layer.after`."""
+        return self.mlp(normed, adapters)
 
 
 class Decoder(Stack):
@@ -309,7 +323,9 @@ class Decoder(Stack):
         is_real = self._real_tokens(input_ids, context)
         contexts = []
         for kind in self.config.layer_types:
-            contexts.append(LayerContext(rotary[kind], masks[kind], context.cache, is_real, context.routing))
+            contexts.append(
+                LayerContext(rotary[kind], masks[kind], context.cache, is_real, context.routing, context.adapters)
+            )
         return contexts
 
     def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
@@ -422,12 +438,14 @@ class CausalLM(ParallelModel):
 
     config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
     "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
+    tied_parameters: parameter name -> name of the parameter that it shares, for example the head's weight -> that of
+    the embedding.
     """
 
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
-    adapters: WrapperState | None = None  # what those of the layers share
+    adapters: WrapperState | None = None  # shared by the wrappers of the layers
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
@@ -456,6 +474,9 @@ class CausalLM(ParallelModel):
         of_tower = {f"model.{pattern}": style for tower in self.model.vision for pattern, style in tower.plan().items()}
         styles = {**self.plan, **of_tower, "score": "score_head"}
         self.plan = {key: style for key, style in styles.items() if any(fnmatchcase(name, key) for name in names)}
+        self.tied_parameters: dict[str, str] = {}
+        if config.tie_word_embeddings:
+            self.tied_parameters["lm_head.weight"] = "model.embed_tokens.weight"
         self.tie_weights()
 
     @property
@@ -463,14 +484,13 @@ class CausalLM(ParallelModel):
         return self.lm_head if self.config.labels is None else self.score
 
     def tie_weights(self) -> None:
-        """Share one parameter between embedding and head where the config says so, and one A for the adapters of layers
-        that the files join; again after anything that replaced them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-        if self.adapters is not None:
-            layers: Any = {name: each for name, each in self.named_modules() if getattr(each, "adapter", None)}
-            for name, layer in layers.items():
-                layer.lora_A = layers[self.config.parts(self.config.whole(name))[0]].lora_A
+        """Make every parameter in `tied_parameters` the parameter that it shares.
+
+        Must be called again after anything that replaced parameters one by one, such as `to_empty`.
+        """
+        for name, shared in self.tied_parameters.items():
+            module, _, parameter = name.rpartition(".")
+            setattr(self.get_submodule(module), parameter, self.get_parameter(shared))
 
     def use_kernel(self, kernel: Kernel) -> None:
         """Set one kernel for all layers."""

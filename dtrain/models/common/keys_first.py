@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtrain.attention.kernels import Gathering
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
+from dtrain.models.common.micro_batch import AdapterContext
 
 Compiler = Callable[[Callable[..., tuple[Tensor, ...]]], Callable[..., tuple[Tensor, ...]]]
 
@@ -34,15 +35,15 @@ class KeysFirst:
         exchange = KeyExchange(self, mask)
         return exchange.before, exchange
 
-    def _keys(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
+    def _keys(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> as projections take it, and k and v [B, S, kv, hd]"""
         entered = self.attention.enter(self.layer.input_layernorm(hidden))
         # A view of its own: its gradient is added up before that of queries comes to it.
-        return entered, *self.attention.project_keys(entered.view_as(entered), rotary)
+        return entered, *self.attention.project_keys(entered.view_as(entered), rotary, adapters)
 
-    def _queries(self, entered: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
+    def _queries(self, entered: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
         """[B, S, D] -> q [B, S, H, hd], and what else a family's attention takes"""
-        return self.attention.project_queries(entered, rotary)
+        return self.attention.project_queries(entered, rotary, adapters)
 
 
 class KeyExchange:
@@ -52,11 +53,11 @@ class KeyExchange:
         self.of, self.kernel, self.mask = of, of.attention.kernel, mask
         self.wait: Gathering  # for keys and values as `Kernel.over` takes them
 
-    def before(self, hidden: Tensor, *rotary: Tensor) -> tuple[Tensor, ...]:
+    def before(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
         """Compute as `Layer.before`, and begin the exchange in between."""
-        entered, k, v = self.of.keys(hidden, *rotary)
+        entered, k, v = self.of.keys(hidden, adapters, *rotary)
         self.wait = self.kernel.begin_gather(k, v, self.mask)
-        q, *more = self.of.queries(entered, *rotary)
+        q, *more = self.of.queries(entered, adapters, *rotary)
         return q, k, v, *more
 
     def attend(

@@ -1,17 +1,22 @@
 """The linear layer of all families, and the interfaces by which `dtrain.adapters` changes it.
 
-The models import neither adapters nor 4-bit weights. `dtrain.adapters` sets objects on the layers of a model: `held`
-stores a weight in another format (NF4), and `adapter` computes the forward (LoRA, DoRA). `moe` has the counterparts
-for experts.
+The models import neither adapters nor 4-bit weights. `dtrain.adapters` sets objects on the layers of a model:
+
+    weight_storage   stores the weight in another format, for example NF4
+    wrapper          computes the forward in place of the layer, for example LoRA
+
+Neither owns tensors. They read parameters that are registered on the layer, by name, so that tensor parallelism, FSDP,
+the optimizer and checkpoints handle these like any other parameter. `moe` has the counterparts for experts.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.base.batch import Batch
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 ReadParameter = Callable[[str], Tensor]
@@ -49,18 +54,22 @@ class LinearWrapper(Protocol):
 
     scale: float
 
-    def __call__(self, layer: "Linear", x: Tensor) -> Tensor:
-        """Return the output of `layer`, [.., in] -> [.., out]."""
+    def __call__(self, layer: "Linear", x: Tensor, context: AdapterContext | None) -> Tensor:
+        """Return the output of `layer` in the micro-batch of `context`, [.., in] -> [.., out]."""
 
 
 class WrapperState(Protocol):
-    """State that the wrappers of a model share (`adapters.lora.AdapterState`)."""
+    """State that the wrappers of a model share.
 
-    config: Any  # an `adapters.config.AdapterConfig`, which models do not import
+    Attributes:
+        on: Whether the wrappers take part. If not, each layer computes its own forward.
+        step: The optimizer step, from which dropout is computed.
+        dropout: Share of the inputs that the wrappers drop in training.
+    """
+
     on: bool
     step: int
     dropout: float
-    tokens: Tensor | None
 
     def numbers(self, batch: Batch) -> Tensor:
         """Return the number of each token from which dropout is computed, [B, S] int64."""
@@ -70,32 +79,34 @@ class Linear(LocalParameters, nn.Linear):
     """A linear layer of a block.
 
     Attributes:
-        held: Storage of its weight in its parameters.
-        adapter: What computes its forward in place of the layer. None without an adapter.
+        weight_storage: Storage of the weight in the layer's parameters.
+        wrapper: Computes the forward in place of the layer. None leaves the forward as it is.
         tp: Set by the style `rowwise`, under which a rank stores some of the weight's columns.
         cut: Set by the style `sequence`, which may divide the tokens of the input.
         key_heads: Number of key heads, in a projection to keys or values.
     """
 
-    held: WeightStorage = PlainWeight()
-    adapter: LinearWrapper | None = None
+    weight_storage: WeightStorage = PlainWeight()
+    wrapper: LinearWrapper | None = None
     tp: TensorParallel | None = None
     cut: TensorParallel | None = None
     key_heads: int | None = None
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    lora_magnitude: nn.Parameter
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]"""
-        if self.adapter is not None:
-            return self.adapter(self, x)
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
+        """Compute the layer's output, [..., in] -> [..., out].
+
+        Args:
+            x: [..., in].
+            adapters: The micro-batch's context for the wrapper. None drops nothing.
+        """
+        if self.wrapper is not None:
+            return self.wrapper(self, x, adapters)
         bias = None if self.bias is None else self.local("bias")
         return self.product(x, bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x · Wᵀ + bias without the adapter, [..., in] -> [..., out]."""
-        return self.held.product(x, bias, self.local)
+        """Compute x · Wᵀ + bias without the wrapper, [..., in] -> [..., out]."""
+        return self.weight_storage.product(x, bias, self.local)
 
     def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return W as a dense tensor in the dtype of computation.
@@ -108,5 +119,5 @@ class Linear(LocalParameters, nn.Linear):
             [out, in].
         """
         if part is None:
-            return self.held.matrix(self.local)
-        return self.held.matrix(lambda name: part(getattr(self, name)))
+            return self.weight_storage.matrix(self.local)
+        return self.weight_storage.matrix(lambda name: part(getattr(self, name)))

@@ -3,7 +3,7 @@
 Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
 followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
 Activation checkpointing calls a layer a second time with the same arguments, so it also recomputes with the
-micro-batch's own context. The dropout of adapters is not part of the context yet (`adapters.lora.AdapterState`).
+micro-batch's own context. So does the dropout of adapters, which `AdapterContext` describes.
 
 Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 2 tokens of padding) on 2 cp ranks:
 
@@ -15,8 +15,8 @@ Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 
 3. `Decoder.states` makes one `LayerContext` for each layer: rotary tables of [2, 4, 1, hd], the attention kernel's form
    of the mask, and `is_real` [2, 4], which is False on padding. Layers of one type share these tensors.
 4. A layer is called as `layer(hidden, layer_context)`. `hidden` stays a tensor argument of its own because FSDP2 and
-   activation checkpointing find the tensors of the graph among the arguments. Compiled parts of a layer get tensors
-   only.
+   activation checkpointing find the tensors of the graph among the arguments. The layer passes `layer_context.adapters`
+   to its linear layers. Compiled parts of a layer get tensors and this context only.
 5. A sparse layer reads `layer_context.routing` and stores its counts and its balance loss in `routing.record`.
 6. The policy reads the record after the forward.
 
@@ -26,6 +26,7 @@ Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 
 | `inference/engine.py` | builds one with a KV cache, and reads the record's choices for routing replay |
 | `parallel/tensor.py` `Stack` | `padded`, `cache` |
 | `decoder.py` `Decoder` | all fields; makes the layers' contexts |
+| `adapters/lora.py` | `AdapterContext`, which `memory/tiles.py` cuts tile by tile |
 | `moe.py` `SparseMLP` | `LayerContext.is_real` and `routing`; writes the record |
 | `memory/activation_offload.py` | `LayerContext.shared_values`, which stay on the device |
 """
@@ -51,6 +52,23 @@ PADDING_POSITION = 2**30
 
 
 @dataclass(frozen=True, eq=False)
+class AdapterContext:
+    """What adapters of linear layers read about one micro-batch.
+
+    Attributes:
+        dropout_tokens: A number for each token, from which dropout is computed, [B, S/cp] int64. None drops nothing.
+    """
+
+    dropout_tokens: Tensor | None = None
+
+    def padded(self, missing: int) -> "AdapterContext":
+        """Return the context of rows with `missing` more tokens of padding at their ends."""
+        if self.dropout_tokens is None:
+            return self
+        return replace(self, dropout_tokens=F.pad(self.dropout_tokens, (0, missing)))
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatchContext:
     """One micro-batch's forward, except for its token ids. The defaults describe rows of one document each.
 
@@ -62,6 +80,7 @@ class MicroBatchContext:
         images: Images among the tokens.
         cache: KV cache that attends in place of kernel and mask. `position_ids` and `seq_ids` are then not read.
         routing: Routing in the sparse layers. None lets the router decide everywhere and records nothing.
+        adapters: Dropout of adapters. None drops nothing.
         num_tokens: Tokens of a row without the padding that sequence parallel adds. None if it added none.
     """
 
@@ -71,6 +90,7 @@ class MicroBatchContext:
     images: Images | None = None
     cache: Cached | None = None
     routing: MicroBatchRouting | None = None
+    adapters: AdapterContext | None = None
     num_tokens: int | None = None
 
     def padded(self, num_tokens: int, missing: int) -> "MicroBatchContext":
@@ -88,12 +108,13 @@ class MicroBatchContext:
             seq_ids=seq_ids,
             images=None if self.images is None else self.images.padded(missing),
             routing=None if self.routing is None else self.routing.padded(missing),
+            adapters=None if self.adapters is None else self.adapters.padded(missing),
             num_tokens=num_tokens,
         )
 
     def of_another_model(self) -> "MicroBatchContext":
-        """Return the same rows for another model, such as a teacher, whose own router decides."""
-        return replace(self, routing=None)
+        """Return the same rows for another model, such as a teacher, with its own router and no dropout."""
+        return replace(self, routing=None, adapters=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +127,7 @@ class LayerContext:
         cache: KV cache. None in training.
         is_real: Which tokens are not padding, [B, S] bool. None if all are.
         routing: Routing in sparse layers.
+        adapters: Dropout of adapters in the layer.
     """
 
     rotary: Rotary
@@ -113,6 +135,7 @@ class LayerContext:
     cache: Cached | None = None
     is_real: Tensor | None = None
     routing: MicroBatchRouting | None = None
+    adapters: AdapterContext | None = None
 
     def shared_values(self) -> tuple[Any, ...]:
         """Return the tensors, or nested lists and tuples of tensors, that other layers of the micro-batch also read."""

@@ -1,9 +1,11 @@
-"""A mixture of experts in the place of a layer's MLP: each token's router, the experts' stacks, and their sum.
+"""A mixture of experts in place of a layer's MLP: the router, the stacked experts and their weighted sum.
 
-Routing is computed in max(float32, the dtype); ties go to the lower expert. No token is dropped, padding is not routed,
+Routing is computed in float32 or better, and ties go to the lower expert. No token is dropped, padding is not routed,
 and an expert without a token has a gradient of zeros. A token's results are added in the order of its experts, on the
-rank that has the token (`parallel.experts` has the way there and back). Letters as in `decoder`; T tokens of B rows,
-E experts, k of them a token.
+token's own rank. `parallel.experts` sends rows to the experts' ranks and back.
+
+Letters are those of `decoder`, with T tokens in B rows, E experts, and k experts for each token. For example, 2 rows of
+4 tokens with k = 2 make 16 rows of the experts' input, sorted by expert; `counts` [E] has the rows of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +21,14 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import GatedMLP, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.linear import Linear, PlainWeight, ReadParameter
-from dtrain.models.common.micro_batch import LayerContext
+from dtrain.models.common.micro_batch import AdapterContext, LayerContext
 from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
 
 Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
 
-# Of a sparse MLP, beside the plan of its model.
+# Tensor-parallel styles of a sparse MLP. A model adds them to its own plan.
 SPARSE_PLAN = {
     "model.layers.*.mlp.gate": "router",
     "model.layers.*.mlp.experts.gate_proj": "expert_colwise",
@@ -91,12 +93,15 @@ class OutputWrapper(Protocol):
 
 
 class Router(LocalParameters):
-    """The router: the experts of each token and their weights: softmax over all, the k largest. adapter: as of
-    `ExpertLinear`."""
+    """Router that chooses the k experts of each token with the largest probabilities.
 
-    adapter: OutputWrapper | None = None
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
+    Attributes:
+        wrapper: Adds to the logits. None leaves them as they are.
+        top: Number of experts of a token, k.
+        normed: Whether the weights of a token's experts are divided by their sum.
+    """
+
+    wrapper: OutputWrapper | None = None
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
@@ -104,20 +109,33 @@ class Router(LocalParameters):
         self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
         self.top, self.normed = sizes.top, sizes.normed
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [T, D] -> [T, E]"""
+    def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
+        """Compute the logits, [T, D] -> [T, E]."""
         out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
-        return out if self.adapter is None else self.adapter(self, x, out)
+        return out if self.wrapper is None else self.wrapper(self, x, out)
 
-    def forward(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D] -> experts [T, k] int64, ascending, their weights [T, k] in x's dtype, and the shares of all, [T, E]
-        in max(float32, it). choose: may put others in the place of the likeliest ones"""
-        chosen, weights, shares = self.routed(x, choose)
+    def forward(
+        self, x: Tensor, choose: Choose | None = None, adapters: AdapterContext | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the experts of each token.
+
+        Args:
+            x: [T, D].
+            choose: Replaces the router's choices. None keeps them.
+            adapters: Dropout of adapters.
+
+        Returns:
+            The experts, [T, k] int64, ascending; their weights, [T, k] in the dtype of `x`; and the probabilities of
+            all experts, [T, E] in float32 or better.
+        """
+        chosen, weights, shares = self.routed(x, choose, adapters)
         return chosen, weights.to(x.dtype), shares
 
-    def routed(self, x: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `forward` does, the weights [T, k] not yet rounded"""
-        shares = self.logits(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    def routed(
+        self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute as `forward`, with weights [T, k] that are not rounded to the dtype of `x`."""
+        shares = self.logits(x, adapters).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         chosen = likeliest(shares.detach(), self.top)
         chosen = chosen if choose is None else choose(chosen)
         weights = shares.gather(1, chosen)
@@ -127,44 +145,59 @@ class Router(LocalParameters):
 
 
 class PlainStack(PlainWeight):
-    """Matrices [E, out, in] of experts, held as the parameter `weight`."""
+    """Storage of W in one parameter, `weight` [E, out, in]."""
 
     def grouped(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
-        """x [m, in], sorted by expert, counts [E/ep] of each -> [m, out]"""
+        """Override `ExpertStorage.grouped`: [m, in] -> [m, out]."""
         return grouped(x, read("weight"), counts)
 
 
 class ExpertLinear(LocalParameters):
-    """A matrix of every expert, and its bias, where it has one. held: its weight, as its parameters hold it. adapter:
-    what it adds (`adapters.lora`)."""
+    """A linear layer of every expert, with stacked weights [E, out, in] and optional biases [E, out].
 
-    held: ExpertStorage = PlainStack()
-    adapter: OutputWrapper | None = None
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
+    Attributes:
+        weight_storage: Storage of the weights in the layer's parameters.
+        wrapper: Adds to the output. None leaves it as it is.
+        num_experts: Number of experts E on all ranks.
+        in_features: Size of the input.
+        out_features: Size of the output.
+    """
 
-    def __init__(self, count: int, columns: int, rows: int, bias: bool = False):
+    weight_storage: ExpertStorage = PlainStack()
+    wrapper: OutputWrapper | None = None
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, rows, columns))
-        self.register_parameter("bias", nn.Parameter(torch.empty(count, rows)) if bias else None)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, out_features)) if bias else None)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says -> [m, out]"""
-        out = self.held.grouped(x, counts, self.local)
+        """Compute each row's product with the matrix of its expert.
+
+        Args:
+            x: Rows sorted by expert, [m, in].
+            counts: Rows of each expert on this rank, [E/ep] int64.
+
+        Returns:
+            [m, out].
+        """
+        out = self.weight_storage.grouped(x, counts, self.local)
         out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
-        return out if self.adapter is None else self.adapter(self, x, out, counts)
+        return out if self.wrapper is None else self.wrapper(self, x, out, counts)
 
     def extra_repr(self) -> str:
-        count, rows, columns = getattr(self.held, "shape", None) or self.weight.shape
-        return f"{count} of {columns} -> {rows}"
+        return f"{self.num_experts} of {self.in_features} -> {self.out_features}"
 
     def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """W [E, out, in], as `Linear.matrix`"""
-        return self.held.matrix(self.local if part is None else lambda name: part(getattr(self, name)))
+        """Return W [E, out, in] as a dense tensor, as `Linear.matrix` does."""
+        if part is None:
+            return self.weight_storage.matrix(self.local)
+        return self.weight_storage.matrix(lambda name: part(getattr(self, name)))
 
 
 class GatedExperts(Experts):
-    """down(act(gate(x)) · up(x)) of every expert."""
+    """Gated MLPs of all experts, down(act(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
@@ -177,11 +210,22 @@ class GatedExperts(Experts):
             self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, D], sorted by expert, counts [E] of each -> their experts' results [n, D], as `on_their_ranks`"""
+        """Compute rows with their experts, on the experts' ranks.
+
+        Args:
+            rows: Rows sorted by expert, [n, D].
+            counts: Rows of each expert, [E] int64.
+
+        Returns:
+            [n, D].
+
+        Collectives:
+            Those of `on_their_ranks`.
+        """
         return self.on_their_ranks(rows, counts, self.compute)
 
     def compute(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [m, D] of this rank's experts, counts [E/ep] of each -> [m, D]"""
+        """Compute rows of this rank's experts, [m, D] -> [m, D]. counts: rows of each, [E/ep] int64."""
         return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
 
 
@@ -204,7 +248,11 @@ class SparseMLP(Block):
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
 
     def forward(
-        self, hidden: Tensor, is_real: Tensor | None = None, micro_batch: MicroBatchRouting | None = None
+        self,
+        hidden: Tensor,
+        is_real: Tensor | None = None,
+        micro_batch: MicroBatchRouting | None = None,
+        adapters: AdapterContext | None = None,
     ) -> Tensor:
         """Compute the experts' weighted sum, [B, S, D].
 
@@ -212,11 +260,12 @@ class SparseMLP(Block):
             hidden: [B, S, D].
             is_real: Which tokens are not padding, [B, S] bool. None if all are.
             micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
+            adapters: Dropout of adapters in the shared expert and its gate. Adapters of experts have no dropout.
         """
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
         choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
-        chosen, weights, shares = self.route(x, choose)
+        chosen, weights, shares = self.route(x, choose, adapters)
         num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
         order, counts = by_expert(chosen, self.experts.count, is_real, num_real_tokens)
         if micro_batch is not None:
@@ -226,12 +275,13 @@ class SparseMLP(Block):
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            mixed = mixed + self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+            gate = self.shared_expert_gate(hidden, adapters).sigmoid()
+            mixed = mixed + gate * self.shared_expert(hidden, adapters)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
-    def route(self, x: Tensor, choose: Choose | None) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> tuple[Tensor, Tensor, Tensor]:
         """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
-        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose))
+        return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose, adapters))
 
     def seen(self, x: Tensor) -> Tensor:
         """Return what experts see of x, [T, D]; a family may norm it."""
@@ -248,7 +298,15 @@ def share_routing(model: nn.Module, num_experts: int) -> Routing:
 
 
 def likeliest(shares: Tensor, top: int) -> Tensor:
-    """The experts [T, top] of the largest of shares [T, E], none below 0; ascending. Of equal ones the lower expert."""
+    """Return the experts with the largest probabilities. Of equal ones the lower expert is chosen.
+
+    Args:
+        shares: Probabilities, [T, E], none below 0.
+        top: Number of experts of a token.
+
+    Returns:
+        [T, top] int64, ascending.
+    """
     if shares.dtype != torch.float32:
         return shares.sort(stable=True, dim=-1, descending=True).indices[:, :top].sort(-1).values
     count = shares.shape[1]
@@ -258,9 +316,17 @@ def likeliest(shares: Tensor, top: int) -> Tensor:
 
 
 def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
-    """The places of chosen [T, k], counted row by row, sorted by their expert, [n] int64, and how many each of `count`
-    experts has, [count] int64. Those of tokens that are not real are left out; tokens: how many are, for which the host
-    waits where it is not known."""
+    """Sort the choices of tokens by expert.
+
+    Args:
+        chosen: Experts of each token, [T, k] int64.
+        count: Number of experts, E.
+        real: Which tokens are not padding, [T] or [B, S] bool. None if all are. The others are left out.
+        tokens: Number of tokens that are not padding. None lets the host wait for the device to count them.
+
+    Returns:
+        Flat indexes into `chosen` in the order of the experts, [n] int64, and the rows of each expert, [E] int64.
+    """
     flat = chosen.flatten()
     if real is not None:
         flat = torch.where(real.flatten().repeat_interleave(chosen.shape[1]), flat, count)
@@ -272,7 +338,7 @@ def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | Non
 
 
 class SparseLayer(PreNormLayer):
-    """A layer whose MLP is sparse, where the config has it so."""
+    """A layer whose MLP is a mixture of experts if the config has one in this layer."""
 
     def add_mlp(self, config: ModelConfig, index: int) -> None:
         self.is_sparse = config.is_sparse(index)
@@ -281,21 +347,41 @@ class SparseLayer(PreNormLayer):
         else:
             super().add_mlp(config, index)
 
-    def feed_forward(self, normed: Tensor, context: LayerContext | None) -> Tensor:
+    def feed_forward(self, normed: Tensor, adapters: AdapterContext | None, context: LayerContext | None) -> Tensor:
         """Override `PreNormLayer.feed_forward`: [B, S, D] -> [B, S, D]"""
         if context is None:
-            return super().feed_forward(normed, context)  # a dense layer
-        return cast(Tensor, self.mlp(normed, context.is_real, context.routing))
+            return super().feed_forward(normed, adapters, context)  # a dense layer
+        return cast(Tensor, self.mlp(normed, context.is_real, context.routing, adapters))
 
 
 def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [m, in], sorted by expert, as many rows of each as counts [E/ep] says, weight [E/ep, out, in] -> [m, out]"""
+    """Multiply each row by the matrix of its expert, with gradients of `x` and `weight`.
+
+    Args:
+        x: Rows sorted by expert, [m, in].
+        weight: This rank's matrices, [E/ep, out, in].
+        counts: Rows of each expert, [E/ep] int64.
+
+    Returns:
+        x · W[e]ᵀ for the expert e of each row, [m, out].
+    """
     return cast(Tensor, _Grouped.apply(x, weight, counts))
 
 
 def products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: bool = False) -> Tensor:
-    """x [m, in] · W[e]ᵀ of each row's expert, [m, out], or with `back` x [m, out] · W[e], [m, in], without autograd.
-    stack: W [E/ep, out, in]; one in 4 bits is dequantised whole for a grouped product, else a matrix at a time."""
+    """Multiply each row by the matrix of its expert, without autograd.
+
+    A stack in 4 bits is dequantised at once for a fused product, and otherwise one matrix at a time.
+
+    Args:
+        x: Rows sorted by expert, [m, in], or [m, out] with `back`.
+        stack: This rank's matrices W, [E/ep, out, in].
+        counts: Rows of each expert, [E/ep] int64.
+        back: Multiply by W[e], as the backward does, instead of W[e]ᵀ.
+
+    Returns:
+        [m, out], or [m, in] with `back`.
+    """
     if _is_fused(x, stack):
         whole = stack[:]
         return F.grouped_mm(x, whole if back else whole.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
@@ -306,7 +392,7 @@ def products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: bool = F
 
 
 class _Grouped(torch.autograd.Function):
-    """x [m, in] · W[e]ᵀ of each row's expert. torch's grouped product takes no float64, and on a CPU it is a loop."""
+    """Autograd of `grouped`. torch's grouped product takes no float64, and on a CPU it is a loop."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -329,21 +415,25 @@ class _Grouped(torch.autograd.Function):
 
 
 def _owners(counts: Tensor, x: Tensor) -> Tensor:
-    """[m, E] in the dtype of x [m, in]: 1 where the row is the expert's. Its products add up what is each expert's in
-    one order, on every device."""
+    """Return a one-hot matrix of the expert of each row, [m, E] in the dtype of `x`.
+
+    A product with it adds up the rows of each expert in the same order on every device.
+    """
     experts = torch.arange(len(counts), device=x.device)
     return (experts.repeat_interleave(counts, output_size=len(x))[:, None] == experts).to(x.dtype)
 
 
 def _is_fused(x: Tensor, weight: ExpertMatrices) -> bool:
-    # Its rows begin at multiples of 16 bytes, which those of an adapter's rank may not.
+    # The fused product needs rows that begin at multiples of 16 bytes. Rows as long as an adapter's rank may not.
     is_aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
     return x.is_cuda and is_aligned and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
-    """Yield for each expert that has rows its number and its rows of each tensor [m, ..]. The host waits for the
-    counts."""
+    """Return the number of each expert that has rows, and its rows of each tensor [m, ..].
+
+    The host waits for the device to compute `counts`.
+    """
     sizes = on_host(counts, len(tensors[0]))
     parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

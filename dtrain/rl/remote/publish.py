@@ -337,7 +337,7 @@ def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mappi
     layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
     for name, tensor in tensors.items():
-        adapter = layers[name.rpartition(".")[0]].adapter
+        adapter = layers[name.rpartition(".")[0]].wrapper
         assert adapter is not None
         tensors[name] = folded(name, tensor, rank, adapter.scale)
     plain = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})

@@ -238,10 +238,10 @@ def _check_weights(
     assert start.weights is not None and meta is not None
     store, step = start.weights
     state = store.read_state(step)
-    adapters = meta.model.adapters
-    if adapters is not None:
+    own_config = adapter_config(meta.model)
+    if own_config is not None:
         adaptable_layers = adaptable(meta.model.config)
-        _check_adapter(recipe, adaptable_layers, adapters.config, state["recipe"], store.path(step))
+        _check_adapter(recipe, adaptable_layers, own_config, state["recipe"], store.path(step))
     weights = weights_of(meta.model, store, step)
     saved, ours = state.get("identities", {}).get("model.weights"), identities.get("model.weights")
     if not weights.is_whole and "model.config" in identities and saved != ours:
