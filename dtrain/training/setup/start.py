@@ -238,8 +238,11 @@ def _check_weights(
     assert start.weights is not None and meta is not None
     store, step = start.weights
     state = store.read_state(step)
-    own_config = adapter_config(meta.model)
-    if own_config is not None:
+    if recipe.lora is not None:
+        from dtrain.adapters.lora import adapter_config  # a run without an adapter does not load it
+
+        own_config = adapter_config(meta.model)
+        assert own_config is not None, "the recipe has the section lora"
         adaptable_layers = adaptable(meta.model.config)
         _check_adapter(recipe, adaptable_layers, own_config, state["recipe"], store.path(step))
     weights = weights_of(meta.model, store, step)
