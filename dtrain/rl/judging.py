@@ -12,13 +12,16 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.encoder import describe
-from dtrain.data.formats.prompts import Prompt, PromptEncoder, normalise_prompt
+from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions, normalise_prompt
 from dtrain.data.sources.files import formats_of, read_chunks, read_rows
+from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.images import prompt_images
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
@@ -192,6 +195,93 @@ def open_judges(
     together = max(map(judge.together, judges))
     bounds = [judge.seconds_for(options, together) for options in judges]
     return Rewards(rewards, timeout=max(timeout, *bounds), say=say, key=key), together
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """How the prompts of an evaluation are read and answered: by `eval` of a run, and by `dtrain eval`.
+
+    Attributes:
+        sampling: How answers are sampled. The tokenizer's end tokens are added to it.
+        samples: Answers for each prompt.
+        seed: Seed of the sampling.
+        pass_reward: The smallest reward with which an answer passes.
+        system_prompt: A system message for prompts without one.
+        prompts_as: How plain strings are read, as in `data.prompts_as`.
+        limit: Use only the first N prompts. None: all.
+        format: Format of the rows.
+        columns: The files' own names of columns.
+        columns_key: The key of `columns`, for messages.
+    """
+
+    sampling: SamplingParams
+    samples: int
+    seed: int
+    pass_reward: float
+    system_prompt: str | None
+    prompts_as: str
+    limit: int | None
+    format: str = "auto"
+    columns: Mapping[str, str] = MappingProxyType({})
+    columns_key: str = "data.train.columns"
+
+
+@dataclass(frozen=True)
+class PreparedQuestions:
+    """The questions of an evaluation, and lines on how they were read."""
+
+    questions: Questions
+    notes: Sequence[str]
+
+
+def prepare_questions(
+    label: str,
+    files: Sequence[Path],
+    options: QuestionOptions,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    positions: int,
+    images: "ImageReader | None",
+) -> PreparedQuestions:
+    """Read the prompts of `files` and encode them for a model.
+
+    Args:
+        label: The name of the files in notes, such as "eval.math".
+        files: Files of prompts.
+        options: How they are read and answered.
+        tokenizer: The model's tokenizer.
+        template: The model's chat template, if it has one.
+        positions: The model's positions, which prompt and answer share.
+        images: Reads images of prompts. None: prompts have none.
+
+    Raises:
+        UserError: If a row is wrong, with file and line.
+    """
+    max_new_tokens = options.sampling.max_new_tokens
+    prompt_options = PromptOptions.within(positions, max_new_tokens, options.system_prompt)
+    encoder = PromptEncoder(
+        tokenizer,
+        template,
+        max_length=positions,
+        options=prompt_options,
+        prompts_as=options.prompts_as,
+        images=images,
+    )
+    items = read_questions(
+        files, encoder, options.limit, format=options.format, columns=options.columns, key=options.columns_key
+    )
+    sampling = replace(options.sampling, stop_ids=tuple(tokenizer.eos_ids))
+    has_images = any(item.images for item in items)
+    questions = Questions(
+        items,
+        options.samples,
+        sampling,
+        options.seed,
+        prompt_options.room,
+        options.pass_reward,
+        reader=images if has_images else None,
+    )
+    return PreparedQuestions(questions, plain_prompts_of(label, items, encoder))
 
 
 def read_questions(

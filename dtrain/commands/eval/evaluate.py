@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from dtrain.base.nested_columns import example_row
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.base_weights import step_around
 from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import resolve
 from dtrain.inference.engine import Engine
@@ -25,13 +25,13 @@ from dtrain.inference.generate import choose_device, choose_dtype, image_problem
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.judging import (
+    QuestionOptions,
     Questions,
     Report,
     ScoredAnswer,
     have_images,
     open_judges,
-    plain_prompts_of,
-    read_questions,
+    prepare_questions,
 )
 from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.rl.rewards.columns import lacking_columns_of
@@ -69,29 +69,31 @@ def evaluate(arguments: Namespace) -> Report:
             raise UserError(
                 f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
             )
-        options = PromptOptions.within(length, new, arguments.system)
         template = loaded.template(arguments.chat_template, arguments.template_kwargs)
         refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
         chosen, trained_plain = (arguments.prompts_as, 0) if arguments.prompts_as else trained_as(arguments.directory)
-        prompts_as = evaluated_as(chosen, trained_plain, template)
-        encoder = PromptEncoder(
-            tokenizer, template, max_length=length, options=options, prompts_as=prompts_as, images=images
-        )
         sampling = SamplingParams(
             new,
             arguments.temperature,
             arguments.top_k,
             arguments.top_p,
             arguments.min_p,
-            stop_ids=tuple(tokenizer.eos_ids),
             stop=tuple(arguments.stop),
         )
-        rows = read_questions(files, encoder, arguments.limit)
-        for line in plain_prompts_of("DATA", rows, encoder):
-            print(in_options(line), file=sys.stderr)
-        questions = Questions(
-            rows, arguments.samples, sampling, arguments.seed, options.room, arguments.pass_reward, together, images
+        options = QuestionOptions(
+            sampling=sampling,
+            samples=arguments.samples,
+            seed=arguments.seed,
+            pass_reward=arguments.pass_reward,
+            system_prompt=arguments.system,
+            prompts_as=evaluated_as(chosen, trained_plain, template),
+            limit=arguments.limit,
         )
+        prepared = prepare_questions("DATA", files, options, tokenizer, template, length, images)
+        for line in prepared.notes:
+            print(in_options(line), file=sys.stderr)
+        questions = replace(prepared.questions, together=together)
+        rows = questions.items
         columns = example_row(row.prompt.columns for row in rows)
         problems = lacking_columns_of(rewards, [columns])
         if problems:

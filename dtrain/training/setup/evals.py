@@ -12,7 +12,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.problems import Problem, RecipeError, problems_in
 from dtrain.data.formats.encoder import evaluated_as
 from dtrain.data.formats.formats import detect
-from dtrain.data.formats.prompts import PromptEncoder, PromptOptions, normalise_prompt
+from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import first_row, formats_of, parse, read_chunks
 from dtrain.data.sources.files import resolve as find_files
@@ -20,7 +20,7 @@ from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
-from dtrain.rl.judging import Questions, plain_prompts_of, read_questions
+from dtrain.rl.judging import QuestionOptions, Questions, prepare_questions
 from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.find import BUILT_IN
 from dtrain.rl.rewards.math_answers import answer_in
@@ -212,43 +212,47 @@ def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _Read
     Raises:
         UserError: If a row is wrong or too long.
     """
-    recipe, section, tokenizer = inputs.recipe, eval_set.section, inputs.source.tokenizer
-    positions = inputs.source.config.max_position_embeddings
-    sampling = section.sampling
-    max_new_tokens = sampling.max_new_tokens or longest_answer(positions)
-    options = PromptOptions.within(positions, max_new_tokens, section.system_prompt)
-    template = inputs.source.template
-    prompts_as = evaluated_as(recipe.data.prompts_as, plain_prompts, template)
-    reader = image_reader(recipe.data, tokenizer, inputs.cache)
-    encoder = PromptEncoder(
-        tokenizer, template, max_length=positions, options=options, prompts_as=prompts_as, images=reader
+    recipe, section, source = inputs.recipe, eval_set.section, inputs.source
+    positions = source.config.max_position_embeddings
+    chosen = section.sampling
+    sampling = SamplingParams(
+        chosen.max_new_tokens or longest_answer(positions),
+        chosen.temperature,
+        chosen.top_k,
+        chosen.top_p,
+        stop=tuple(chosen.stop),
+    )
+    options = QuestionOptions(
+        sampling=sampling,
+        samples=section.samples,
+        seed=recipe.run.seed,
+        pass_reward=section.pass_reward,
+        system_prompt=section.system_prompt,
+        prompts_as=evaluated_as(recipe.data.prompts_as, plain_prompts, source.template),
+        limit=section.limit,
+        format=section.format,
+        columns=section.columns,
+        columns_key=f"{eval_set.key}.columns",
     )
     files = find_files(section.path or [], f"{eval_set.key}.path", section, inputs.cache)
-    columns_key = f"{eval_set.key}.columns"
-    prompts = read_questions(
-        files, encoder, section.limit, format=section.format, columns=section.columns, key=columns_key
-    )
-    for prompt in prompts:
-        if len(prompt.ids) > options.room:
+    images = image_reader(recipe.data, source.tokenizer, inputs.cache)
+    prepared = prepare_questions(eval_set.key, files, options, source.tokenizer, source.template, positions, images)
+    _refuse_long_prompts(eval_set, prepared.questions, positions)
+    rewards = [_with_cache(inputs, reward) for reward in rewards_of(eval_set, files)]
+    return _ReadSet(prepared.questions, rewards, list(prepared.notes))
+
+
+def _refuse_long_prompts(eval_set: EvalSet, questions: Questions, positions: int) -> None:
+    """Raise RecipeError for a prompt that leaves no room for its answer. `dtrain eval` cuts such prompts instead."""
+    for question in questions.items:
+        if len(question.ids) > questions.room:
             key = f"{eval_set.key}.sampling.max_new_tokens"
             text = (
-                f"{prompt.place}: the prompt has {len(prompt.ids)} tokens. With {max_new_tokens} tokens for an answer, "
-                f"the model's {positions} positions have room for {options.room}"
+                f"{question.place}: the prompt has {len(question.ids)} tokens. With "
+                f"{questions.sampling.max_new_tokens} tokens for an answer, the model's {positions} positions have "
+                f"room for {questions.room}"
             )
             raise RecipeError([Problem(key, text, f"Set a smaller {key}, or leave the row out")])
-    sampling_params = SamplingParams(
-        max_new_tokens,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        stop_ids=tuple(tokenizer.eos_ids),
-        stop=tuple(sampling.stop),
-    )
-    questions = Questions(prompts, section.samples, sampling_params, recipe.run.seed, options.room, section.pass_reward)
-    if any(prompt.images for prompt in prompts):
-        questions = replace(questions, reader=reader)
-    rewards = [_with_cache(inputs, reward) for reward in rewards_of(eval_set, files)]
-    return _ReadSet(questions, rewards, plain_prompts_of(eval_set.key, prompts, encoder))
 
 
 def _with_cache(inputs: RunInputs, reward: Reward) -> Reward:
