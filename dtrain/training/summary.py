@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,22 +11,43 @@ from torch import nn
 
 from dtrain import __version__
 from dtrain.models.common.flops import weights_in
+from dtrain.parallel.runtime import Runtime
+from dtrain.policy import Policy
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource
 from dtrain.training import eval_sets
-from dtrain.training.metrics import records
+from dtrain.training.metrics import Recorder, records
 from dtrain.training.metrics.terminal import one_line, plot
 from dtrain.training.setup import schedule as scheduling
 from dtrain.training.setup import sizes as sizing
 from dtrain.training.sizing import MACHINE
+from dtrain.training.spec import RunSpec
 
 if TYPE_CHECKING:
     from dtrain.methods import Method
-    from dtrain.training.trainer import Trainer
 
 LABEL = 10  # characters of a label with the blanks behind it
 PLOTTED = 8  # values from which on a curve is drawn
 SHOWN = 60  # characters of an answer
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run whose model is built.
+
+    Attributes:
+        spec: The run's spec.
+        policy: Its model.
+        runtime: This rank.
+        recorder: The sinks of its metrics.
+        before_gib: Memory of this process before the model was built, in GiB.
+    """
+
+    spec: RunSpec
+    policy: Policy
+    runtime: Runtime
+    recorder: Recorder
+    before_gib: float
 
 
 def labelled(label: str, text: str) -> str:
@@ -33,15 +55,15 @@ def labelled(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def opening(trainer: "Trainer") -> Iterator[str]:
+def opening(run: BuiltRun) -> Iterator[str]:
     """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it."""
-    written = trainer.spec.written
-    recipe, sizes, policy, rows = trainer.recipe, trainer.spec.sizes, trainer.policy, trainer.rows
+    written = run.spec.written
+    recipe, sizes, policy, rows = run.spec.recipe, run.spec.sizes, run.policy, run.spec.rows["train"]
     count, trained = _parameters(policy.model)
     of_it = "" if trained == count else f" ({_short(trained)} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {_short(count)} parameters{of_it}, init {recipe.model.init}")
     if policy.model.config.vision is not None:
-        yield labelled("vision", _vision(trainer))
+        yield labelled("vision", _vision(run))
     elif policy.model.config.is_text_tower and recipe.model.init != "scratch":
         yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
     counted = written.train.global_batch == "auto" or recipe.train.epochs is not None
@@ -56,11 +78,11 @@ def opening(trainer: "Trainer") -> Iterator[str]:
         f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
         f"{sizes.accumulation} × dp {sizes.dp}",
     )
-    yield from trainer.runtime.chosen
-    yield labelled("steps", _steps(trainer))
-    if recipe.train.validate_every == "auto" and trainer.spec.validate_every is not None:
-        yield labelled("", f"a validation every {trainer.spec.validate_every} of them (auto), and at the end")
-    yield from trainer.method.choices
+    yield from run.runtime.chosen
+    yield labelled("steps", _steps(run))
+    if recipe.train.validate_every == "auto" and run.spec.validate_every is not None:
+        yield labelled("", f"a validation every {run.spec.validate_every} of them (auto), and at the end")
+    yield from run.spec.method.choices
     yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
     if policy.device.type == "cuda":
         kernel = policy.model.model.kernel
@@ -70,29 +92,29 @@ def opening(trainer: "Trainer") -> Iterator[str]:
             yield "linear attention: " + (f"torch{why}" if policy.model.model.flash_delta is None else "fla")
     if policy.model.uncompiled is not None:
         yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
-    yield from _notes(trainer)
-    yield from trainer.metrics.choices
+    yield from _notes(run)
+    yield from run.recorder.choices
 
 
-def about(trainer: "Trainer", planned: int = 0) -> dict[str, Any]:
+def about(run: BuiltRun, planned: int = 0) -> dict[str, Any]:
     """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
-    device, (parameters, trained) = trainer.policy.device, _parameters(trainer.policy.model)
+    device, (parameters, trained) = run.policy.device, _parameters(run.policy.model)
     is_cuda = device.type == "cuda"
     return {
         "dtrain": __version__,
         "torch": torch.__version__,
         "started": time.time(),
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
-        "world_size": trainer.spec.sizes.world_size,
-        "mesh": {**trainer.spec.sizes.shape, "ep": trainer.spec.sizes.ep},
-        "batch": {name: getattr(trainer.spec.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
-        "compute": str(trainer.policy.precision.compute).removeprefix("torch."),
+        "world_size": run.spec.sizes.world_size,
+        "mesh": {**run.spec.sizes.shape, "ep": run.spec.sizes.ep},
+        "batch": {name: getattr(run.spec.sizes, name) for name in ("global_batch", "micro_batch", "accumulation")},
+        "compute": str(run.policy.precision.compute).removeprefix("torch."),
         "parameters": parameters,
         "trained": trained,
-        "steps": trainer.total_steps,
+        "steps": run.spec.total_steps,
         "planned": planned or None,
-        MACHINE: dict(trainer.runtime.machine),
-        "memory_before_gib": 0.0 if is_cuda else trainer.before_gib,
+        MACHINE: dict(run.runtime.machine),
+        "memory_before_gib": 0.0 if is_cuda else run.before_gib,
     }
 
 
@@ -107,15 +129,15 @@ def _short(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 
 
-def _vision(trainer: "Trainer") -> str:
-    count, trained = _parameters(*trainer.policy.model.model.vision)
+def _vision(run: BuiltRun) -> str:
+    count, trained = _parameters(*run.policy.model.model.vision)
     part = "trained" if trained == count else f"{_short(trained)} of them trained" if trained else "not trained"
-    key = "lora.target" if trained and trainer.recipe.lora else f"train.vision={trainer.recipe.train.vision}"
+    key = "lora.target" if trained and run.spec.recipe.lora else f"train.vision={run.spec.recipe.train.vision}"
     return f"{_short(count)} parameters, {part} ({key})"
 
 
-def _steps(trainer: "Trainer") -> str:
-    recipe, total = trainer.recipe, trainer.total_steps
+def _steps(run: BuiltRun) -> str:
+    recipe, total = run.spec.recipe, run.spec.total_steps
     schedule, epochs = recipe.scheduler, recipe.train.epochs
     passes = "" if epochs is None else f", {epochs:g} pass{'es' if epochs != 1 else ''} over the data"
     if isinstance(schedule, list):
@@ -127,10 +149,10 @@ def _steps(trainer: "Trainer") -> str:
     return f"{total:,}{passes}; {rate}"
 
 
-def _notes(trainer: "Trainer") -> Iterator[str]:
-    yield from scheduling.warmup_notes(trainer.recipe, trainer.total_steps)
-    yield from trainer.spec.notes
-    yield from sizing.position_notes(trainer.recipe, trainer.spec.source)
+def _notes(run: BuiltRun) -> Iterator[str]:
+    yield from scheduling.warmup_notes(run.spec.recipe, run.spec.total_steps)
+    yield from run.spec.notes
+    yield from sizing.position_notes(run.spec.recipe, run.spec.source)
 
 
 def closing(

@@ -49,7 +49,7 @@ from dtrain.training.eval_sets import better
 from dtrain.training.preflight import shapes
 from dtrain.training.resume import Start
 from dtrain.training.spec import ResolvedRun, resolve
-from dtrain.training.summary import about, closing, opening
+from dtrain.training.summary import BuiltRun, about, closing, opening
 
 if TYPE_CHECKING:
     from dtrain.training.evaluations import Evaluations
@@ -123,6 +123,7 @@ class Trainer:
         self.before_gib = metrics.memory_gib(runtime.device)
         build = partial(build_model, longest_row=self.method.longest_row())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, build, spec.precision)
+        self._built = BuiltRun(spec, self.policy, runtime, self.metrics, self.before_gib)
         self._text_flops = text_flops(self.policy.model)
         self.policy.init_optimizer(self.total_steps)
         self.saver, self.patience = self._open_saver()
@@ -140,7 +141,7 @@ class Trainer:
             self.evaluations = module.Evaluations(spec, self.policy, run)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
-            for line in opening(self):
+            for line in opening(self._built):
                 self.metrics.say(line)
 
     def _open_saver(self) -> tuple[Saver, Patience]:
@@ -194,7 +195,7 @@ class Trainer:
         replace_text(self.run.began, json.dumps(start.began))
         replace_text(self.run.config, self._recipe_text)
         self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
-        self.run.write_json(ABOUT, about(self))
+        self.run.write_json(ABOUT, about(self._built))
         self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
 
     def loop(self, start: Start) -> None:
@@ -411,7 +412,7 @@ class Trainer:
             return
         self._planned = None
         if self.runtime.is_main:
-            self.run.write_json(ABOUT, about(self, planned.size))
+            self.run.write_json(ABOUT, about(self._built, planned.size))
         measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
             self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")
