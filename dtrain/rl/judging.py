@@ -6,13 +6,12 @@ The caller passes what answers: a model of a directory on one device, or the one
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import Interrupted, UserError
@@ -222,7 +221,7 @@ class QuestionOptions:
     prompts_as: str
     limit: int | None
     format: str = "auto"
-    columns: Mapping[str, str] = MappingProxyType({})
+    columns: Mapping[str, str] = field(default_factory=dict)
     columns_key: str = "data.train.columns"
 
 

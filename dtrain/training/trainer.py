@@ -77,7 +77,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
         if not dist.is_initialized():
             init_one_process_group(runtime.device.type)
             stack.callback(dist.destroy_process_group)
-        trainer = Trainer(resolve(recipe, runtime, stack), runtime, stack)
+        trainer = Trainer.open(recipe, runtime, stack)
         start = trainer.resume()
         if trainer.measure(start.step, start.step >= trainer.total_steps):
             trainer.stop_if_asked()
@@ -143,6 +143,11 @@ class Trainer:
         if runtime.is_main:
             for line in opening(self._built):
                 self.metrics.say(line)
+
+    @classmethod
+    def open(cls, recipe: Recipe, runtime: Runtime, stack: ExitStack) -> "Trainer":
+        """Resolve `recipe` on this rank and build its trainer. `stack` closes what both open. Collective."""
+        return cls(resolve(recipe, runtime, stack), runtime, stack)
 
     def _open_saver(self) -> tuple[Saver, Patience]:
         """Return what saves, closed with the run, and what ends a run that gets no better."""

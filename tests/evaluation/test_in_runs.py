@@ -336,7 +336,7 @@ def test_prompts_that_are_too_long_and_rewards_that_fail_end_the_run_before_its_
     with (tmp_path / "asked.jsonl").open("a") as file:
         file.write(json.dumps({"prompt_ids": [3] * 125}) + "\n")
     words = [f"eval.path={tmp_path}/asked.jsonl", "eval.rewards=[{fn: tests.methods.judges.even}]"]
-    with pytest.raises(UserError, match=r"asked.jsonl:3: the prompt has 125 tokens, and beside the 4 of an answer"):
+    with pytest.raises(UserError, match=r"asked.jsonl:3: the prompt has 125 tokens. With 4 tokens for an answer"):
         run(tiny_recipe(tmp_path, *words, "eval.sampling.max_new_tokens=4", name="long"))
     fails = "eval.rewards=[{fn: tests.evaluation.test_in_runs.fails}]"
     late = tiny_recipe(tmp_path, *words, fails, "eval.limit=2", "eval.at_start=false", name="late")
