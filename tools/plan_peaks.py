@@ -115,8 +115,8 @@ def planned_gib(run: Run) -> float:
         (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[base] | config))
         recipe = load_recipe("sft", [f"model.path={directory}", "data.train.path=data.jsonl", *keys])
         spec = resolve_plan(recipe, run.gpus, "cuda", GPUS[run.gpu])
-    spec.method = METHODS[run.logits](spec.recipe)
-    return plan_step(spec).peak / 2**30
+    measured = replace(spec, method=METHODS[run.logits](spec.recipe))
+    return plan_step(measured).peak / 2**30
 
 
 def report(run: Run) -> dict[str, Any]:

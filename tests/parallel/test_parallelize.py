@@ -132,7 +132,7 @@ def refusals(rank, config):
     assert "matches no module" in said(model, custom_parallel_plan={"modle": "decoder"})
     odd = random_model(config)
     object.__setattr__(odd.config, "num_attention_heads", 3)
-    assert "does not divide the model's 3 query heads; tp may be 1" in said(odd)
+    assert "does not divide the model's 3 query heads. Use 1" in said(odd)
     with pytest.raises(ValueError, match="has no plan"):
         _parallelize_llama(nn.Linear(2, 2), mesh["dp"], mesh["tp"], FLOAT64, OffloadPolicy())
 
