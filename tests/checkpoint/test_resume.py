@@ -265,7 +265,7 @@ def test_init_from_what_does_not_fit_is_refused_by_name(tmp_path):
         run(tiny_recipe(tmp_path, f"checkpoint.init_from={path}", name="second"))
     model = first.model.path
     assert preflight(tiny_recipe(tmp_path, f"checkpoint.init_from={model}"), 1) == [
-        f"checkpoint.init_from={model} is a model, not a run. Set model.path={model} instead"
+        f"checkpoint.init_from={model} is a model, not a run. Set model.path={model} instead."
     ]
     assert "no such directory" in preflight(tiny_recipe(tmp_path, "checkpoint.init_from=nowhere"), 1)[0]
 
