@@ -230,7 +230,8 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
         return [Problem(dotted, text)]
     inner = flat(value, f"{dotted}.") if isinstance(value, Mapping) else {}
     known = key_aliases.answer(dotted)
-    if known is None and not prefix and inner:
+    # A pasted character that only looks like a letter has a hint of its own below.
+    if known is None and not prefix and inner and not error_hints.pasted(word):
         section = nearest(word, list(dict.fromkeys([*siblings, *sections])))
         moved = _in_section(inner, dotted, section, keys(sections))
         if moved:

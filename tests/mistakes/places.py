@@ -127,8 +127,8 @@ WEIGHTS = (
     _one("model.path={root}/wide  model.init=pretrained", "shape: model.embed_tokens.weight", "config.json"),
     _one("model.path={root}/deep  model.init=pretrained", "missing: model.layers.2.", "config.json"),
     _one("model.path={root}/shallow  model.init=pretrained", "unexpected: model.layers.1."),
-    _one("model.path={root}/sharded  model.init=pretrained", "sharded/one.safetensors", "without 1 tensors", "nowhere"),
-    _one("model.path={root}/gone  model.init=pretrained", "gone", "two.safetensors", "not there"),
+    _one("model.path={root}/sharded  model.init=pretrained", "sharded/one.safetensors", "lacks 1 tensors", "nowhere"),
+    _one("model.path={root}/gone  model.init=pretrained", "gone", "two.safetensors", "do not exist"),
     _one("model.path={root}/damaged  model.init=pretrained", "damaged/model.safetensors", "download it again"),
     _one("dpo.reference={root}/cut", "cut/model.safetensors", "dpo.reference", base="dpo"),
 )
@@ -153,18 +153,18 @@ WORLD = (
     _one("optimizer.name=adafactor  train.dtype=bfloat16", "cannot step sharded parameters", "Take adamw"),
     _one("train.steps=null  train.epochs=1  train.global_batch=16", "train.epochs=1", "train.global_batch=auto"),
     _one("train.steps=1  scheduler.warmup_steps=5", "scheduler.warmup_steps=5", "nothing would be trained"),
-    _one("train.steps=6  scheduler.warmup=100  scheduler.warmup_steps=null", "6 steps", "set scheduler.warmup=0.03"),
+    _one("train.steps=6  scheduler.warmup=100  scheduler.warmup_steps=null", "6 steps", "Set scheduler.warmup=0.03"),
     _one("grpo.engine=http  grpo.server.urls=[http://localhost:1]  grpo.server.api_key_file={root}/nokey", "nokey",
          "API key cannot be read", base="grpo"),
 )  # fmt: skip
 """What devices, packages, directories, sizes and settings tell."""
 
 METHODS = (
-    _one("grpo.beta=0.1", "grpo.beta is read by method=grpo alone", "method=sft", "leave it out"),
-    _one("dpo.beta=0.1", "dpo.beta is read by method=dpo alone"),
-    _one("dpo.loss=ipo", "dpo.loss is read by method=dpo alone", base="grpo"),
-    _one("distill.teacher={root}/qwen3-tied", "distill.teacher is read by method=distill alone"),
-    _one("grpo.sampling.temperature=0.5", "grpo.sampling.temperature is read by method=grpo alone", base="dpo"),
+    _one("grpo.beta=0.1", "grpo.beta is read only by method=grpo", "method=sft", "Leave it out"),
+    _one("dpo.beta=0.1", "dpo.beta is read only by method=dpo"),
+    _one("dpo.loss=ipo", "dpo.loss is read only by method=dpo", base="grpo"),
+    _one("distill.teacher={root}/qwen3-tied", "distill.teacher is read only by method=distill"),
+    _one("grpo.sampling.temperature=0.5", "grpo.sampling.temperature is read only by method=grpo", base="dpo"),
 )
 """Keys of another method."""
 
