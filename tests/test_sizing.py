@@ -80,7 +80,7 @@ def test_a_run_of_few_steps_is_refused_with_what_would_make_more(tmp_path):
     with pytest.raises(UserError) as refused:
         run(tiny_recipe(tmp_path, *packed, "train.global_batch=64"))
     told = str(refused.value)
-    assert told.startswith("train.epochs=3 makes 1 step here (3 rows a pass, train.global_batch=64 of them a step)")
+    assert told.startswith("train.epochs=3 is 1 step here (3 rows a pass, train.global_batch=64 of them a step)")
     for fix in ("train.global_batch=auto (1 a step)", "data.packing=false (60 rows a pass)", "train.steps=1"):
         assert fix in told
     run(tiny_recipe(tmp_path, *packed, "train.global_batch=64", "train.steps=1", "train.epochs=null", name="asked"))
@@ -109,7 +109,7 @@ def test_a_learning_rate_that_never_rises_is_refused(tmp_path):
         run(tiny_recipe(tmp_path, "train.steps=1"))
     start = run(tiny_recipe(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", name="moves"))
     assert [row["lr"] for row in metrics(start) if "loss" in row] == [1e-2]
-    with pytest.raises(UserError, match=r"8 steps, and its warm-up 50 .* set scheduler.warmup=0.03"):
+    with pytest.raises(UserError, match=r"8 steps, and its warm-up 50 .* Set scheduler.warmup=0.03"):
         run(tiny_recipe(tmp_path, *EPOCHS[:2], "train.epochs=1", "scheduler.warmup_steps=50", name="slow"))
 
 
