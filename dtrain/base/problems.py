@@ -97,7 +97,10 @@ def without_repetition(refused: Iterable[Problem], found: Iterable[Problem]) -> 
 
 
 def _was_given(problem: Problem, refused_keys: Iterable[str]) -> bool:
-    """Return whether the value that `problem` misses was among the refused ones, within one, or around one."""
+    """Return whether a refused value is the missing one, contains it, or is an entry of it.
+
+    For example, the refused key `data.train` contains `data.train.path`, and `scheduler[0]` is an entry of `scheduler`.
+    """
     missing_keys = (problem.key, *problem.other_keys)
     for refused_key in refused_keys:
         for missing_key in missing_keys:

@@ -200,7 +200,7 @@ class _Kept:
 
 
 class _LayerPass:
-    """One forward of a layer.
+    """Saved storages of one forward of a layer.
 
     Args:
         layer: The layer.
@@ -225,7 +225,7 @@ class _LayerPass:
         self._is_fetched = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd stores in place of a tensor: the tensor itself, or the argument of `_unpack`."""
+        """Return a stand-in for autograd to store: the tensor itself, or the argument of `_unpack`."""
         if type(tensor) is not Tensor or not self.memory.moves(tensor):
             return tensor
         storage = tensor.untyped_storage()

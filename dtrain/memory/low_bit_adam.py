@@ -175,7 +175,7 @@ class LowBitAdam(ShardOptimizer):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the state of a parameter is stored.
+    """Storage layout of the optimizer state of a parameter.
 
     Attributes:
         name: Name of the parameter.

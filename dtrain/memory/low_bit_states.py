@@ -40,7 +40,7 @@ State = dict[str, Tensor]
 
 
 def kind_of(name: str, size: torch.Size, state: str) -> str:
-    """Return how the moments of a parameter are stored, a key of `MOMENT_STORAGE`.
+    """Choose the storage of a parameter's moments, a key of `MOMENT_STORAGE`.
 
     Vectors, small tensors and embeddings (and heads that are tied to one) stay float32. They are a small share of the
     model, and the gradients of an embedding's rows differ too much for one scale.

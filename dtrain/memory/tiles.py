@@ -70,7 +70,7 @@ class Tiles:
 
 
 class _Run:
-    """One call of `Tiles`.
+    """A call of `Tiles`: its tiles, and the gradients that it needs.
 
     Attributes:
         of: The tiled part.

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 
 class StateLocation(NamedTuple):
-    """Where a rank's part of a state tensor is in the tensor of all ranks.
+    """Location of a rank's part of a state tensor in the tensor of all ranks.
 
     Attributes:
         global_size: Size of the tensor of all ranks.
@@ -26,5 +26,5 @@ class ShardOptimizer(Optimizer):
     """
 
     def state_location(self, parameter: Tensor, key: str) -> StateLocation | None:
-        """Return where the state tensor `key` of `parameter` is. None: where the parameter's local shard is."""
+        """Return the location of the state tensor `key`. None: that of the local shard of `parameter`."""
         return None

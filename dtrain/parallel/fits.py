@@ -52,7 +52,11 @@ def _reasons_against(model: ModelSizes, tp: int) -> list[str]:
     if model.num_attention_heads % tp:
         reasons.append(f"parallel.tp={tp} does not divide the model's {model.num_attention_heads} query heads")
     is_uniform = len(set(model.kv_heads.values())) == 1
-    for kind, kv in list(model.kv_heads.items())[: 1 if is_uniform else None]:
+    kinds = list(model.kv_heads)
+    if is_uniform:  # one reason stands for all types of layers
+        kinds = kinds[:1]
+    for kind in kinds:
+        kv = model.kv_heads[kind]
         whose = "the model's" if is_uniform else f"its {kind} layers'"
         if kv % tp and tp % kv:
             reasons.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")

@@ -379,4 +379,5 @@ def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
         problems.append(Problem(key, f"{key} does not take {value}: write {words}"))
     if key == "train.epochs" and isinstance(made, float) and made.is_integer():
         made = int(made)  # other tools write whole passes as 3.0
-    return value if isinstance(value, list) else made, [str(problem) for problem in problems]
+    fitted = value if isinstance(value, list) else made
+    return fitted, [str(problem) for problem in problems]

@@ -63,7 +63,9 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
                 raise UserError(_refused(key, name, error).text) from error
         if path is not None:
             recipe = changed(recipe, {key: str(path)})
-    for key, name, pick in absent_data(recipe) if fetch else ():
+    if not fetch:
+        return recipe
+    for key, name, pick in absent_data(recipe):
         try:
             _data_hub().download(name, pick, key.removesuffix(".path"))
         except UserError as error:

@@ -339,7 +339,10 @@ def compare(
         if split in rows:
             saved_files = state.get("data_files", {}).get(split)  # older versions did not save them
             details[key] = _changed_files(saved_files, rows[split].samples.file_digests)
-    misfit = None if unfit is None else _misfit(start, unfit, [each for each in differences if each[0] not in known])
+    misfit = None
+    if unfit is not None:
+        unexplained = [difference for difference in differences if difference[0] not in known]
+        misfit = _misfit(start, unfit, unexplained)
     return guard(differences, allow_changes, known, models, misfit, details)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.ranks import Ranks
@@ -52,7 +51,6 @@ class RunSpec:
     Attributes:
         written: The recipe as it was given.
         recipe: The recipe with values in place of `auto`.
-        world: The processes.
         run: The run's directory.
         source: The directory of model.path.
         others: The directories of the method's other models, by key.
@@ -74,7 +72,6 @@ class RunSpec:
 
     written: Recipe
     recipe: Recipe
-    world: World
     run: RunDirectory
     source: ModelDirectory
     others: Mapping[str, ModelDirectory]
@@ -92,11 +89,6 @@ class RunSpec:
     total_steps: int
     validate_every: int | None
     notes: tuple[str, ...]
-
-    @property
-    def cache(self) -> Path:
-        """The directory of caches."""
-        return self.recipe.cache
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,6 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     spec = RunSpec(
         written=inputs.written,
         recipe=decided.recipe,
-        world=inputs.world,
         run=inputs.run,
         source=inputs.source,
         others=inputs.others,

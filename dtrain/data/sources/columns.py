@@ -47,17 +47,17 @@ def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Se
         more: Columns that the method reads in addition to those of the format.
     """
     problems = []
-    for ours, theirs in columns.items():
-        if not theirs:
-            problems.append(Problem(f"{key}.{ours}", f"{key}.{ours} is empty", "Name a column of the file"))
+    for column, file_column in columns.items():
+        if not file_column:
+            problems.append(Problem(f"{key}.{column}", f"{key}.{column} is empty", "Name a column of the file"))
     known = [*names_of(kind, name), *more]
     reader = "a format" if name == "auto" else f"format {name}"
-    for ours in columns if kind != "prompts" else ():
-        if ours not in known:
-            near = nearest(ours, known)
+    for column in columns if kind != "prompts" else ():
+        if column not in known:
+            near = nearest(column, known)
             meant = f"Did you mean {near}? " if near else ""
             fix = f"{meant}Columns that {reader} reads: {', '.join(known)}"
-            problems.append(Problem(f"{key}.{ours}", f"{key}.{ours}: no column of this name is read", fix))
+            problems.append(Problem(f"{key}.{column}", f"{key}.{column}: no column of this name is read", fix))
     return problems
 
 

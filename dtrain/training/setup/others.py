@@ -53,50 +53,54 @@ def _check_model(inputs: RunInputs, key: str, source: ModelDirectory) -> list[Pr
         export = path / "export"
         fix = f"Set {key}={export}" if export.is_dir() else "Use a model's directory"
         return [Problem(key, f"{named} has no config.json, so it is not a model", fix)]
-    theirs = source.config
-    if theirs.unquantized is not None:
-        return [
-            Problem(
-                key, f"{named} has weights in 4 bits, which are supported only at model.path", "Use the original model"
-            )
-        ]
-    ours = inputs.readable_config
+    config = source.config
+    if config.unquantized is not None:
+        text = f"{named} has weights in 4 bits, which are supported only at model.path"
+        return [Problem(key, text, "Use the original model")]
+    trained_config = inputs.readable_config
     if not key.endswith((TEACHER, REWARD_MODEL)):
-        return [] if ours is None else reference_problems(ours, theirs, key, str(path))
+        return [] if trained_config is None else reference_problems(trained_config, config, key, str(path))
     # It is on the same mesh as the trained model; without experts it is replicated over ep.
-    ep = 1 if theirs.experts is None else inputs.recipe.parallel.ep
-    problems = mesh_problems_of(inputs, theirs, ep, model_key=named)
-    if key.endswith(REWARD_MODEL) and (theirs.labels is None or theirs.has_new_head):
-        fix = "Use a model with a head of one output, as method=reward trains it"
-        problems.append(Problem(key, f"{named} is a language model", fix))
-    elif key.endswith(REWARD_MODEL) and theirs.labels != 1:
-        text = f"{named}: its head has {theirs.labels} outputs, and a reward is one number"
-        problems.append(Problem(key, text, "Use a model with one output"))
-    elif not key.endswith(REWARD_MODEL) and ours is not None and theirs.vocab_size != ours.vocab_size:
+    ep = 1 if config.experts is None else inputs.recipe.parallel.ep
+    problems = mesh_problems_of(inputs, config, ep, model_key=named)
+    if key.endswith(REWARD_MODEL):
+        return problems + _check_reward_head(key, named, config)
+    if trained_config is not None and config.vocab_size != trained_config.vocab_size:
         text = (
-            f"{named}: its vocab_size is {theirs.vocab_size}, and model.path's is {ours.vocab_size}, so their "
-            "distributions cannot be compared"
+            f"{named}: its vocab_size is {config.vocab_size}, and model.path's is {trained_config.vocab_size}, so "
+            "their distributions cannot be compared"
         )
         problems.append(Problem(key, text, "Use models with the same vocabulary"))
     return problems
 
 
-def reference_problems(ours: ModelConfig, theirs: ModelConfig, key: str, path: str) -> list[Problem]:
+def _check_reward_head(key: str, named: str, config: ModelConfig) -> list[Problem]:
+    """Check that a reward model has a trained head with one output."""
+    if config.labels is None or config.has_new_head:
+        fix = "Use a model with a head of one output, as method=reward trains it"
+        return [Problem(key, f"{named} is a language model", fix)]
+    if config.labels != 1:
+        text = f"{named}: its head has {config.labels} outputs, and a reward is one number"
+        return [Problem(key, text, "Use a model with one output")]
+    return []
+
+
+def reference_problems(policy: ModelConfig, reference: ModelConfig, key: str, path: str) -> list[Problem]:
     """Check that two models compute the same, because a reference's weights are loaded into the policy's model.
 
     Args:
-        ours: The config of model.path.
-        theirs: The config of the reference.
+        policy: The config of model.path.
+        reference: The config of the reference.
         key: The reference's key in the recipe.
         path: The reference's directory.
     """
     differing = []
-    for field in fields(ours):
-        if field.name not in _FREE_FIELDS and getattr(ours, field.name) != getattr(theirs, field.name):
+    for field in fields(policy):
+        if field.name not in _FREE_FIELDS and getattr(policy, field.name) != getattr(reference, field.name):
             differing.append(field.name)
     if not differing:
         return []
-    pairs = ", ".join(f"{name} {getattr(theirs, name)} and {getattr(ours, name)}" for name in differing[:5])
+    pairs = ", ".join(f"{name} {getattr(reference, name)} and {getattr(policy, name)}" for name in differing[:5])
     text = f"{key}={path} is another kind of model than model.path ({pairs})"
     return [Problem(key, text, "Use a model of the same kind")]
 
@@ -122,27 +126,27 @@ def _check_template(source: ModelDirectory) -> list[Problem]:
     return []
 
 
-def token_problems(theirs: ModelDirectory, ours: ModelDirectory, key: str, path: str) -> list[Problem]:
-    """Check that two tokenizers give every token of `ours` the same id.
+def token_problems(other: ModelDirectory, source: ModelDirectory, key: str, path: str) -> list[Problem]:
+    """Check that two tokenizers give every token of `source` the same id.
 
     Args:
-        theirs: The directory of the other model.
-        ours: The directory of model.path.
+        other: The directory of the other model.
+        source: The directory of model.path.
         key: The other model's key in the recipe.
         path: The value of that key.
     """
     named = f"{key}={path}"
     try:
-        their_ids, our_ids = theirs.tokenizer.vocabulary, ours.tokenizer.vocabulary
+        other_ids, own_ids = other.tokenizer.vocabulary, source.tokenizer.vocabulary
     except UserError as error:
         return [Problem(key, f"{named}: {error}")]
-    differing = [token for token, number in our_ids.items() if their_ids.get(token, number) != number]
+    differing = [token for token, number in own_ids.items() if other_ids.get(token, number) != number]
     if not differing:
         return []
-    token = min(differing, key=our_ids.__getitem__)
+    token = min(differing, key=own_ids.__getitem__)
     text = (
         f"{named}: {len(differing)} tokens have other ids than in model.path, for example {token!r}, which is "
-        f"{their_ids[token]} there and {our_ids[token]} here"
+        f"{other_ids[token]} there and {own_ids[token]} here"
     )
     return [Problem(key, text, "Use models with the same tokenizer")]
 

@@ -132,13 +132,13 @@ def _check_same_model(inputs: RunInputs, path: Path) -> list[Problem]:
     saved_model = next((parent / "model" for parent in parents if (parent / "model" / CONFIG).is_file()), None)
     if saved_model is None:
         return []
-    theirs, key = ModelDirectory(saved_model, inputs.source.labels), "checkpoint.init_from"
-    if inputs.source.any_config is None or theirs.any_config is None:
+    saved, key = ModelDirectory(saved_model, inputs.source.labels), "checkpoint.init_from"
+    if inputs.source.any_config is None or saved.any_config is None:
         return []
     from dtrain.training.setup import others  # most runs need no second model
 
-    problems = others.reference_problems(inputs.source.config, theirs.config, key, str(path))
-    problems += others.token_problems(theirs, inputs.source, key, str(path))
+    problems = others.reference_problems(inputs.source.config, saved.config, key, str(path))
+    problems += others.token_problems(saved, inputs.source, key, str(path))
     allowing = "or allow the change with checkpoint.allow_changes=[model.config]"
     return [replace(problem, fix=f"{problem.fix}, {allowing}") for problem in problems]
 
@@ -246,8 +246,8 @@ def _check_weights(
         adaptable_layers = adaptable(meta.model.config)
         _check_adapter(recipe, adaptable_layers, own_config, state["recipe"], store.path(step))
     weights = weights_of(meta.model, store, step)
-    saved, ours = state.get("identities", {}).get("model.weights"), identities.get("model.weights")
-    if not weights.is_whole and "model.config" in identities and saved != ours:
+    saved_weights, own_weights = state.get("identities", {}).get("model.weights"), identities.get("model.weights")
+    if not weights.is_whole and "model.config" in identities and saved_weights != own_weights:
         raise UserError(
             f"{resume.INIT}: {store.path(step)} holds only the trained tensors, and its run's other weights were not "
             "those of model.path. Set model.path to the model that its run began from."
@@ -258,18 +258,18 @@ def _check_weights(
 def _check_adapter(
     recipe: Recipe,
     adaptable_layers: Mapping[str, tuple[int, ...]],
-    ours: AdapterConfig,
+    config_of_run: AdapterConfig,
     saved_recipe: str,
     directory: Path,
 ) -> None:
-    """Check that the adapter of a saved step, if it has one, has the meaning of ours. Raises UserError."""
+    """Check that the adapter of a saved step, if it has one, has the meaning of config_of_run. Raises UserError."""
     from dtrain.checkpoint.peft.config import ADAPTER, read_adapter_config  # an optional feature
 
     adapter = directory / ADAPTER
     if not (adapter / ADAPTER_CONFIG).is_file():
         return
     differing = [key for key, _, _ in config.diff(saved_recipe, recipe) if key == "lora.quantize"]
-    if read_adapter_config(adapter).adapted(adaptable_layers) != ours.adapted(adaptable_layers):
+    if read_adapter_config(adapter).adapted(adaptable_layers) != config_of_run.adapted(adaptable_layers):
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
     if differing:
         raise UserError(
