@@ -10,6 +10,7 @@ from torch import Tensor
 from dtrain import models
 from dtrain.adapters.lora import build_with_adapters
 from dtrain.base import hub
+from dtrain.base.devices import choose_device_type
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER, has_weights, is_adapter_directory
 from dtrain.base.ranks import Ranks
@@ -285,14 +286,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, template: ChatTemplate | No
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name: auto, cpu or cuda. Raises UserError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda: torch sees no CUDA device here; use cpu or auto")
-    if name not in ("cpu", "cuda"):
-        raise UserError(f"device={name} is unknown; choose auto, cpu or cuda")
-    return torch.device(name)
+    """Return the device of this process: the first CUDA device, or the CPU.
+
+    Args:
+        name: auto, cpu or cuda.
+
+    Raises:
+        UserError: If the name is unknown, or if there is no such device.
+    """
+    return torch.device(choose_device_type("device", name))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -8,12 +8,13 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dtrain.base.devices import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
 from dtrain.base.errors import UserError
 from dtrain.launch.place import RankPlace
 from dtrain.recipe.automatic import AUTO, Config, changed
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
 OTHERS = 0.9  # share of a device that is free, below which others hold memory there
 CPU_PROCESSES = 64  # that a machine of few cores is let start: each has torch in its memory
@@ -76,31 +76,28 @@ def _shares(recipe: Any, count: int) -> bool:
 
 
 def choose_device(wanted: str, place: RankPlace) -> "torch.device":
-    """The device of this rank: `launch.device`, auto being cuda where there is one. CUDA is not started.
+    """Return the device of a rank of this machine. CUDA is not started.
 
-    Raises UserError where there is none for it.
+    Args:
+        wanted: `launch.device`: auto, cpu or cuda.
+        place: The rank, and how many run on this machine.
+
+    Raises:
+        UserError: If there is no device of that kind, or fewer than ranks.
     """
     import torch
 
-    count = torch.cuda.device_count() if wanted != "cpu" else 0
-    if count == 0:
-        why = _hidden(place.environ) if wanted != "cpu" else None
-        if wanted == "cuda":
-            why = why or "torch sees no CUDA device here (`nvidia-smi` shows what the driver sees)"
-            raise UserError(f"launch.device=cuda: {why}; or set launch.device=cpu")
-        if why is not None and DRIVER.exists() and place.rank == 0:
-            print(f"note: launch.device=auto takes the CPU, though this machine has a GPU: {why}", file=sys.stderr)
-        cores = os.cpu_count() or 1
-        if place.local_world_size > (most := max(CPU_PROCESSES, 4 * cores)):
-            raise UserError(
-                f"{place.local_world_size} processes on a CPU with {cores} core{'s' if cores > 1 else ''}, which has "
-                f"room for {most} at most: set launch.nproc={cores}"
-            )
+    device_type = choose_device_type("launch.device", wanted, place.environ)
+    if device_type == "cpu":
+        if wanted == "auto":
+            _note_unused_gpu(place)
+        _check_cpu_processes(place)
         return torch.device("cpu")
+    count = torch.cuda.device_count()
     if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
         return torch.device("cuda", 0)
     if place.local_world_size > count:
-        shown = f" ({VISIBLE}={place.environ[VISIBLE]})" if VISIBLE in place.environ else ""
+        shown = f" ({VISIBLE_DEVICES}={place.environ[VISIBLE_DEVICES]})" if VISIBLE_DEVICES in place.environ else ""
         raise UserError(
             f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' if count > 1 else ''}{shown}"
             f": set launch.nproc={count}, or launch.device=cpu"
@@ -108,15 +105,23 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
     return torch.device("cuda", place.local_rank)
 
 
-def _hidden(environ: Mapping[str, str]) -> str | None:
-    """Return why torch sees no GPU, as far as that shows without starting CUDA."""
-    import torch
+def _note_unused_gpu(place: RankPlace) -> None:
+    """Print on rank 0 why a machine with a GPU uses its CPU, if the reason is known."""
+    reason = hidden_gpu_reason(place.environ)
+    if reason is not None and DRIVER.exists() and place.rank == 0:
+        print(f"note: launch.device=auto takes the CPU, though this machine has a GPU: {reason}", file=sys.stderr)
 
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA: install a build with it (https://pytorch.org)"
-    if VISIBLE in environ:
-        return f"{VISIBLE}={environ[VISIBLE]} hides all GPUs: unset it, or name some that `nvidia-smi -L` lists"
-    return None
+
+def _check_cpu_processes(place: RankPlace) -> None:
+    """Refuse more processes on a CPU than its memory and cores are good for."""
+    cores = os.cpu_count() or 1
+    most = max(CPU_PROCESSES, 4 * cores)
+    if place.local_world_size > most:
+        plural = "s" if cores > 1 else ""
+        raise UserError(
+            f"{place.local_world_size} processes on a CPU with {cores} core{plural}, which has room for {most} at "
+            f"most: set launch.nproc={cores}"
+        )
 
 
 def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
@@ -212,12 +217,12 @@ def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
         if distinct < count:
             reasons.append(
                 f"{count} ranks on {host} share {distinct} GPU{'s' if distinct > 1 else ''}, and NCCL takes one rank "
-                f"each: give every rank its own ({VISIBLE}, or the batch system's --gpus-per-task)"
+                f"each: give every rank its own ({VISIBLE_DEVICES}, or the batch system's --gpus-per-task)"
             )
     if len({device.capability for device in devices}) > 1:
         reasons.append(
             f"the GPUs are of different kinds, {_kinds(devices)}: ranks would take different kernels, whose numbers "
-            f"differ. Choose GPUs of one kind ({VISIBLE}, or the batch system's constraint)"
+            f"differ. Choose GPUs of one kind ({VISIBLE_DEVICES}, or the batch system's constraint)"
         )
     return reasons
 

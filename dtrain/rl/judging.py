@@ -210,7 +210,7 @@ class QuestionOptions:
         limit: Use only the first N prompts. None: all.
         format: Format of the rows.
         columns: The files' own names of columns.
-        columns_key: The key of `columns`, for messages.
+        columns_key: The key of `columns`, for messages. None if the caller has no such setting.
     """
 
     sampling: SamplingParams
@@ -222,7 +222,7 @@ class QuestionOptions:
     limit: int | None
     format: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
-    columns_key: str = "data.train.columns"
+    columns_key: str | None = "data.train.columns"
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def read_questions(
     *,
     format: str = "auto",
     columns: Mapping[str, str] | None = None,
-    key: str = "data.train.columns",
+    key: str | None = "data.train.columns",
 ) -> list[Question]:
     """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
     `columns`. Raises UserError, with file and line."""
@@ -320,7 +320,7 @@ def read_questions(
 def have_images(files: Sequence[Path], limit: int | None) -> bool:
     """Return whether one of the first `limit` prompts of `files` has an image. Nothing of it is read. Raises UserError,
     with file and line."""
-    names = formats_of(files, "auto", "prompts", {}, "DATA")
+    names = formats_of(files, "auto", "prompts", {}, None)
     prompts = (
         prompt
         for file, name in zip(files, names, strict=True)

@@ -4,7 +4,7 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.commands.cli import main
-from dtrain.commands.eval.evaluate import in_options
+from dtrain.commands.eval.evaluate import REWARD_OPTIONS, with_options
 from dtrain.commands.suggestions import COMMANDS as THEIRS
 from tests.mistakes.commands import COMMANDS
 from tests.tiny import tiny_recipe
@@ -44,6 +44,7 @@ def test_words_with_an_equals_sign_that_are_no_keys_pass(root, capsys):
 
 
 def test_eval_speaks_of_its_options():
-    said = in_options("data.chat_template: there is no file x; grpo.rewards=[{fn: math_exact, kwargs: {column: ..}}]")
-    assert said == """--chat-template: there is no file x; --reward 'math_exact={"column": ".."}'"""
-    assert in_options("grpo.sampling.max_new_tokens, model.path") == "--max-new-tokens, DIR"
+    said = with_options("data.chat_template: there is no file x")
+    assert said == "data.chat_template: there is no file x (data.chat_template is --chat-template here)"
+    assert with_options("there is no file x") == "there is no file x"
+    assert REWARD_OPTIONS.set_column("math_exact", "gold") == """--reward 'math_exact={"column": "gold"}'"""

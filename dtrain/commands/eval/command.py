@@ -50,10 +50,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.eval.evaluate import as_json, as_table, evaluate, in_options
+    from dtrain.commands.eval.evaluate import as_json, as_table, evaluate, with_options
 
     try:
         report = evaluate(arguments)
     except UserError as error:
-        raise UserError(in_options(str(error))) from error
+        raise UserError(with_options(str(error))) from error
     print(as_json(report) if arguments.json else as_table(report))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from dtrain.rl.judging import (
     prepare_questions,
 )
 from dtrain.rl.judging import evaluate as answer_and_judge
-from dtrain.rl.rewards.columns import lacking_columns_of
+from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.scoring import known
 from dtrain.training.directory import DATA
 from dtrain.training.eval_sets import longest_answer
@@ -42,6 +41,19 @@ from dtrain.training.metrics import records
 from dtrain.training.setup.evals import usual_reward
 
 MANY = 0.2  # of the answers, cut at their longest
+REWARD_OPTIONS = RewardKeys(
+    rewards="--reward",
+    timeout="--reward-timeout",
+    columns=None,
+    column_setting="""--reward '{name}={{"column": "{column}"}}'""",
+)
+OPTION_OF_KEY = {
+    "data.chat_template": "--chat-template",
+    "data.prompts_as": "--prompts-as",
+    "data.train.path": "DATA",
+    "model.path": "DIR",
+}
+"""Keys that messages of shared code may name, and this command's arguments for them."""
 
 
 def evaluate(arguments: Namespace) -> Report:
@@ -54,7 +66,9 @@ def evaluate(arguments: Namespace) -> Report:
     device = choose_device(arguments.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
-    judges, together = open_judges(rewards, arguments.reward_timeout, partial(print, file=sys.stderr))
+    judges, together = open_judges(
+        rewards, arguments.reward_timeout, partial(print, file=sys.stderr), REWARD_OPTIONS.timeout
+    )
     with judges:
         model_files(arguments.directory)  # refuses a directory without a model before the data are read
         has_images = have_images(files, arguments.limit)
@@ -88,14 +102,15 @@ def evaluate(arguments: Namespace) -> Report:
             system_prompt=arguments.system,
             prompts_as=evaluated_as(chosen, trained_plain, template),
             limit=arguments.limit,
+            columns_key=None,
         )
         prepared = prepare_questions("DATA", files, options, tokenizer, template, length, images)
         for line in prepared.notes:
-            print(in_options(line), file=sys.stderr)
+            print(with_options(line), file=sys.stderr)
         questions = replace(prepared.questions, together=together)
         rows = questions.items
         columns = example_row(row.prompt.columns for row in rows)
-        problems = lacking_columns_of(rewards, [columns])
+        problems = lacking_columns_of(rewards, [columns], REWARD_OPTIONS)
         if problems:
             raise UserError("\n".join(problems))
         engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
@@ -206,23 +221,9 @@ def _shown(value: float, error: float = math.nan) -> str:
     return f"{value:.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
-# A recipe's key as the shared code writes it -> the command's option.
-_OPTIONS = {
-    r"grpo\.rewards=\[\{fn: (\w+), kwargs: \{(\w+): ([\w.]+)\}\}\]": r"""--reward '\1={"\2": "\3"}'""",
-    r"grpo\.rewards\[\d+\]\.fn": "--reward",
-    r"grpo\.reward_timeout": "--reward-timeout",
-    r"grpo\.sampling\.max_new_tokens": "--max-new-tokens",
-    r"grpo\.sampling\.(\w+)": r"--\1",
-    r", or map them: 'DATA=\{(\w+): (.+)\}', for one": r", such as \2 to \1",  # the command maps none
-    r"data\.chat_template": "--chat-template",
-    r"data\.prompts_as": "--prompts-as",
-    r"data\.train\.path": "DATA",
-    r"model\.path": "DIR",
-}
-
-
-def in_options(text: str) -> str:
-    """Return a message about keys of a recipe with the options of this command in their place."""
-    for key, option in _OPTIONS.items():
-        text = re.sub(key, option, text)
-    return text
+def with_options(message: str) -> str:
+    """Return a message that may name keys of a recipe, followed by this command's options for these keys."""
+    named = [f"{key} is {option} here" for key, option in OPTION_OF_KEY.items() if key in message]
+    if not named:
+        return message
+    return f"{message} ({', '.join(named)})"

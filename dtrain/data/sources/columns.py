@@ -93,9 +93,14 @@ _ABOUT = re.compile(r"(^|_)(u?u?id|source|category|split|lang|language|model)$",
 _NUMBERED = re.compile(r"(.+?)_?([ab12]|0)", re.IGNORECASE)  # response_a, response1
 
 
-def how_to_map(row: Mapping[str, Any], kind: str, key: str) -> str:
-    """Return the end of a refusal of `row`, whose format is not known: what its names and values suggest, "" if
-    nothing. `key` is that of the columns."""
+def how_to_map(row: Mapping[str, Any], kind: str, key: str | None) -> str:
+    """Return advice on a row of unknown format: the end of its refusal, empty if names and values suggest nothing.
+
+    Args:
+        row: The row.
+        kind: The kind of rows that is read: examples, pairs or prompts.
+        key: The recipe's key that maps columns. None if the caller has no such setting; columns are renamed then.
+    """
     if len(row) == 1:
         (column, value), *_ = row.items()
         if mark := next((mark for mark in ";\t|" if mark in str(column)), ""):
@@ -156,8 +161,11 @@ def _list_in(value: Any) -> list[Any]:
 _SPEAKING = ("assistant", "gpt", "model", "bot", "chatgpt")
 
 
-def _mapped(pairs: Mapping[str, str], key: str, how: str = ", or map them:") -> str:
+def _mapped(pairs: Mapping[str, str], key: str | None, how: str = ", or map them:") -> str:
     named = {mine: json.dumps(its) if " " in its else its for mine, its in pairs.items() if mine != its}
+    if key is None:
+        renamed_columns = ", ".join(f"{its} to {mine}" for mine, its in named.items())
+        return f", such as {renamed_columns}"
     return f"{how} '{key}={{{', '.join(f'{mine}: {its}' for mine, its in named.items())}}}', for one"
 
 

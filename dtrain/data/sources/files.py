@@ -237,9 +237,21 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
     return next(rows, None)
 
 
-def formats_of(files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str) -> tuple[str, ...]:
-    """Return the format of each file: `name`, or where that is auto that of its first row, to which the encoder holds
-    all others. Raises UserError."""
+def formats_of(
+    files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str | None
+) -> tuple[str, ...]:
+    """Return the format of each file.
+
+    Args:
+        files: The files.
+        name: The format of all of them. With "auto", the first row of a file decides; the encoder compares the others.
+        kind: The kind of their rows: examples, pairs or prompts.
+        columns: The files' own names of columns.
+        key: The recipe's key of `columns`, for messages. None if the caller has no such setting.
+
+    Raises:
+        UserError: If a format is unknown or not of this kind, or if there is no row.
+    """
     if name == "preference" and kind in ("examples", "prompts"):
         raise UserError(f"{files[0]}: {formats.PREFERENCES}")
     if name != "auto" and name not in formats.KINDS[kind]:

@@ -41,11 +41,31 @@ class Signature:
 
 @dataclass(frozen=True)
 class RewardKeys:
-    """Keys of the recipe that messages about rewards name: those of GRPO, or of a set of `eval`."""
+    """How messages name the settings of rewards: GRPO's keys by default, a set of `eval`, or options of a command.
+
+    Attributes:
+        rewards: The list of rewards.
+        timeout: The time limit of a reward.
+        columns: The mapping of the files' columns. None if the caller has no such setting.
+        column_setting: How a reward reads another column, with {name} of the reward and {column} to replace. None
+            stands for a recipe's entry of `rewards`.
+
+    Example:
+        >>> RewardKeys().set_column("numeric", "gold")
+        'grpo.rewards=[{fn: numeric, kwargs: {column: gold}}]'
+    """
 
     rewards: str = "grpo.rewards"
     timeout: str = "grpo.reward_timeout"
-    columns: str = "data.train.columns"
+    columns: str | None = "data.train.columns"
+    column_setting: str | None = None
+
+    def set_column(self, name: str, column: str) -> str:
+        """Return the setting with which the reward `name` reads `column`."""
+        setting = self.column_setting
+        if setting is None:
+            setting = self.rewards + "=[{{fn: {name}, kwargs: {{column: {column}}}}}]"
+        return setting.format(name=name, column=column)
 
 
 GRPO_KEYS = RewardKeys()
@@ -150,7 +170,7 @@ def no_column(name: str, column: str, columns: Mapping[str, Any], keys: RewardKe
     """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
-        f"{keys.rewards}=[{{fn: {name}, kwargs: {{column: ..}}}}]"
+        f"{keys.set_column(name, '..')}"
     )
 
 
@@ -167,7 +187,7 @@ def not_an_answer(name: str, column: str, value: Any, keys: RewardKeys = GRPO_KE
         return (
             f"reward {name}: column {column!r} holds an object ({', '.join(names[:_MOST_LISTED]) or 'empty'}), and an "
             "answer is a text, a number, or a list of accepted ones; name the value in it that is the answer: "
-            f"{keys.rewards}=[{{fn: {name}, kwargs: {{column: {nested}}}}}]"
+            f"{keys.set_column(name, nested)}"
         )
     items = value if isinstance(value, list | tuple) else ()
     if any(isinstance(item, Mapping | list | tuple) for item in items):
@@ -198,7 +218,9 @@ def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> S
 def takes_more(name: str, missing: Collection[str], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
     """Return the refusal of a reward whose signature takes columns that are `missing` from the data."""
     nested = [f"{key}: {known}" for key in missing for known in column_names(columns) if known.endswith(f".{key}")]
-    hint = f"; map it with {keys.columns}={{{', '.join(nested)}}}" if len(nested) == len(missing) else ""
+    hint = ""
+    if keys.columns is not None and len(nested) == len(missing):
+        hint = f"; map it with {keys.columns}={{{', '.join(nested)}}}"
     return f"reward {name} takes {', '.join(missing)}, which is no column of the data (it has {_listed(columns)}){hint}"
 
 
