@@ -259,9 +259,12 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
         elif name in rewards.REWARDS:
             problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_path(name):
-            hint = key_aliases.hint("grpo.rewards.fn", name, rewards.REWARDS)
-            paths = "" if "did you mean" in hint else ", and import paths"
-            problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward{hint}{paths}"))
+            near = key_aliases.meant("grpo.rewards.fn", name) or nearest(name, rewards.REWARDS)
+            if near:
+                hint = f"did you mean {near}?"
+            else:
+                hint = f"there are {', '.join(rewards.REWARDS)}, and import paths"
+            problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward; {hint}"))
         for option in rewards.OF_JUDGE:
             if getattr(reward, option) is not None and name != "judge":
                 text = f"{key}.{option} is read only by fn=judge"
