@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def covering(
         cases.append(case)
         open_pairs.difference_update(_pairs(case))
 
+    first = list(first)
     for case in first:
         take(case)
     for pair in sorted(open_pairs, key=lambda pair: sorted(map(str, pair))):
@@ -44,7 +46,22 @@ def covering(
         able = [case for case in drawn if case is not None]
         if able:  # else no case holds the pair
             take(max(able, key=lambda case: len(open_pairs & _pairs(case)) / cost(case)))
-    return cases
+    return first + _without_redundant(cases[len(first) :], first, cost)
+
+
+def _without_redundant(cases: list[Case], first: list[Case], cost: Callable[[Case], float]) -> list[Case]:
+    """Leave out cases all of whose pairs stand in the others too, the most expensive ones first.
+
+    A greedy array has such cases: a later case may cover every pair for which an earlier one was taken.
+    """
+    times_covered = Counter(pair for case in [*first, *cases] for pair in _pairs(case))
+    kept = list(cases)
+    for case in sorted(cases, key=cost, reverse=True):
+        pairs = _pairs(case)
+        if all(times_covered[pair] > 1 for pair in pairs):
+            kept.remove(case)
+            times_covered.subtract(pairs)
+    return kept
 
 
 def named(case: Case) -> str:

@@ -83,7 +83,7 @@ def recipe_of(root, name, case, axes, *more):
 
 
 CASES = covering(
-    {name: [*values] for name, values in AXES.items()}, allows=can_run, cost=lambda case: 2 + ranks_of(case)
+    {name: [*values] for name, values in AXES.items()}, allows=can_run, cost=lambda case: 2 + ranks_of(case), seed=8
 )
 
 
