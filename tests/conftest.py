@@ -1,6 +1,7 @@
-"""Choice of the tests that run: all, the fast ones, or those that a change asks for.
+"""Choice of the tests that run: those of CI, all, the fast ones, or those that a change asks for.
 
-By default every test runs. `--fast` leaves out each test that starts a process, as tests/depends.py finds it, and each
+By default every test runs except those that are marked `extended`: further combinations of options whose parts other
+tests cover. `--extended`, `--changed` and a path on the command line include them. `--fast` leaves out each test that starts a process, as tests/depends.py finds it, and each
 that is marked `slow`. `--changed REV` keeps the files that depend on what has changed since the commit REV; imports
 tell. What runs is a function of the files alone.
 """
@@ -20,16 +21,23 @@ STARTS += [(subprocess.Popen, "_execute_child")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--extended", action="store_true", help="also what is marked `extended`")
     parser.addoption("--fast", action="store_true", help="only what starts no process and takes little time")
     parser.addoption("--changed", metavar="REV", help="only what depends on files changed since REV")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A worker of pytest-xdist gets the option from its controller; the paths that it is given say nothing.
+    is_controller = not hasattr(config, "workerinput")
+    if is_controller and (config.getoption("changed") or config.args_source is pytest.Config.ArgsSource.ARGS):
+        config.option.extended = True
     config.pluginmanager.register(NoProcesses())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = items
+    if not config.getoption("extended"):
+        kept = [item for item in kept if item.get_closest_marker("extended") is None]
     if rev := config.getoption("changed"):
         depending = dependent_tests(config.rootpath, changed_since(config.rootpath, rev))
         kept = [item for item in kept if item.path in depending]
