@@ -265,7 +265,7 @@ def formats_of(
     return tuple(detected or known for detected in first)
 
 
-def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str) -> str | None:
+def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str | None) -> str | None:
     """Return the format of the file's first row; None where it has none. UserError, also for a missing column."""
     first = first_row(file)
     if first is None:
