@@ -62,7 +62,7 @@ def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Se
 
 
 def renamed(
-    row: Mapping[str, Any], columns: Mapping[str, str], key: str = "data.train.columns", *, strict: bool = False
+    row: Mapping[str, Any], columns: Mapping[str, str], key: str | None = "data.train.columns", *, strict: bool = False
 ) -> dict[str, Any]:
     """Return `row` with our names: each of `columns` holds what the file's column holds, which loses its own name.
 
