@@ -1,9 +1,10 @@
 """Choice of the tests that run: those of CI, all, the fast ones, or those that a change asks for.
 
 By default every test runs except those that are marked `extended`: further combinations of options whose parts other
-tests cover. `--extended`, `--changed` and a path on the command line include them. `--fast` leaves out each test that starts a process, as tests/depends.py finds it, and each
-that is marked `slow`. `--changed REV` keeps the files that depend on what has changed since the commit REV; imports
-tell. What runs is a function of the files alone.
+tests cover. `--extended`, `--changed` and a path on the command line include them. `--fast` leaves out each test that
+starts a process, as tests/depends.py finds it, and each that is marked `slow`. `--changed REV` keeps the files that
+depend on what has changed since the commit REV; imports tell. What runs
+is a function of the files alone.
 """
 
 import gc
