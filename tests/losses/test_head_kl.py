@@ -161,10 +161,10 @@ def collectives(rank):
     return counts
 
 
-def test_one_collective_a_tile_and_none_backward():
+def test_two_collectives_a_tile_and_none_backward():
     tiles = -(-len(INDEX) // 5)
-    # The top k: the teacher's candidates and the student's statistics of each tile, and the shards' sizes once.
-    assert run_world(collectives, 2) == [[tiles, 0, 2 * tiles + 1, 0]] * 2
+    # The divergence: both models' statistics, and the divergences of the rows. The top k: the teacher's candidates and the student's statistics of each tile, and the shards' sizes once.
+    assert run_world(collectives, 2) == [[2 * tiles, 0, 2 * tiles + 1, 0]] * 2
 
 
 def test_all_tokens_as_the_top_k_are_the_whole_vocabulary():

@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
+from dtrain.losses.head.softmax import head_tile_rows
 from dtrain.losses.head.vocabulary import add_product_
-from dtrain.losses.head.weighted_sum import head_tile_rows, weighted_logprob_sum
+from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 
 N, V, D = 4096, 30_000, 64
 

@@ -7,7 +7,7 @@ from dtrain.base.top_p import kept_by_top_p, last_kept
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.losses import TrainingSamplingParams
-from dtrain.losses.head.filtered import _SummedBeside, _WideProduct, filtered_logprobs_from_hidden_states
+from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
 from tests.losses.test_head_memory import Made
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -82,22 +82,6 @@ def test_rows_that_are_not_numbers_and_a_share_of_nothing():
     logits = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 2.0]])
     assert kept_by_top_p(logits, 0.0)[1].tolist() == [False, True, False]
     assert last_kept(logits, logits, torch.full((2, 1), 0.5, dtype=torch.float64)).shape == (2, 1)
-
-
-def test_products_of_narrow_operands_sum_the_weights_gradient_in_float32():
-    draw = torch.Generator().manual_seed(0)
-    hidden, weight, upstream = (torch.randn(shape, generator=draw) for shape in ((50, 8), (30, 8), (50, 30)))
-    h, w = (one.bfloat16().requires_grad_() for one in (hidden, weight))
-    total = torch.zeros(30, 8)
-    anchor = _SummedBeside.apply(w, total)
-    parts = [_WideProduct.apply(h[start : start + 20], w.detach(), total, anchor) for start in (0, 20, 40)]
-    logits = torch.cat(parts)
-    assert logits.dtype == torch.float32 and torch.equal(logits, h.detach().float() @ w.detach().float().t())
-    logits.backward(upstream)
-    narrow = upstream.bfloat16().double()
-    assert torch.allclose(h.grad.double(), (narrow @ w.detach().double()).to(torch.bfloat16).double(), rtol=2**-7)
-    assert torch.allclose(total.double(), narrow.t() @ h.detach().double(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(w.grad, total.bfloat16())
 
 
 def test_a_gpu_holds_no_copy_of_the_head_in_float32():

@@ -1,35 +1,35 @@
-"""Log-probabilities of targets from hidden states under the filter that they were drawn with: top-k, then top-p, over
-full rows of logits as sampling engines do it.
+"""Log-probabilities of targets under the filter with which they were sampled: top-k, then top-p.
 
-Top-p (nucleus sampling): Holtzman et al., arXiv:1904.09751, section 3.1. Top-k: Fan et al., arXiv:1805.04833. Tokens
-are taken in chunks, each computed again in the backward. A filter needs whole rows: an all-to-all turns [rows, V/tp] on
-every rank into [rows/tp, V], each rank filters its rows, the log-probabilities of all come back in one all-reduce. Rows
-need not divide by tp, nor shards be even.
+Filters work on rows of the whole vocabulary, as sampling engines apply them. If the vocabulary is sharded, an
+all-to-all turns a tile of [rows, V/tp] on every rank into [rows/tp, V]: each rank filters its own rows, and the
+log-probabilities of all rows come back in one all-reduce. Rows need not divide by tp, nor shards be even. For example,
+5 rows on 2 ranks: rank 0 filters rows 0 to 2, rank 1 rows 3 and 4. `FilteredRows` is that, as a source of logits for
+`softmax_rows`.
+
+Reference: top-p (nucleus) sampling: Holtzman et al., arXiv:1904.09751, section 3.1. Top-k: Fan et al.,
+arXiv:1805.04833.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from dtrain.base.fused import Fused
 from dtrain.base.top_p import kept_by_top_p
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from dtrain.losses.head.softmax import HeadLogits, Index, LogitSource, Scaling, Tile, as_tuple, softmax_rows
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
     VocabShard,
-    add_at_,
-    add_product_,
     compute_dtype,
-    fill_rows_,
     group_rank,
     group_size,
-    product,
     shard_sizes,
 )
+from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.placement import chunk_bounds
 
 # Tokens whose logits exist at once.
@@ -37,7 +37,7 @@ _CHUNK = {"cpu": 256, "cuda": 2048}
 
 # Rows sorted at once: a sort holds values and indices of all of them.
 ROWS_PER_SORT = 256
-_ROWS_OF_GPU = 512  # filtered at once, unsorted: a block works on each, and there are more than run at a time
+_ROWS_OF_GPU = 512  # filtered at once without a sort: a block works on each, and there are more than run at a time
 
 
 def filtered_logprobs_from_hidden_states(
@@ -50,41 +50,32 @@ def filtered_logprobs_from_hidden_states(
     shard: VocabShard | None = None,
     index: Tensor,
 ) -> Tensor:
-    """log p(target) of the distribution that is left after temperature, top-k and top-p, shaped as targets [...]; 0
-    where there is no target, −inf (and no gradient) where the filter leaves it out.
+    """Compute log p(target) of the distribution that is left after temperature, top-k and top-p.
 
-    hidden [..., D], weight [V, D] or with `shard` this rank's rows of it, targets [...] int64 global ids, index [T]
-    int64 the flat positions of targets. Computed in max(float32, the dtypes), on a GPU from operands as they are; the
-    weight's gradient is then summed in float32 over the chunks. With `shard` the values come back on
-    every rank, and hidden's gradient has still to be summed over the group; per chunk one all-to-all and one all-reduce
-    forward, two and one in the backward.
+    Computed in max(float32, the dtypes); the weight's gradient is summed in that dtype over the tiles.
+
+    Args:
+        hidden: Hidden states [..., D].
+        weight: The head's weight [V, D], or with `shard` this rank's rows of it.
+        targets: Ids of the whole vocabulary [...], int64.
+        sampling: The filter and the temperature.
+        softcap: The softcap of the logits. None for none.
+        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        index: Flat positions that have a target, [T] int64, each once.
+
+    Returns:
+        Values shaped as the targets, on every rank: 0 where there is no target, -inf without a gradient where the
+        filter leaves the target out. hidden's gradient must still be summed over the group.
+
+    Collectives:
+        Per tile one all-to-all in the forward, two in the backward; one all-reduce of the values.
     """
-    group = (shard or WHOLE).group
     step = _CHUNK.get(hidden.device.type, _CHUNK["cuda"])
-    rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)  # [T, D]
-    chosen = targets.flatten().index_select(0, index)
-    dtype = torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
-    held, total, anchor = weight.detach(), None, None
-    if hidden.is_cuda and hidden.dtype == weight.dtype != dtype:  # no copy of the weight in float32
-        total = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if weight.requires_grad else None
-        anchor = _SummedBeside.apply(weight, total)
-
-    def of_chunk(rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        if anchor is None:
-            logits = rows.to(dtype) @ weight.to(dtype).t()  # [t, V/tp]
-        else:
-            logits = _WideProduct.apply(rows, held, total, anchor)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        logits = logits / sampling.temperature
-        return SampledLogprob.apply(logits[None], chosen[None], group, sampling.top_k, sampling.top_p)[0]
-
-    parts = [
-        checkpoint(of_chunk, rows[start : start + step], weight, chosen[start : start + step], use_reentrant=False)
-        for start in range(0, len(index), step)
-    ]
-    # Without a target the sum over nothing keeps hidden and weight in the graph, whose collectives go on.
-    values = torch.cat(parts) if parts else rows.to(dtype).sum(1) + weight[:0].to(dtype).sum()
+    make_inner = partial(HeadLogits, index=index, max_rows=step, scaling=Scaling(sampling.temperature, softcap))
+    ids = targets.flatten().index_select(0, index)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    group = (shard or WHOLE).group
+    values = filtered_logprobs(make_inner, flat, weight, ids=ids, group=group, sampling=sampling, keeps_masks=False)
     return values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
 
 
@@ -110,7 +101,7 @@ def apply_top_k_top_p(
 
 
 def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """The mask of the tokens of logits [n, V] that pass the filter, [n, V]."""
+    """Return the mask of the tokens of logits [n, V] that pass the filter, [n, V]."""
     mask = None
     if top_k is not None and top_k > 0:
         mask = logits >= logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
@@ -129,54 +120,12 @@ def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     return nucleus if mask is None else nucleus & mask
 
 
-class _SummedBeside(torch.autograd.Function):
-    """A scalar 0 in place of a weight: the products that take it add to `total`, the gradient that the weight gets."""
-
-    @staticmethod
-    def forward(ctx, weight, total):
-        ctx.total, ctx.dtype = total, weight.dtype
-        return torch.zeros((), dtype=torch.float32, device=weight.device)
-
-    @staticmethod
-    def backward(ctx, _):
-        if ctx.total is None:
-            raise RuntimeError("this loss sums its weight's gradient once; compute it again for a second backward")
-        total, ctx.total = ctx.total, None
-        return total.to(ctx.dtype), None
-
-
-class _WideProduct(torch.autograd.Function):
-    """rows [t, D] · weightᵀ [V, D] in float32 from operands of half of that; adds the weight's gradient to `total`."""
-
-    @staticmethod
-    def forward(ctx, rows, weight, total, anchor):
-        ctx.save_for_backward(rows, weight)
-        ctx.total = total
-        return product(rows, weight.t())
-
-    @staticmethod
-    def backward(ctx, upstream):
-        rows, weight = ctx.saved_tensors
-        upstream = upstream.to(rows.dtype)
-        if ctx.total is not None:
-            add_product_(ctx.total, upstream.t(), rows)
-        of_rows = product(upstream, weight).to(rows.dtype) if ctx.needs_input_grad[0] else None
-        return of_rows, None, None, upstream.new_zeros((), dtype=torch.float32)
-
-
 class Exchange:
-    """Rows of a cut vocabulary to whole rows and back, for one group and one set of shard sizes."""
+    """Turns rows of a sharded vocabulary into rows of the whole one and back, for one group."""
 
     def __init__(self, columns: int, group: Group, device: torch.device):
         self.group, self.size, self.rank = group, group_size(group), group_rank(group)
         self.columns = shard_sizes(columns, group, device)
-
-    def chunks(self, rows: int, step: int) -> Iterator[tuple[slice, slice]]:
-        """Runs of `step` of so many rows, and which of each this rank has whole."""
-        for start in range(0, rows, max(step, 1)):
-            end = min(start + step, rows)
-            mine = chunk_bounds(end - start, self.size, self.rank)
-            yield slice(start, end), slice(start + mine[0], start + mine[1])
 
     def _rows_of(self, rows: int) -> list[int]:
         bounds = [chunk_bounds(rows, self.size, rank) for rank in range(self.size)]
@@ -210,95 +159,103 @@ class Exchange:
         return received
 
 
-class SampledLogprob(torch.autograd.Function):
-    """log p(target) [B, S] under top-k / top-p filtering from logits [B, S, V/tp], target [B, S]; arguments as
-    `forward` has them. Without chunk_size one local softmax is saved for the backward; with it (positions of the
-    sequence at once) the logits are, and filtered again."""
+class FilteredRows:
+    """Filtered logits of this rank's rows, over the whole vocabulary.
 
-    @staticmethod
-    def forward(ctx, logits, target, group, top_k, top_p, chunk_size=None):
-        exchange = Exchange(logits.shape[-1], group, logits.device)
-        rule = _Rule(top_k, top_p, sum(exchange.columns))
-        target = target.flatten()
-        rows = logits.detach().reshape(len(target), logits.shape[-1])
-        step = len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1)
-        logprobs = torch.zeros(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        saves = ctx.needs_input_grad[0]
-        softmax = None
-        for chunk, mine in exchange.chunks(len(rows), step):
-            whole = exchange.whole_rows(rows[chunk])
-            softmax = torch.empty_like(whole, dtype=logprobs.dtype) if saves and chunk_size is None else None
-            logprobs[mine] = rule.logprobs(whole, target[mine], softmax)
-        if exchange.size > 1:
-            dist.all_reduce(logprobs, group=group)
-        if saves:
-            # One local softmax, or with chunks the logits, which are filtered again.
-            live = rule.valid(target) & (logprobs > -float("inf"))
-            ctx.save_for_backward(logits if softmax is None else softmax, target, live)
-            ctx.from_softmax, ctx.shape, ctx.dtype = softmax is not None, logits.shape, logits.dtype
-            ctx.exchange, ctx.rule, ctx.step = exchange, rule, step
-        return logprobs.view(logits.shape[:-1])
+    Every rank has the same chunks and takes part in all of them, because each begins with an all-to-all.
 
-    @staticmethod
-    def backward(ctx, upstream):
-        saved, target, live = ctx.saved_tensors
-        exchange, rule = ctx.exchange, ctx.rule
-        upstream = torch.where(live, upstream.flatten(), 0).to(compute_dtype(ctx.dtype))
-        count = len(target)
-        rows = saved.reshape(-1 if ctx.from_softmax else count, saved.shape[-1])
-        grad = torch.empty(count, ctx.shape[-1], dtype=ctx.dtype, device=saved.device)
-        for chunk, mine in exchange.chunks(count, ctx.step):
-            p = rows
-            if not ctx.from_softmax:
-                whole = exchange.whole_rows(rows[chunk])
-                p = torch.empty_like(whole, dtype=upstream.dtype)
-                rule.logprobs(whole, target[mine], p)
-            full = _gradient(p, upstream[mine, None], target[mine, None], ctx.dtype)
-            grad[chunk] = exchange.shards(full, chunk.stop - chunk.start)
-        return grad.view(ctx.shape), *[None] * 5
+    Args:
+        part: The logits of all rows [T, V/tp], of this rank's part of the vocabulary. Its tiles are the chunks.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        sampling: The filter.
+        masks: Masks of the tokens that stay, by the first row of their chunk: filled in the forward and read in the
+            backward. None: tokens are filtered again in the backward, which takes less memory.
+    """
 
+    def __init__(
+        self, part: LogitSource, *, group: Group, sampling: TrainingSamplingParams, masks: dict[int, Tensor] | None
+    ):
+        self._part, self._sampling, self._masks = part, sampling, masks
+        self._exchange = Exchange(part.columns, group, part.device)
+        self.leading, self.columns = part.leading, sum(self._exchange.columns)
+        self.dtype, self.device, self.scaling = part.dtype, part.device, part.scaling
 
-class _Rule:
-    """A filter over a vocabulary of known size."""
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self._part.gradient_dtype
 
-    def __init__(self, top_k: int | None, top_p: float, vocabulary: int):
-        self.top_k, self.top_p, self.vocabulary = top_k, top_p, vocabulary
-        self.filters = need_top_k_or_top_p_filtering(TrainingSamplingParams(top_k, top_p))
+    def indices(self) -> Iterable[Index]:
+        return self._part.indices()
 
-    def valid(self, target: Tensor) -> Tensor:
-        return (target >= 0) & (target < self.vocabulary)
+    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+        part = self._part.tile(index, is_live)
+        logits = self._exchange.whole_rows(part.logits)
+        first_row = as_tuple(index)[0].start
+        mask = None if self._masks is None else self._masks.get(first_row)
+        if mask is None:
+            mask = _mask_of(logits, self._sampling)
+            if self._masks is not None:
+                self._masks[first_row] = mask
+        logits.masked_fill_(~mask, -float("inf"))
+        start, end = chunk_bounds(len(part.rows), self._exchange.size, self._exchange.rank)
+        my_rows = slice(first_row + start, first_row + end)
+        return Tile(my_rows, logits, logits[:, :0], part._replace(logits=part.logits[:0]))
 
-    def logprobs(self, logits: Tensor, target: Tensor, softmax: Tensor | None) -> Tensor:
-        """Return log p(target) [n] over the tokens of logits [n, V] that stay, −inf for the others, 0 where the target
-        is no token. softmax [n, V]: p is written there."""
-        valid = self.valid(target)
-        columns = torch.where(valid, target, 0).unsqueeze(-1)
-        chosen = torch.empty(target.shape, dtype=compute_dtype(logits.dtype), device=logits.device)
-        step = _ROWS_OF_GPU if logits.is_cuda else ROWS_PER_SORT
-        for start in range(0, len(logits), step):
-            rows = slice(start, start + step)
-            mask = kept(logits[rows], self.top_k, self.top_p) if self.filters else None
-            chosen[rows] = _at_target(logits[rows], mask, columns[rows], None if softmax is None else softmax[rows])
-        return torch.where(valid, chosen, 0)
+    def begin_gradients(self, needed: Sequence[bool]) -> None:
+        self._part.begin_gradients(needed)
+
+    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
+        assert tile.part is not None
+        self._part.add_gradient(tile.part, self._exchange.shards(grad, len(tile.part.rows)))
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        return self._part.gradients()
 
 
-@Fused
-def _at_target(logits: Tensor, mask: Tensor | None, columns: Tensor, softmax: Tensor | None) -> Tensor:
-    """Return log p at columns [n, 1] over the tokens of logits [n, V] in the mask (None: all), [n]. p is written to
-    softmax."""
-    remaining = logits if mask is None else logits.masked_fill(~mask, -float("inf"))
-    logp = torch.log_softmax(remaining, -1, dtype=compute_dtype(logits.dtype), out=softmax)
-    chosen = logp.gather(-1, columns).squeeze(-1)
-    if softmax is not None:
-        logp.exp_()
-    return chosen
+def filtered_logprobs(
+    make_part: Callable[..., LogitSource],
+    *tensors: Tensor,
+    ids: Tensor,
+    group: Group,
+    sampling: TrainingSamplingParams,
+    keeps_masks: bool,
+) -> Tensor:
+    """Compute log p(id) of the distribution that is left after a filter.
+
+    Args:
+        make_part: Builds the source of this rank's part of the logits, of T rows, from `tensors`.
+        tensors: The tensors that gradients go to.
+        ids: Ids of the whole vocabulary [T], the same on every rank.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        sampling: The filter. The logits are divided by the temperature already.
+        keeps_masks: Whether a mask of each row, a byte per token, is kept for the backward, which does not filter again
+            then.
+
+    Returns:
+        [T] on every rank: 0 for an id outside the vocabulary, -inf without a gradient for one that is left out.
+
+    Collectives:
+        Per tile one all-to-all in the forward and two in the backward; one all-reduce of the values.
+    """
+    masks: dict[int, Tensor] | None = {} if keeps_masks and torch.is_grad_enabled() else None
+
+    def make_source(*parts: Tensor) -> FilteredRows:
+        return FilteredRows(make_part(*parts), group=group, sampling=sampling, masks=masks)
+
+    values = softmax_rows(make_source, *tensors, ids=ids.unsqueeze(-1)).logprobs.squeeze(-1)
+    if group_size(group) > 1:
+        # Every rank has the values of its own rows, and 0 for the others. The gradient stays with a rank's own rows.
+        values = leave_region(values, group)
+    # A row whose target is left out has no gradient.
+    return torch.where(values == -float("inf"), values.detach(), values)
 
 
-@Fused
-def _gradient(p: Tensor, upstream: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return upstream · (onehot − p) [n, V] in `dtype`, 0 in rows of upstream 0. upstream, target [n, 1]."""
-    full = p * -upstream
-    is_off = upstream == 0
-    fill_rows_(full, is_off.squeeze(1))
-    add_at_(full, torch.where(is_off, 0, target), upstream)
-    return full.to(dtype)
+def _mask_of(logits: Tensor, sampling: TrainingSamplingParams) -> Tensor:
+    """Return the mask of the tokens of logits [n, V] that pass the filter, [n, V], computed some rows at a time."""
+    if not need_top_k_or_top_p_filtering(sampling):
+        return torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+    step = _ROWS_OF_GPU if logits.is_cuda else ROWS_PER_SORT
+    mask = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
+    for start in range(0, len(logits), step):
+        mask[start : start + step] = kept(logits[start : start + step], sampling.top_k, sampling.top_p)
+    return mask

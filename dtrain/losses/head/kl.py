@@ -1,23 +1,35 @@
 """The Kullback-Leibler and the generalized Jensen-Shannon divergence between two models' next-token distributions,
-straight from their hidden states and heads: the logits of either exist one tile of tokens at a time.
+from their hidden states and heads: the logits of either exist one tile of tokens at a time.
 
-The weights are known before (each token counts the same), so the gradient is formed in the forward as in
-`weighted_sum`: three matrix products of the student's head and one of the teacher's, where computing the tiles again in
-a backward would take four and two. Three tiles of logits are held at once, four for the Jensen-Shannon divergence; two
-where their operations are compiled: then these read each twice, and write the gradient.
+Each token counts the same, so the gradient is formed in the forward as in `weighted_sum`: three matrix products of the
+student's head and one of the teacher's, where computing the tiles again in a backward would take four and two.
 
-`forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same of log-probabilities.
+With q the student's distribution, p the teacher's, and m = beta · p + (1 - beta) · q, a row's gradients by the
+student's logits z are
+
+    KL(p || q)                                    q - p
+    KL(q || p)                                    q · (log q - log p - KL(q || p))
+    beta · KL(p || m) + (1 - beta) · KL(q || m)   (1 - beta) · q · (log q - log m - KL(q || m))
+
+`forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same divergences of given log-probabilities.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtrain.base.fused import Fused, own
-from dtrain.losses.head.logprobs import Scaling
+from dtrain.base.fused import Fused
+from dtrain.losses.head.softmax import (
+    FormedSum,
+    HeadLogits,
+    Scaling,
+    Wanted,
+    log_softmax_,
+    tile_rows_of,
+    tile_statistics,
+)
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
@@ -25,18 +37,20 @@ from dtrain.losses.head.vocabulary import (
     Stats,
     VocabShard,
     compute_dtype,
-    group_rank,
     group_size,
     merge,
-    part_stats,
-    product,
 )
-from dtrain.losses.head.weighted_sum import TiledSum, tile_rows_of
 from dtrain.parallel.collectives import all_gather
 
 
 class KlSums(NamedTuple):
-    """Sums over tokens: of the loss, which carries the gradient, and of the divergence in either direction."""
+    """Sums over tokens.
+
+    Attributes:
+        total: The loss, with a gradient.
+        forward: KL(p_teacher || p_student).
+        reverse: KL(p_student || p_teacher).
+    """
 
     total: Tensor
     forward: Tensor
@@ -54,57 +68,66 @@ def kl_sum_from_hidden_states(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> KlSums:
-    """Σ over tokens index [T] (flat positions, each at most once) of
-    forward_share · KL(p_teacher || p_student) + (1 − forward_share) · KL(p_student || p_teacher),
-    p = softmax(logits / temperature) over the whole vocabulary; no factor temperature². jsd_beta: in its place
-    beta · KL(p_teacher || m) + (1 − beta) · KL(p_student || m), m = beta · p_teacher + (1 − beta) · p_student (Agarwal
+    """Sum a divergence between teacher and student over tokens.
+
+    It is forward_share · KL(p_teacher || p_student) + (1 - forward_share) · KL(p_student || p_teacher) with
+    p = softmax(logits / temperature) over the whole vocabulary, without a factor temperature². With `jsd_beta` it is
+    beta · KL(p_teacher || m) + (1 - beta) · KL(p_student || m), m = beta · p_teacher + (1 - beta) · p_student (Agarwal
     et al., arXiv:2306.13649, equation 1).
 
-    The models may be of any sizes and dtypes; the vocabulary and its cut are the same. Scalars in max(float32, the
-    student's dtype), as are all products and sums. Gradients go to the student only, in its inputs' dtypes, the
-    weight's summed in max(float32, the dtype); once: a second backward raises RuntimeError. Positions outside `index`
-    cost nothing and get a zero gradient, whatever they hold.
+    The models may be of any sizes and dtypes; the vocabulary and its sharding are the same. Scalars, products and sums
+    are in max(float32, the student's dtype). Gradients go to the student only, in its inputs' dtypes, the weight's
+    summed in the compute dtype; once: a second backward raises RuntimeError.
 
-    shard: the weights are this rank's part, index is the same on every rank of the group. The values come back whole on
-    every rank, the gradients are the shard's own: hidden's has still to be summed over the group. One all-gather of six
-    numbers per token and tile, with jsd_beta two of four.
-    Raises ValueError for a temperature or softcap that is not positive, a share outside [0, 1], a beta outside (0, 1),
-    and vocabularies of two sizes.
+    Args:
+        student: Hidden states and head of the student.
+        teacher: Hidden states and head of the teacher.
+        index: The tokens' flat positions [T], each at most once, the same on every rank of the group. Other positions
+            cost nothing and get a zero gradient, whatever they hold.
+        forward_share: The share of the forward KL, in [0, 1].
+        jsd_beta: The teacher's share of the mixture, in (0, 1). None for the KLs.
+        temperature: Divides the logits of both.
+        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+
+    Returns:
+        The sums on every rank. Gradients are the shard's own: hidden's must still be summed over the group.
+
+    Raises:
+        ValueError: If the temperature, a softcap, the share or beta is out of range, or the vocabularies differ.
+
+    Collectives:
+        Per tile, two all-gathers of four numbers per token.
     """
     check_share(forward_share)
     if jsd_beta is not None:
         check_beta(jsd_beta)
     if len(student.weight) != len(teacher.weight):
-        held = len(student.weight), len(teacher.weight)
-        raise ValueError(f"the student's head has {held[0]} tokens here, the teacher's {held[1]}")
+        sizes = len(student.weight), len(teacher.weight)
+        raise ValueError(f"the student's head has {sizes[0]} tokens here, the teacher's {sizes[1]}")
     shard = shard or WHOLE
-    scalings = Scaling(temperature, student.softcap), Scaling(temperature, teacher.softcap)
-    rows = rows_per_tile or tile_rows_of(student.weight, shard)
+    max_rows = rows_per_tile or tile_rows_of(student.weight, shard)
     dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
-    tokens = TiledSum(student.hidden, student.weight, index, rows, dtype)
+    scaling = Scaling(temperature, student.softcap)
+    tokens = FormedSum(student.hidden, student.weight, index, max_rows, scaling=scaling, dtype=dtype)
+    teacher_logits = HeadLogits(
+        teacher.hidden,
+        teacher.weight,
+        index=index,
+        max_rows=max_rows,
+        scaling=Scaling(temperature, teacher.softcap),
+        dtype=dtype,
+    )
+    divergence = _Divergence(forward_share, jsd_beta)
     with torch.no_grad():
-        others = TiledSum(teacher.hidden, teacher.weight, index, rows, dtype)
-        totals = torch.zeros(2 if jsd_beta is None else 3, dtype=dtype, device=index.device)
-
-        def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
-            theirs = others.hidden.index_select(0, index[tile]).to(others.operand.dtype)
-            first, second, *memory = tokens.memory(3 if jsd_beta is None else 4, len(mine))
-            logits = product(mine, tokens.operand.t(), first), product(theirs, others.operand.t(), second)
-            pair = _Pair(*logits, _stats_of_pair(*logits, memory[0], scalings), scalings[0], memory)
-            del logits
-            grad_dtype = tokens.operand.dtype if tokens.wants_gradient else None
-            if jsd_beta is None:
-                sums, grad = _kl_of_tile(pair, forward_share, shard.group, grad_dtype)
-            else:
-                sums, grad = _jsd_of_tile(pair, jsd_beta, shard.group, grad_dtype)
-            totals.add_(sums)
-            if grad is not None:
-                tokens.add_gradient(grad, tile, mine)
-
-        for tile, mine in tokens.tiles():
-            add(tile, mine)
-    forward, reverse, *of_mixture = totals.unbind()
-    total = of_mixture[0] if of_mixture else forward_share * forward + (1 - forward_share) * reverse
+        totals = torch.zeros(3, dtype=dtype, device=index.device)
+        for rows in tokens.source.indices():
+            totals += _add_tile(tokens, teacher_logits, rows, divergence, shard.group)
+    forward, reverse, student_to_mixture = totals.unbind()
+    if jsd_beta is None:
+        total = forward_share * forward + (1 - forward_share) * reverse
+    else:
+        total = student_to_mixture
     return KlSums(tokens.with_gradient(total), forward, reverse)
 
 
@@ -134,175 +157,116 @@ def check_beta(beta: float) -> None:
         raise ValueError(f"beta={beta}: the teacher's share of the mixture lies between 0 and 1")
 
 
-class _Pair(NamedTuple):
-    """Tile of the student's and the teacher's logits, [t, V/tp] each; `_kl_sums` and `_jsd_sums` take their memory
-    unless they are compiled. stats: as of `_stats_of_pair`. memory: for one or two tiles more; None: new ones are
-    made."""
+class _Divergence(NamedTuple):
+    """Which divergence is summed: see `kl_sum_from_hidden_states`."""
 
-    student: Tensor
-    teacher: Tensor
-    stats: Tensor
-    scaling: Scaling  # the student's
-    memory: Sequence[Tensor | None]
+    forward_share: float
+    jsd_beta: float | None
+
+
+def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: _Divergence, group: Group) -> Tensor:
+    """Return the sums over a tile's tokens [3]: both KLs, and the Jensen-Shannon divergence or 0. Its gradient is added
+    to `tokens`."""
+    mine, theirs = tokens.source.tile(index), teacher.tile(index)
+    lse = _merged_lse(mine.logits, theirs.logits, group)
+    slope = tokens.source.scaling.slope(mine.logits) if tokens.wants_gradient else None
+    log_q, log_p = log_softmax_(mine.logits, lse[0]), log_softmax_(theirs.logits, lse[1])
+    sums = _divergences(log_q, log_p, divergence)
+    if group_size(group) > 1:
+        sums = all_gather(sums[None], 0, group).sum(0)  # the same bits on every rank
+    if tokens.wants_gradient:
+        of_rows = sums.unsqueeze(-1)
+        grad = _gradient(log_q, log_p, of_rows, slope, divergence, tokens.source.gradient_dtype)
+        tokens.source.add_gradient(mine, grad)
+    forward, reverse, student_to_mixture, teacher_to_mixture = sums.sum(-1)
+    beta = divergence.jsd_beta or 0.0
+    return torch.stack([forward, reverse, beta * teacher_to_mixture + (1 - beta) * student_to_mixture])
+
+
+def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> Tensor:
+    """Return m and l of the whole vocabulary for the student's and the teacher's logits [t, V/tp], [2, 2, t]."""
+    no_ids = torch.zeros(len(student), 0, dtype=torch.int64, device=student.device)
+    is_mine = no_ids.bool()
+    parts = torch.stack(
+        [tile_statistics(logits, no_ids, is_mine, Wanted()).stats for logits in (student, teacher)], 1
+    )  # [2 (m, l), 2 (models), t]
+    if group_size(group) > 1:
+        gathered = all_gather(parts[None], 0, group)  # [ranks, 2, 2, t]
+        whole, _ = merge(Stats(*gathered.unbind(1)))
+        parts = torch.stack([whole.m, whole.l])
+    return parts.transpose(0, 1)
 
 
 @Fused
-def _stats_of_pair(
-    products: Tensor, others: Tensor, scratch: Tensor | None, scalings: tuple[Scaling, Scaling]
+def _divergences(log_q: Tensor, log_p: Tensor, divergence: _Divergence) -> Tensor:
+    """Return this rank's part of KL(p || q), KL(q || p), KL(q || m) and KL(p || m), [4, t]; the last two are 0 without
+    a mixture. log_q, log_p: this rank's ids of the student's and the teacher's log-probabilities, [t, V/tp]."""
+    gap = log_p - log_q
+    forward = log_p.exp().mul_(gap).sum(-1)
+    reverse = -log_q.exp().mul_(gap).sum(-1)
+    if divergence.jsd_beta is None:
+        none = torch.zeros_like(forward)
+        return torch.stack([forward, reverse, none, none])
+    log_m = _log_mixture(log_q, log_p, divergence.jsd_beta)
+    student_to_mixture = log_q.exp().mul_(log_q - log_m).sum(-1)
+    teacher_to_mixture = log_p.exp().mul_(log_p - log_m).sum(-1)
+    return torch.stack([forward, reverse, student_to_mixture, teacher_to_mixture])
+
+
+@Fused
+def _gradient(
+    log_q: Tensor,
+    log_p: Tensor,
+    of_rows: Tensor,
+    slope: Tensor | float | None,
+    divergence: _Divergence,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Make logits of products [t, V/tp], the student's and the teacher's, and return `Stats.m` and `l` of the student's
-    in this rank's part, and of the teacher's, [t, 4]. Overwrites scratch [t, V/tp], if there is one."""
-    scratch = torch.empty_like(products) if scratch is None else scratch
-    students = part_stats(scalings[0].logits_(products), scratch)
-    teachers = part_stats(scalings[1].logits_(others), scratch)
-    return torch.stack([students.m, students.l, teachers.m, teachers.l], 1)
+    """Return the gradient by the student's products [t, V/tp] in `dtype` (see the module's docstring).
 
-
-def _logprobs(pair: _Pair, shares: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | float | None]:
-    """Return log q and log p of this rank's part alone to compute in, or with the logarithms of its shares [t, 2] of
-    the whole vocabulary, and the slope of the student's logits by the products."""
-    m, l, m_of_teacher, l_of_teacher = pair.stats.split(1, 1)  # noqa: E741
-    slope = pair.scaling.slope(pair.student)
-    log_q = own(pair.student).sub_(m).sub_(l)
-    log_p = own(pair.teacher).sub_(m_of_teacher).sub_(l_of_teacher)
-    if shares is not None:
-        log_q.add_(shares[:, 0:1])
-        log_p.add_(shares[:, 1:2])
-    return log_q, log_p, slope
-
-
-def _kl_of_tile(
-    pair: _Pair, forward_share: float, group: Group, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of the two divergences over the tile's tokens [2], and the gradient by products [t, V/tp] in
-    `dtype`; None for none."""
-    (forward, reverse), terms = _kl_sums(pair)
-    forward, reverse, student_share, teacher_share, log_ratio = _merge(pair.stats, forward, reverse, group)
-    sums = torch.stack([forward.sum(), reverse.sum()])
-    if dtype is None:
-        return sums, None
-    offset = (log_ratio - reverse) * (1 - forward_share) + forward_share
-    of_rows = torch.stack([offset, student_share, teacher_share], 1)
-    return sums, _kl_gradient(terms, of_rows, forward_share, dtype)
-
-
-@Fused
-def _kl_sums(pair: _Pair) -> tuple[Tensor, tuple]:
-    """Return KL(p || q) and KL(q || p) of this rank's part alone, [2, t], and what `_kl_gradient` takes."""
-    log_q, log_p, slope = _logprobs(pair)
-    q, gap, p = _kl_terms(log_q, log_p, *pair.memory)
-    sums = torch.stack([-_dot(p, gap), _dot(q, gap)])
-    return sums, pair if torch.compiler.is_compiling() else (q, gap, p, slope)
-
-
-@Fused
-def _kl_gradient(terms: tuple, of_rows: Tensor, forward_share: float, dtype: torch.dtype) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`. of_rows [t, 3]: what is to be added to log q − log p of
-    the part alone, with the share of the forward KL in it, and the part's share of q and of p.
-
-    dKL(p||q)/dz = q − p;  dKL(q||p)/dz = q · (log q − log p − KL(q||p)).
+    Args:
+        log_q: The student's log-probabilities, [t, V/tp]. Overwritten.
+        log_p: The teacher's, [t, V/tp]. Overwritten.
+        of_rows: The divergences of whole rows, as `_divergences` orders them, [4, t, 1].
+        slope: Of the student's logits by the products.
+        divergence: Which divergence it is.
+        dtype: The dtype of the result.
     """
-    if isinstance(terms, _Pair):
-        log_q, log_p, slope = _logprobs(terms)
-        terms = *_kl_terms(log_q, log_p, *terms.memory), slope
-    q, gap, p, slope = terms
-    offset, student_share, teacher_share = of_rows.split(1, 1)
-    grad = gap.mul_(1 - forward_share).add_(offset).mul_(q).mul_(student_share)
-    grad.addcmul_(p.mul_(-forward_share), teacher_share)  # torch 2.13 compiles addcmul's own `value` wrongly
+    if divergence.jsd_beta is not None:
+        beta, student_to_mixture = divergence.jsd_beta, of_rows[2]
+        grad = (log_q - _log_mixture(log_q, log_p, beta)).sub_(student_to_mixture)
+        grad.mul_(log_q.exp_()).mul_(1 - beta)
+    else:
+        share, reverse = divergence.forward_share, of_rows[1]
+        grad = (log_q - log_p).sub_(reverse).mul_(1 - share).add_(share).mul_(log_q.exp_())
+        grad.sub_(log_p.exp_().mul_(share))
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def _kl_terms(log_q: Tensor, log_p: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, in `memory` if there is some, log q − log p and p in that of log q and log p, [t, V/tp] each."""
-    q = torch.exp(log_q, out=memory)
-    return q, log_q.sub_(log_p), log_p.exp_()
-
-
-def _jsd_of_tile(pair: _Pair, beta: float, group: Group, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Return what `_kl_of_tile` does, the sums [3] being those of the KL in either direction and of the divergence."""
-    shares = None
-    if group_size(group) > 1:
-        log_student, log_teacher, _ = gather_pair(pair.stats.t(), group)
-        shares = torch.stack([log_student[group_rank(group)], log_teacher[group_rank(group)]], 1)
-    parts, terms = _jsd_sums(pair, shares, beta)
-    if group_size(group) > 1:
-        parts = all_gather(parts[None], 0, group).sum(0)
-    forward, reverse, by_student, by_teacher = parts
-    sums = torch.stack([forward.sum(), reverse.sum(), (beta * by_teacher + (1 - beta) * by_student).sum()])
-    if dtype is None:
-        return sums, None
-    return sums, _jsd_gradient(terms, shares, by_student[:, None], beta, dtype)
-
-
-@Fused
-def _jsd_sums(pair: _Pair, shares: Tensor | None, beta: float) -> tuple[Tensor, tuple]:
-    """Return KL(p || q), KL(q || p), KL(q || m) and KL(p || m), this rank's part of their sums over the vocabulary
-    [4, t], and what `_jsd_gradient` takes."""
-    log_q, log_p, slope = _logprobs(pair, shares)
-    q, above = _beside_mixture(log_q, log_p, beta, *pair.memory)
-    gap = log_p.sub_(log_q)  # log p − log q
-    reverse, by_student = -_dot(q, gap), _dot(q, above)
-    p = log_q.add_(gap).exp_()
-    forward = _dot(p, gap)
-    by_teacher = _dot(p, gap.add_(above))  # log p − log m
-    sums = torch.stack([forward, reverse, by_student, by_teacher])
-    return sums, pair if torch.compiler.is_compiling() else (q, above, slope)
-
-
-@Fused
-def _jsd_gradient(terms: tuple, shares: Tensor | None, by_student: Tensor, beta: float, dtype: torch.dtype) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`; by_student [t, 1] is KL(q || m).
-
-    d/dz = (1 − beta) · q · (log q − log m − KL(q || m)): what the mixture's own change adds sums to nothing.
-    """
-    if isinstance(terms, _Pair):
-        log_q, log_p, slope = _logprobs(terms, shares)
-        terms = *_beside_mixture(log_q, log_p, beta, *terms.memory), slope
-    q, above, slope = terms
-    grad = above.sub_(by_student).mul_(q).mul_(1 - beta)
-    return (grad if slope is None else grad.mul_(slope)).to(dtype)
-
-
-def _beside_mixture(
-    log_q: Tensor, log_p: Tensor, beta: float, first: Tensor | None, second: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return q and log q − log m, [t, V/tp] each, in the memory of `second` and of `first` if there is some."""
-    mixed, q = torch.add(log_q, math.log1p(-beta), out=first), torch.add(log_p, math.log(beta), out=second)
-    torch.logaddexp(mixed, q, out=mixed)
-    return torch.exp(log_q, out=q), torch.sub(log_q, mixed, out=mixed)
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return Σ a·b over the last dimension, without a tensor of products between."""
-    return (a * b).sum(-1) if torch.compiler.is_compiling() else torch.linalg.vecdot(a, b)
+def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    """Return log(beta · p + (1 - beta) · q), [t, V/tp]."""
+    return torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
 
 
 def gather_pair(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every rank's log share of the student's and of the teacher's probability, [ranks, ...] each, and the rest
-    of `parts` of every rank, [n, ranks, ...]. parts [4 + n, ...]: m and l of the student's logits in this rank's part,
-    of the teacher's, and n numbers more. One all-gather."""
+    """Gather statistics of two models' logits.
+
+    Args:
+        parts: m and l of the student's logits in this rank's part, m and l of the teacher's, and n numbers more,
+            [4 + n, ...].
+        group: Ranks over which the vocabulary is sharded.
+
+    Returns:
+        Every rank's log share of the student's and of the teacher's probability, [ranks, ...] each, and the n numbers
+        of every rank, [n, ranks, ...].
+
+    Collectives:
+        One all-gather.
+    """
     gathered = all_gather(parts.contiguous()[None], 0, group).transpose(0, 1)  # [4 + n, ranks, ...]
-    log_student, log_teacher = (merge(Stats(*gathered[i : i + 2].unbind()))[1] for i in (0, 2))
+    _, log_student = merge(Stats(*gathered[:2].unbind()))
+    _, log_teacher = merge(Stats(*gathered[2:4].unbind()))
     return log_student, log_teacher, gathered[4:]
-
-
-def _merge(
-    stats: Tensor, forward: Tensor, reverse: Tensor, group: Group
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The divergences over the whole vocabulary from those of the parts alone, [t] each; this rank's shares of the
-    student's and the teacher's probability; and log(student's share / teacher's), by which log q − log p differs from
-    that of the part alone. stats [t, 4]."""
-    if group_size(group) == 1:
-        ones = torch.ones_like(forward)
-        return forward, reverse, ones, ones, torch.zeros_like(forward)
-    rank = group_rank(group)
-    parts = torch.cat([stats.t(), torch.stack([forward, reverse])])
-    log_student, log_teacher, (forward, reverse) = gather_pair(parts, group)
-    student, teacher = log_student.exp(), log_teacher.exp()
-    log_ratio = torch.where(log_student.isinf() | log_teacher.isinf(), 0, log_student - log_teacher)
-    # KL of the whole is each part's share times the part's KL plus the log of the shares' ratio.
-    forward, reverse = (teacher * (forward - log_ratio)).sum(0), (student * (reverse + log_ratio)).sum(0)
-    return forward, reverse, student[rank], teacher[rank], log_ratio[rank]
 
 
 def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:

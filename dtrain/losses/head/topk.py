@@ -1,65 +1,91 @@
-"""A teacher's likeliest tokens straight from its hidden states, and a student's divergence from them straight from its
-own: the logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in
-`weighted_sum`.
+"""A teacher's top-k tokens from its hidden states, and a student's divergence from them from the student's own: the
+logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in `weighted_sum`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.base.fused import Fused, own
 from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
-from dtrain.losses.head.logprobs import Scaling
+from dtrain.losses.head.softmax import (
+    FormedSum,
+    HeadLogits,
+    RowGradient,
+    Scaling,
+    Wanted,
+    finite,
+    head_tile_rows,
+    tile_gradient,
+    tile_rows_of,
+    tile_statistics,
+)
 from dtrain.losses.head.vocabulary import (
     WHOLE,
     Group,
     HeadInput,
     Stats,
     VocabShard,
-    add_at_,
     compute_dtype,
     group_size,
     merge_over,
     on_shard,
-    part_stats,
-    pick,
-    product,
     shard_sizes,
 )
-from dtrain.losses.head.weighted_sum import TiledSum, head_tile_rows, tile_rows_of
 
 
 @torch.no_grad()
 def topk_logits_from_hidden_states(
     model: HeadInput, k: int, index: Tensor, *, shard: VocabShard | None = None, rows_per_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits (after the softcap) of tokens index [T], descending, max(float32, the dtype), and their
-    global ids int64, both [T, k], on every rank; equal logits by ascending id, k > V means V. No gradient.
+    """Return the k largest logits (after the softcap) of tokens, and their ids. No gradient.
 
-    One all-gather of k candidates per token and tile, one exchange of shard sizes on the host.
-    Raises ValueError for k < 1.
+    Args:
+        model: Hidden states and head.
+        k: The number of logits. More than the vocabulary means all of it.
+        index: The tokens' flat positions, [T].
+        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+
+    Returns:
+        Logits in descending order, in max(float32, the dtype), and ids of the whole vocabulary, int64, both [T, k], on
+        every rank. Equal logits are ordered by ascending id.
+
+    Raises:
+        ValueError: If k < 1.
+
+    Collectives:
+        One all-gather of k candidates per token and tile, one exchange of shard sizes on the host.
     """
     if k < 1:
         raise ValueError(f"k={k}: at least one token is asked for")
     shard = shard or WHOLE
     sizes = shard_sizes(len(model.weight), shard.group, model.weight.device)
-    k, rows = min(k, sum(sizes)), rows_per_tile or head_tile_rows(max(sizes), model.weight.device.type)
-    tokens = TiledSum(model.hidden, model.weight, index, rows, compute_dtype(model.hidden.dtype))
-    scaling = Scaling(1.0, model.softcap)
-    values = torch.empty(len(index), k, dtype=tokens.dtype, device=index.device)
+    k = min(k, sum(sizes))
+    source = HeadLogits(
+        model.hidden,
+        model.weight,
+        index=index,
+        max_rows=rows_per_tile or head_tile_rows(max(sizes), model.weight.device.type),
+        scaling=Scaling(softcap=model.softcap),
+        dtype=compute_dtype(model.hidden.dtype),
+    )
+    values = torch.empty(len(index), k, dtype=source.dtype, device=index.device)
     ids = torch.empty(len(index), k, dtype=torch.int64, device=index.device)
-    for tile, mine in tokens.tiles():
-        logits = scaling.logits_(product(mine, tokens.operand.t()))  # [t, V/tp]
-        values[tile], ids[tile] = topk_over(logits, k, shard.group, shard.start, sizes)
+    for rows in source.indices():
+        values[rows], ids[rows] = topk_over(source.tile(rows).logits, k, shard.group, shard.start, sizes)
     return values, ids
 
 
 class TopkKlSums(NamedTuple):
-    """Sums over tokens: of the loss, which carries the gradient, and of the probability that the student gives to the
-    teacher's tokens."""
+    """Sums over tokens.
+
+    Attributes:
+        total: The loss, with a gradient.
+        inside: The probability that the student gives to the teacher's tokens.
+    """
 
     total: Tensor
     inside: Tensor
@@ -78,23 +104,44 @@ def topk_kl_sum_from_hidden_states(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> TopkKlSums:
-    """Σ over tokens index [T] (flat positions, each at most once) of forward_share · KL(p_teacher || p_student)
-    + (1 − forward_share) · KL(p_student || p_teacher), p = softmax(logits / temperature), from the teacher's raw logits
-    [T, K] at its ids [T, K]; no factor temperature². jsd_beta: `generalized_jsd` in its place.
+    """Sum a divergence between a teacher's top-k tokens and a student over tokens.
 
-    The teacher is normalised over its K tokens. zero_outside: elsewhere it is zero, and the student is normalised over
-    the whole vocabulary; log 0 counts as −100 in KL(p_student || p_teacher). Otherwise the student is normalised over
-    the K tokens too. With all tokens among the K both are `kl_sum_from_hidden_states`.
+    The divergences are those of `kl_sum_from_hidden_states`, which also describes gradients, and equal it if all tokens
+    are among the K. The teacher is normalised over its K tokens.
 
-    Values, gradients, `shard` and errors as there; one all-gather of K + 3 numbers per token and tile.
+    Args:
+        student: Hidden states and head of the student.
+        teacher_logits: The teacher's raw logits [T, K].
+        teacher_ids: Their ids of the whole vocabulary, [T, K].
+        index: The tokens' flat positions [T], each at most once.
+        forward_share: The share of the forward KL, in [0, 1].
+        jsd_beta: The teacher's share of the mixture. None for the KLs.
+        temperature: Divides the logits of both.
+        zero_outside: Whether the teacher is zero outside its K tokens. Then the student is normalised over the whole
+            vocabulary, and log 0 counts as -100 in KL(p_student || p_teacher). Otherwise the student is normalised over
+            the K tokens, too.
+        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+
+    Raises:
+        ValueError: If the share is out of range.
+
+    Collectives:
+        Per tile, one all-gather of K + 2 numbers per token, K + 3 with the reverse KL.
     """
     check_share(forward_share)
     shard = shard or WHOLE
-    rows = rows_per_tile or tile_rows_of(student.weight, shard)
-    tokens = TiledSum(student.hidden, student.weight, index, rows, compute_dtype(student.hidden.dtype))
+    tokens = FormedSum(
+        student.hidden,
+        student.weight,
+        index,
+        rows_per_tile or tile_rows_of(student.weight, shard),
+        scaling=Scaling(temperature, student.softcap),
+        dtype=compute_dtype(student.hidden.dtype),
+    )
 
     def divergence(teacher_logits: Tensor, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None = None) -> Tensor:
-        """The student's logits at the ids [t, K], log Σ exp of all of them [t] and negative entropy [t] -> [t]."""
+        """Return the divergence [t] from the student's logits at the ids [t, K], its log Σ exp z [t] and Σ p·log p."""
         teacher = (teacher_logits.to(at_ids.dtype) / temperature).log_softmax(-1)
         student = at_ids - lse[:, None] if zero_outside else at_ids.log_softmax(-1)
         if jsd_beta is not None:
@@ -107,92 +154,53 @@ def topk_kl_sum_from_hidden_states(
         return value
 
     needs_entropy = zero_outside and forward_share < 1 and jsd_beta is None
-    scaling = Scaling(temperature, student.softcap)
-    sums = _topk_kl_sums(tokens, teacher_logits, teacher_ids, scaling, divergence, needs_entropy, shard)
-    total, inside = sums.unbind()
+    wanted = Wanted(neg_entropy=needs_entropy)
+    total, inside = _topk_kl_sums(tokens, teacher_logits, teacher_ids, divergence, wanted, shard)
     return TopkKlSums(tokens.with_gradient(total), inside)
 
 
 @torch.no_grad()
 def _topk_kl_sums(
-    tokens: TiledSum,
+    tokens: FormedSum,
     teacher_logits: Tensor,
     ids: Tensor,
-    scaling: Scaling,
     divergence: Callable[..., Tensor],
-    needs_entropy: bool,
+    wanted: Wanted,
     shard: VocabShard,
-) -> Tensor:
-    """Return the divergence and the probability inside [2]; its gradient is left with `tokens`."""
-    sums = torch.zeros(2, dtype=tokens.dtype, device=tokens.hidden.device)
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the divergence and of the probability inside; the gradient is added to `tokens`."""
+    source = tokens.source
+    total = torch.zeros((), dtype=source.dtype, device=source.device)
+    inside = torch.zeros_like(total)
 
-    def add(tile: slice, mine: Tensor) -> None:  # a function: nothing of a tile lives on in the next
-        columns, is_mine = on_shard(ids[tile], shard.start, len(tokens.operand))  # [t, K]
-        first, *memory = tokens.memory(3 if needs_entropy else 2, len(mine))
-        logits = product(mine, tokens.operand.t(), first)
-        part, at_ids = _stats_of_tile(logits, memory, columns, is_mine, scaling)
-        stats = Stats(*part.unbind(1))
-        whole, log_share, summed, *_ = merge_over(stats, logits.shape[1], shard.group, at_ids.t())
-        at_ids, share = summed.t() - whole.m[:, None], log_share.exp()  # with the maximum at 0, as l has it
-        leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, whole.l, whole.neg_entropy) if leaf is not None]
+    def add(rows: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
+        columns, is_mine = on_shard(ids[rows], shard.start, source.columns)  # [t, K]
+        tile = source.tile(rows)
+        found = tile_statistics(tile.logits, columns, is_mine, wanted)
+        merged = merge_over(Stats(*found.stats), source.columns, shard.group, found.at_ids.t())
+        stats = merged.stats
+        at_ids = merged.extra.t() - finite(stats.m)[:, None]  # with the maximum at 0, as l has it
+        leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, stats.l, stats.neg_entropy) if leaf is not None]
         with torch.enable_grad():
-            values = divergence(teacher_logits[tile], *leaves)
+            values = divergence(teacher_logits[rows], *leaves)
             slopes = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
-        by_ids, by_lse, *by_entropy = slopes
-        inside = (at_ids - whole.l[:, None]).exp().sum()
-        sums.add_(torch.stack([values.detach().sum(), inside]))
+        total.add_(values.detach().sum())
+        inside.add_((at_ids - stats.l[:, None]).exp().sum())
         if not tokens.wants_gradient:
             return
-        of_rows = [by_lse * share]
-        if whole.neg_entropy is not None:
-            of_rows = [by_lse, share, by_entropy[0], whole.m + whole.l + whole.neg_entropy]
-        at_columns = torch.where(is_mine, by_ids, 0)
-        more = torch.stack(of_rows, 1), columns, at_columns, scaling, tokens.operand.dtype, memory[0]
-        tokens.add_gradient(_gradient_of_tile(logits, part, *more), tile, mine)
+        by_ids, by_lse, *by_entropy = slopes
+        by_p, by_log_p = by_lse, None
+        if stats.neg_entropy is not None:
+            by_log_p = by_entropy[0][:, None]
+            by_p = by_lse - by_entropy[0] * stats.neg_entropy
+        of_rows = RowGradient(by_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), by_log_p=by_log_p)
+        lse = torch.stack([stats.m, stats.l])
+        grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
+        source.add_gradient(tile, grad)
 
-    for tile, mine in tokens.tiles():
-        add(tile, mine)
-    return sums
-
-
-@Fused
-def _stats_of_tile(
-    products: Tensor, memory: Sequence[Tensor | None], columns: Tensor, is_mine: Tensor, scaling: Scaling
-) -> tuple[Tensor, Tensor]:
-    """Make logits of products [t, V/tp]. Return their statistics [t, 2 or 3], m and l, and E = Σ p·log p where `memory`
-    has a second tile; and the logits at `columns` [t, K], 0 where they are not mine."""
-    logits = scaling.logits_(products)
-    logp, *more = [torch.empty_like(logits) if tile is None else own(tile) for tile in memory]
-    at_ids = pick(logits, columns, is_mine, logits.dtype)
-    return part_stats(logits, logp, *more).pack().t(), at_ids
-
-
-@Fused
-def _gradient_of_tile(
-    logits: Tensor,
-    stats: Tensor,
-    of_rows: Tensor,
-    columns: Tensor,
-    at_columns: Tensor,
-    scaling: Scaling,
-    dtype: torch.dtype,
-    memory: Tensor | None,
-) -> Tensor:
-    """Return the gradient by products [t, V/tp] in `dtype`. logits, stats: as `_stats_of_tile` left and gave them.
-    of_rows [t, 1 or 4]: what p of the part alone is multiplied by; or the gradients by lse and by Σ p·log p, this
-    part's share between them, and lse + Σ p·log p. at_columns [t, K]: what is added there. memory: for p; None: new.
-
-    d lse / dz = p;  d Σ p·log p / dz = p · (log p − Σ p·log p).
-    """
-    slope = scaling.slope(logits)
-    p = torch.sub(logits, stats[:, 0:1], out=memory).sub_(stats[:, 1:2]).exp_()
-    if of_rows.shape[1] == 1:
-        grad = p.mul_(of_rows)
-    else:
-        by_lse, share, by_entropy, offset = of_rows.split(1, 1)
-        grad = own(logits).sub_(offset).mul_(by_entropy).add_(by_lse).mul_(p).mul_(share)
-    add_at_(grad, columns, at_columns)
-    return (grad if slope is None else grad.mul_(slope)).to(dtype)
+    for rows in source.indices():
+        add(rows)
+    return total, inside
 
 
 def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:

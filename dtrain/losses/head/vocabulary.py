@@ -1,13 +1,18 @@
-"""A softmax over a vocabulary that may be cut over ranks and into tiles: which ids a rank holds, the products that are
-its logits, and what must be known of each row of a part so that parts can be merged, tiles on one rank or shards on
-several.
+"""Parts of a vocabulary: which ids a rank has, the products that are its logits, and how statistics of parts merge.
 
-A group of None, or of one rank, means that the whole vocabulary is here: no collective then.
+The vocabulary may be sharded over ranks. A group of None, or of one rank, means that it is not; there is no collective
+then.
 
-Of a part with logits z, of each row: the maximum m = max z and l = log Σ exp(z − m), kept apart because their sum would
-lose the digits of l where m is large; on request E = Σ p·log p and Q = Σ p² of the softmax p over the part alone.
-Online log-sum-exp (Milakov and Gimelshein, arXiv:1805.02867) is the merge of two parts; here any number is merged at
-once.
+A softmax over parts needs two numbers per row of each part: the maximum m of its logits z, and l = log Σ exp(z - m).
+They are kept apart, because m + l would lose digits of l where m is large. With the parts of two ranks, for example,
+
+    rank 0: z = [1, 3]   m = 3, l = log(exp(-2) + 1) = 0.127
+    rank 1: z = [2]      m = 2, l = 0
+
+the whole vocabulary has m = 3 and l = log(exp(0.127) + exp(2 - 3 + 0)) = 0.408. Rank 0's share of the probability is
+exp(0.127 - 0.408) = 0.755, rank 1's is exp(-1 - 0.408) = 0.245.
+
+Reference: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
 """
 
 from collections.abc import Iterator
@@ -65,12 +70,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less; into `out` [m, n] where given."""
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [m, k] @ b [k, n] in max(float32, the dtypes), never rounded to less."""
     dtype = torch.promote_types(compute_dtype(a.dtype), b.dtype)
     if a.is_cuda and a.dtype == b.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
-    return torch.mm(a.to(dtype), b.to(dtype), out=out)
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -85,10 +90,15 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows [start, start + rows of its weight) of a vocabulary cut over `group`; shards may be uneven or
-    empty, but cover the vocabulary. largest: the rows of the largest shard; None: the ranks ask one another."""
+    """This rank's part of a vocabulary. Parts may be uneven or empty, and cover the vocabulary in the order of ranks.
 
-    start: int
+    Attributes:
+        start: The first id of the part.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        largest: The size of the largest part. None: the ranks ask one another.
+    """
+
+    start: int | Tensor
     group: Group
     largest: int | None = None
 
@@ -140,17 +150,25 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
 
 
 def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
-    """tile [t, v] += values [t, k] at columns [t, k]; v may be 0."""
-    if torch.compiler.is_compiling() and columns.shape[1] == 1:  # a scatter would be a kernel of its own
-        tile.add_(torch.where(torch.arange(tile.shape[1], device=tile.device) == columns, values, 0))
+    """Add values [t, k] to tile [t, v] at columns [t, k], in place; v may be 0."""
+    if columns.shape[1] == 1:
+        # A comparison stays within the kernel that computes the tile; a scatter would be a kernel of its own.
+        all_columns = torch.arange(tile.shape[1], device=tile.device)
+        tile.add_(torch.where(all_columns == columns, values, 0))
     elif tile.shape[1]:
         tile.scatter_add_(1, columns, values)
 
 
 @dataclass
 class Stats:
-    """Statistics of every row [...]: maximum m and l = log Σ exp(z − m) over a part of the vocabulary; E = Σ p·log p
-    and Q = Σ p² over the part's own softmax, or None, Q without E too. An empty part has m = −inf and l = 0."""
+    """Statistics of the softmax over a part of the vocabulary, for every row [...].
+
+    Attributes:
+        m: The largest logit; -inf if the part is empty or all of its logits are -inf.
+        l: log Σ exp(z - m) over the part; 0 where m is -inf.
+        neg_entropy: Σ p·log p of the part's own softmax. None if it was not asked for.
+        squares: Σ p² of the part's own softmax, only together with `neg_entropy`. None if it was not asked for.
+    """
 
     m: Tensor
     l: Tensor  # noqa: E741
@@ -158,62 +176,24 @@ class Stats:
     squares: Tensor | None = None
 
     def pack(self) -> Tensor:
-        """[2..4, ...]: `Stats(*packed)` has them by name again."""
+        """Stack the fields that are there, [2..4, ...]; `Stats(*packed)` names them again."""
         return torch.stack([part for part in (self.m, self.l, self.neg_entropy, self.squares) if part is not None])
 
 
-def fill_rows_(tile: Tensor, dead: Tensor, value: float = 0.0) -> None:
-    """Sets the rows of tile [..., v] to `value` where dead [...], whatever they hold."""
-    if torch.compiler.is_compiling() or tile.is_cuda:
-        tile.masked_fill_(dead.unsqueeze(-1), value)
-    elif dead.any():  # on the CPU a look is free, and a pass over the tile is not
-        tile[dead] = value
-
-
-def weighted_sum_(values: Tensor, p: Tensor) -> Tensor:
-    """Σ p·values [..., v] -> [...], a value of −inf at p = 0 counting as 0. Overwrites `values`."""
-    products = values.mul_(p)
-    total = products.sum(-1)
-    # Where a look costs no synchronisation, the common case skips a pass.
-    if torch.compiler.is_compiling() or total.is_cuda or total.isnan().any():
-        total = torch.where(p == 0, 0, products).sum(-1)
-    return total
-
-
-def part_stats(logits: Tensor, scratch: Tensor, second: Tensor | None = None, *, squares: bool = False) -> Stats:
-    """Return the statistics of logits [..., v] of any float dtype. `scratch` [..., v] in the compute dtype is
-    overwritten.
-
-    second: another [..., v], which may be the logits' own memory: then Σ p·log p is computed too, with `squares` Σ p².
-    """
-    dtype = scratch.dtype
-    rows = logits.shape[:-1]
-    if not logits.shape[-1]:
-        zero = torch.zeros(rows, dtype=dtype, device=logits.device)
-        return Stats(zero - float("inf"), zero, None if second is None else zero, zero if squares else None)
-    largest = logits.amax(-1, keepdim=True).to(dtype)
-    m = largest.squeeze(-1)
-    dead = m == -float("inf")
-    if torch.compiler.is_compiling():  # these operations it knows as one pass
-        logp = logits.to(dtype) - largest
-        stats = Stats(m, logp.exp().sum(-1, keepdim=True).squeeze(-1).log().masked_fill(dead, 0))
-        logp = logp - stats.l[..., None]
-    else:
-        logp = torch.log_softmax(logits, -1, dtype=dtype, out=scratch)  # one fused kernel: max, exp, sum, subtract
-        stats = Stats(m, -logp.amax(-1).masked_fill_(dead, 0))
-    if second is not None:
-        p = torch.exp(logp, out=second)
-        stats.neg_entropy = weighted_sum_(logp, p).masked_fill_(dead, 0)
-        stats.squares = p.square_().sum(-1).masked_fill_(dead, 0) if squares else None
-    return stats
-
-
 def merge(parts: Stats) -> tuple[Stats, Tensor]:
-    """The parts' statistics, [n, ...] each, as those of the whole vocabulary [...], and log of each part's share of the
-    probability [n, ...]."""
+    """Merge the statistics of parts of a vocabulary.
+
+    Args:
+        parts: Statistics of n parts, [n, ...] each.
+
+    Returns:
+        The statistics of the whole vocabulary [...], and the logarithm of each part's share of the probability,
+        [n, ...].
+    """
     m = parts.m.amax(0)
     delta = torch.where(parts.m == -float("inf"), -float("inf"), parts.m - m) + parts.l
-    l = delta.logsumexp(0)  # noqa: E741
+    # The clamp concerns rows whose logits are all -inf: their shares are 0 then, and not NaN.
+    l = delta.logsumexp(0).clamp(min=torch.finfo(delta.dtype).min)  # noqa: E741
     log_share = delta - l
     share = log_share.exp()
     whole = Stats(m, l)
@@ -225,29 +205,51 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
     return whole, log_share
 
 
-def merge_over(
-    stats: Stats, columns: int, group: Group, extra: Tensor | None = None, at_likeliest: Tensor | None = None
-) -> tuple[Stats, Tensor, Tensor, int | Tensor, Tensor]:
-    """Merge statistics over ranks by one all-gather of each rank's [...], of `extra` [k, ...] and `at_likeliest`
-    [j, ...] (None: k, j = 0), and of its number of columns.
+class Merged(NamedTuple):
+    """Statistics of the whole vocabulary, bit for bit the same on every rank.
 
-    Returns the whole vocabulary's statistics; this rank's log share of the probability [...]; `extra` summed over
-    ranks; the size of the vocabulary, a scalar on the device; and `at_likeliest` of the rank that holds the likeliest
-    id of the whole vocabulary, of equal ones the lowest: ranks hold ids in their order. Bit for bit the same on every
-    rank. Without a group what it got.
+    Attributes:
+        stats: The statistics [...].
+        extra: The sum of `extra` over ranks, [k, ...].
+        vocab_size: The size of the vocabulary, a number or a scalar on the device.
+        at_largest: `at_largest` of the rank that has the largest logit, [j, ...].
+    """
+
+    stats: Stats
+    extra: Tensor
+    vocab_size: int | Tensor
+    at_largest: Tensor
+
+
+def merge_over(
+    stats: Stats, columns: int, group: Group, extra: Tensor | None = None, at_largest: Tensor | None = None
+) -> Merged:
+    """Merge the statistics of the ranks' parts of a vocabulary.
+
+    Args:
+        stats: Statistics of this rank's part, [...] each.
+        columns: The size of this rank's part.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        extra: Numbers to sum over the ranks, [k, ...]. None for none.
+        at_largest: Numbers to take from the rank that has the largest logit of the whole vocabulary, [j, ...]; of equal
+            ones the lowest rank, because ranks hold ids in their order. None for none.
+
+    Collectives:
+        One all-gather of 2 to 4 + k + j numbers per row.
     """
     none = stats.m.new_empty(0, *stats.m.shape)
-    extra, at_likeliest = none if extra is None else extra, none if at_likeliest is None else at_likeliest
+    extra = none if extra is None else extra
+    at_largest = none if at_largest is None else at_largest
     size = group_size(group)
     if size == 1:
-        return stats, torch.zeros_like(stats.m), extra, columns, at_likeliest
-    own, ends = stats.pack(), len(extra)
-    message = torch.cat([own.flatten(), extra.flatten(), at_likeliest.flatten(), own.new_full((1,), columns)])
+        return Merged(stats, extra, columns, at_largest)
+    own = stats.pack()
+    message = torch.cat([own.flatten(), extra.flatten(), at_largest.flatten(), own.new_full((1,), columns)])
     gathered = all_gather(message, 0, group).view(size, -1)
-    parts = gathered[:, :-1].view(size, len(own) + ends + len(at_likeliest), *stats.m.shape)
-    stats_of, extras, chosen = parts.split([len(own), ends, len(at_likeliest)], 1)
-    whole, log_share = merge(Stats(*stats_of.unbind(1)))
-    if len(at_likeliest):
-        holder = stats_of[:, 0].argmax(0).expand(1, *at_likeliest.shape)  # argmax: the first of equals
-        at_likeliest = chosen.gather(0, holder).squeeze(0)
-    return whole, log_share[group_rank(group)], extras.sum(0), gathered[:, -1].sum(), at_likeliest
+    numbers = gathered[:, :-1].view(size, -1, *stats.m.shape)
+    parts, extras, candidates = numbers.split([len(own), len(extra), len(at_largest)], 1)
+    whole, _ = merge(Stats(*parts.unbind(1)))
+    if len(at_largest):
+        rank_of_largest = parts[:, 0].argmax(0).expand(1, *at_largest.shape)  # argmax returns the first of equal ones
+        at_largest = candidates.gather(0, rank_of_largest).squeeze(0)
+    return Merged(whole, extras.sum(0), gathered[:, -1].sum(), at_largest)

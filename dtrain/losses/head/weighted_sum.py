@@ -1,31 +1,28 @@
-"""Log-probabilities straight from hidden states and the head's weight, in tiles: the logits never exist whole.
+"""Sums over tokens of a loss of log-probabilities, from hidden states and the head's weight: the logits never exist
+whole.
 
-For a weighted sum of log-probabilities whose weights are known in the tile (SFT's loss), the gradient is formed in the
-forward, tile by tile: three matrix products of the head instead of the four that recomputing in the backward costs,
-and no more memory than one tile of logits beside the two gradients.
+If a token's weight in the sum is known when its tile is computed, as for SFT, the gradient is formed in the forward:
+three matrix products of the head instead of the four that computing tiles again in the backward costs, and no more
+memory than one tile of logits besides the two gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dtrain.base.fused import Fused, own, rounds
-from dtrain.losses.head.vocabulary import (
-    WHOLE,
-    Stats,
-    VocabShard,
-    add_at_,
-    add_product_,
-    compute_dtype,
-    merge_over,
-    on_shard,
-    pick,
-    product,
-    shard_sizes,
-    tile_rows,
+from dtrain.losses.head.softmax import (
+    FormedSum,
+    RowGradient,
+    Scaling,
+    Wanted,
+    finite,
+    tile_gradient,
+    tile_rows_of,
+    tile_statistics,
 )
+from dtrain.losses.head.vocabulary import WHOLE, Merged, Stats, VocabShard, compute_dtype, merge_over, on_shard
 
 TokenLossFn = Callable[[Tensor], Tensor]
 """A loss of tokens: log-probabilities [t] to losses [t], each by its own log-probability alone. It is called tile by
@@ -43,96 +40,13 @@ def dft(logprobs: Tensor) -> Tensor:
     return -logprobs.exp().detach() * logprobs
 
 
-def head_tile_rows(columns: int, device_type: str) -> int:
-    """Tokens of a tile of logits [tokens, columns] that is a product with the head's weight."""
-    rows = tile_rows(columns, device_type, blocks=4, least=64)
-    return rows if device_type == "cpu" or rows < 128 else round(rows / 128) * 128  # whole blocks of a GPU's products
-
-
-def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
-    """Tokens per tile for this rank's weight [V/tp, D]: by the largest shard, so that all ranks send the same tiles.
-
-    Where `shard` does not say how large that is, one exchange of shard sizes on the host.
-    """
-    sizes = shard_sizes(len(weight), shard.group, weight.device) if shard.largest is None else [shard.largest]
-    return head_tile_rows(max(sizes), weight.device.type)
-
-
-def as_operand(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A head's weight [V, D] as it goes into products that give `dtype`: a CPU would round those of bfloat16, a GPU
-    not."""
-    return weight if weight.is_cuda and compute_dtype(weight.dtype) == dtype else weight.to(dtype)
-
-
-class TiledSum:
-    """Helps a loss that is a sum over tokens index [T] of hidden [N, D], by the head's weight [V/tp, D]: as tiles are
-    added to the sum, it adds to the gradients. Make it outside torch.no_grad: it asks whether the caller wants them."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, index: Tensor, rows: int, dtype: torch.dtype):
-        self.hidden, self.weight, self.index, self.rows = hidden.detach(), weight.detach(), index, rows
-        self.dtype, self.operand = dtype, as_operand(self.weight, dtype)
-        self._inputs = hidden, weight
-        self._memory: list[Tensor] = []
-        self.wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        # Zeros where no token is: a rank without any takes part in the gradients' reduction all the same.
-        self._hidden_grad = self._weight_grad = None  # of what is frozen
-        if self.wants_gradient and hidden.requires_grad:
-            self._hidden_grad = torch.zeros_like(self.hidden)
-        if self.wants_gradient and weight.requires_grad:
-            self._weight_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the tokens [t] of each tile, and their hidden states [t, D] in the operand's dtype."""
-        for start in rounds(range(0, len(self.index), self.rows), self.hidden):
-            tile = slice(start, start + self.rows)
-            yield tile, self.hidden.index_select(0, self.index[tile]).to(self.operand.dtype)
-
-    def memory(self, count: int, rows: int) -> list[Tensor] | list[None]:
-        """Return uninitialised memory for `count` tiles of logits [rows, V/tp], the same at every call: a CPU would
-        fault in every page of new ones. None for each on a GPU, where torch keeps what was allocated."""
-        if self.hidden.is_cuda:
-            return [None] * count
-        if not self._memory:  # the first tile is the largest
-            shape = rows, len(self.weight)
-            self._memory = [torch.empty(shape, dtype=self.dtype, device=self.hidden.device) for _ in range(count)]
-        return [tile[:rows] for tile in self._memory]
-
-    def add_gradient(self, grad: Tensor, tile: slice, hidden: Tensor) -> None:
-        """Add a tile's gradients: grad [t, V/tp] is that of the sum by the logits; hidden [t, D] as of `tiles`."""
-        grad = grad.to(self.operand.dtype)
-        if self._hidden_grad is not None:
-            # Nameless: it is gone before the weight's product, which is the peak.
-            self._hidden_grad.index_copy_(0, self.index[tile], product(grad, self.operand).to(self._hidden_grad.dtype))
-        if self._weight_grad is not None:
-            add_product_(self._weight_grad, grad.t(), hidden)
-
-    def with_gradient(self, total: Tensor) -> Tensor:
-        """`total`, a scalar, as a tensor whose backward gives the gradients that were added."""
-        if not self.wants_gradient:
-            return total
-        return _WithGradient.apply(*self._inputs, total, self._hidden_grad, self._weight_grad)
-
-
-class _WithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, total, hidden_grad, weight_grad):
-        ctx.gradient, ctx.weight_dtype = (hidden_grad, weight_grad), weight.dtype
-        return total.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        """In place and once: a copy of [V, D] would be the step's peak."""
-        if ctx.gradient is None:
-            raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
-        (hidden, weight), ctx.gradient = ctx.gradient, None
-        of_hidden = None if hidden is None else hidden.mul_(upstream.to(hidden.dtype))
-        of_weight = None if weight is None else weight.mul_(upstream).to(ctx.weight_dtype)
-        return of_hidden, of_weight, None, None, None
-
-
 class TokenSums(NamedTuple):
-    """Sums over tokens, scalars in max(float32, the dtype). loss: with a gradient. correct: how many of the targets are
-    the likeliest token, of equally likely ones the one of the lowest id."""
+    """Sums over tokens, scalars in max(float32, the dtype).
+
+    Attributes:
+        loss: The loss, with a gradient.
+        correct: The number of targets that are the argmax, the lowest id of equally likely ones.
+    """
 
     loss: Tensor
     correct: Tensor
@@ -150,20 +64,28 @@ def token_loss_sums(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> TokenSums:
-    """Σᵢ loss(log p[targets[i]]) over the tokens i, p = softmax(softcap(hidden[index[i]] · weightᵀ)), and how many of
-    the targets are the likeliest token.
+    """Sum loss(log p[targets[i]]) over the tokens i, p = softmax(softcap(hidden[index[i]] · weightᵀ)), and count the
+    targets that are the argmax.
 
-    loss: see `TokenLossFn`.
-    label_smoothing: ε, from 0 to below 1: (1 − ε) of it, and ε of the mean of −log p over the vocabulary, the target
-    included (Szegedy et al., arXiv:1512.00567, section 7).
+    Args:
+        hidden: As in `weighted_logprob_sum`, which also describes the gradients.
+        weight: As there.
+        targets: As there.
+        index: As there.
+        loss: See `TokenLossFn`.
+        label_smoothing: ε in [0, 1). The loss is (1 - ε) times the loss, plus ε times the mean of -log p over the
+            vocabulary, the target included (Szegedy et al., arXiv:1512.00567, section 7).
+        softcap: As there.
+        shard: As there.
+        rows_per_tile: As there.
 
-    hidden, weight, targets, index, softcap, shard and rows_per_tile, and all that is said of gradients: as
-    `weighted_logprob_sum`. One all-gather of four numbers per row and tile, five with label_smoothing.
+    Collectives:
+        One all-gather of four numbers per row and tile, five with `label_smoothing`.
     """
     shard = shard or WHOLE
-    tokens = _tiled(hidden, weight, index, rows_per_tile, shard)
-    ones = torch.ones(index.shape, dtype=tokens.dtype, device=index.device)
-    total, correct = _token_sums(tokens, targets, ones, loss, label_smoothing, softcap, shard, counts=True)
+    tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
+    ones = torch.ones(index.shape, dtype=tokens.source.dtype, device=index.device)
+    total, correct = _token_sums(tokens, targets, ones, loss, label_smoothing, shard, counts=True)
     return TokenSums(tokens.with_gradient(total), correct)
 
 
@@ -178,141 +100,125 @@ def weighted_logprob_sum(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> Tensor:
-    """Σᵢ token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]], a scalar.
+    """Sum token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]] over the tokens i.
 
-    hidden: [N, D] any float dtype; weight: [V, D], or with a shard [V/tp, D], of the
-    same dtype; index [T] int64: the rows of `hidden` that have a
-    target, each at most once; targets [T] int64 in [0, V); token_weights [T], constants (they get no gradient).
-    softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    The sum is computed and returned in max(float32, the dtype). Gradients come in the inputs' dtypes; the weight's is
+    summed in the compute dtype over the tiles. The graph can be walked once: a second backward raises RuntimeError.
 
-    Computed in max(float32, the dtype), and returned so. Gradients come in the inputs' dtypes; the weight's is summed
-    in max(float32, the dtype) over the tiles. Rows of `hidden` without a target cost nothing and get a zero gradient,
-    whatever they hold. The graph can be walked once: a second backward raises RuntimeError.
+    Args:
+        hidden: Hidden states [N, D], any floating dtype. Rows without a target cost nothing and get a zero gradient,
+            whatever they hold.
+        weight: The head's weight [V, D], or with `shard` this rank's rows of it; of the same dtype.
+        targets: Ids of the whole vocabulary [T], int64 in [0, V), the same on every rank.
+        token_weights: Constants [T]; they get no gradient.
+        index: The rows of `hidden` that have a target, [T] int64, each at most once.
+        softcap: Logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
 
-    shard: weight is this rank's part of the vocabulary, targets are global ids, the same on every rank of the group.
-    The value is the whole sum on every rank, the gradients are the shard's own: hidden's has still to be summed over
-    the group. One all-gather of three numbers per row and tile; `tile_rows_of`'s where rows_per_tile is None. Without a
-    shard no collective.
+    Returns:
+        The whole sum on every rank, a scalar. Gradients are the shard's own: hidden's must still be summed over the
+        group.
+
+    Collectives:
+        One all-gather of three numbers per row and tile; `tile_rows_of`'s if `rows_per_tile` is None.
     """
     shard = shard or WHOLE
-    tokens = _tiled(hidden, weight, index, rows_per_tile, shard)
-    token_weights = token_weights.to(tokens.dtype)
-    total, _ = _token_sums(tokens, targets, token_weights, None, 0.0, softcap, shard, counts=False)
+    tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
+    token_weights = token_weights.to(tokens.source.dtype)
+    total, _ = _token_sums(tokens, targets, token_weights, None, 0.0, shard, counts=False)
     return tokens.with_gradient(total)
 
 
-def _tiled(hidden: Tensor, weight: Tensor, index: Tensor, rows_per_tile: int | None, shard: VocabShard) -> TiledSum:
-    rows = rows_per_tile or tile_rows_of(weight, shard)
-    return TiledSum(hidden, weight, index, rows, compute_dtype(hidden.dtype))
+def _formed_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    softcap: float | None,
+    rows_per_tile: int | None,
+    shard: VocabShard,
+) -> FormedSum:
+    max_rows = rows_per_tile or tile_rows_of(weight, shard)
+    return FormedSum(
+        hidden, weight, index, max_rows, scaling=Scaling(softcap=softcap), dtype=compute_dtype(hidden.dtype)
+    )
 
 
 @torch.no_grad()
 def _token_sums(
-    tokens: TiledSum,
+    tokens: FormedSum,
     targets: Tensor,
     token_weights: Tensor,
     loss: TokenLossFn | None,
     smoothing: float,
-    softcap: float | None,
     shard: VocabShard,
     *,
     counts: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Σ token_weights · loss(log p) (None: log p itself), smoothed, and with `counts` the number of right targets."""
-    total = torch.zeros((), dtype=tokens.dtype, device=targets.device)
+    """Sum token_weights · loss(log p), smoothed, and with `counts` count the targets that are the argmax.
+
+    A loss of None is log p itself. Gradients are added to `tokens`.
+    """
+    total = torch.zeros((), dtype=tokens.source.dtype, device=targets.device)
     correct = torch.zeros_like(total)
-    for tile, rows in tokens.tiles():
-        logits = product(rows, tokens.operand.t())  # [t, V/tp]
-        local_target, is_mine = on_shard(targets[tile, None], shard.start, logits.shape[1])  # [t, 1]
-        wants = bool(smoothing), counts, tokens.wants_gradient
-        largest, part, summed, is_likeliest, *of_cap = _softmax(logits, local_target, is_mine, softcap, *wants)
-        whole, log_share, summed, vocabulary, is_likeliest = merge_over(
-            Stats(largest, part.log()), logits.shape[1], shard.group, summed, is_likeliest
-        )
-        logprobs = summed[0] - whole.m - whole.l
-        values, slope = (logprobs, None) if loss is None else _with_slope(loss, logprobs)
-        scale = token_weights[tile] if slope is None else token_weights[tile] * slope  # of the onehot
-        evenly = torch.zeros_like(scale)  # of what each id has alike
-        if smoothing:
-            values = (1 - smoothing) * values - smoothing * (summed[1] / vocabulary - whole.m - whole.l)
-            scale, evenly = (1 - smoothing) * scale, -smoothing * token_weights[tile]
-        total += (token_weights[tile] * values).sum()
+    wanted = Wanted(logit_sum=smoothing > 0, is_argmax=counts)
+
+    def add(index: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
+        tile = tokens.source.tile(index)
+        columns, is_mine = on_shard(targets[index, None], shard.start, tokens.source.columns)  # [t, 1]
+        found = tile_statistics(tile.logits, columns, is_mine, wanted)
+        sums = [found.at_ids[:, 0]] if found.logit_sum is None else [found.at_ids[:, 0], found.logit_sum]
+        is_argmax = None if found.is_argmax is None else found.is_argmax[None]
+        merged = merge_over(Stats(*found.stats), tokens.source.columns, shard.group, torch.stack(sums), is_argmax)
+        weights = token_weights[index]
+        values, of_rows = _values_of_rows(merged, weights, loss, smoothing, is_mine)
+        total.add_((weights * values).sum())
         if counts:
-            correct += is_likeliest.sum()
-        if not tokens.wants_gradient:
-            continue
-        # d(scale·logp + evenly·mean logp)/dlogits = scale·onehot + evenly/V − (scale + evenly)·softmax
-        of_rows = (
-            largest[:, None],
-            (-(scale + evenly) * log_share.exp() / part)[:, None],
-            local_target,
-            scale[:, None] * is_mine,
-            (evenly / vocabulary)[:, None] if smoothing else None,
-        )
-        tokens.add_gradient(_gradient(logits, of_rows, softcap, *of_cap, tokens.operand.dtype), tile, rows)
+            correct.add_(merged.at_largest.sum())
+        if tokens.wants_gradient:
+            lse = torch.stack([merged.stats.m, merged.stats.l])
+            source = tokens.source
+            grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
+            source.add_gradient(tile, grad)
+
+    for index in tokens.source.indices():
+        add(index)
     return total, correct
 
 
-@Fused
-def _softmax(
-    products: Tensor, target: Tensor, is_mine: Tensor, softcap: float | None, sums: bool, counts: bool, has_slope: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
-    """Return max z [t] of z = softcap(products) [t, v], Σ exp(z − max z) [t], z at targets and with `sums` Σ z
-    [1 or 2, t], with `counts` 1 where the likeliest is the target's [1, t], with has_slope the softcap's slope [t, v],
-    and whether the products are left as they were: so they are, and without a slope, where this is compiled. Else
-    exp(z − max z) is in their memory."""
-    is_left = torch.compiler.is_compiling()
-    logits, slope = _capped(own(products), softcap, has_slope and not is_left)
-    summed = pick(logits, target, is_mine, logits.dtype).t()
-    if sums:
-        summed = torch.cat([summed, logits.sum(-1)[None]])
-    largest, is_likeliest = _largest(logits, target, is_mine, counts)
-    exponentials = logits.sub_(largest[:, None]).exp_()
-    return largest, exponentials.sum(-1), summed, is_likeliest, slope, is_left
+def _values_of_rows(
+    merged: Merged, weights: Tensor, loss: TokenLossFn | None, smoothing: float, is_mine: Tensor
+) -> tuple[Tensor, RowGradient]:
+    """Return the loss of each row [t], and the numbers of its gradient times its weight.
 
-
-@Fused
-def _gradient(
-    left: Tensor, of_rows: tuple, softcap: float | None, slope: Tensor | None, is_left: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return (factor · exp(z − largest) + of_each, and at_target at the target) · the softcap's slope, [t, v], in
-    `dtype`. left [t, v], slope, is_left: as `_softmax` left and gave them. of_rows: the others, [t, 1]; of_each may be
-    None. Overwrites `left`."""
-    largest, factor, target, at_target, of_each = of_rows
-    grad = left if left.dtype == dtype else own(left)
-    if is_left:  # computed again is faster than written and read
-        grad, slope = _capped(grad, softcap, True)
-        grad.sub_(largest).exp_()
-    grad.mul_(factor)
-    if of_each is not None:
-        grad.add_(of_each)
-    add_at_(grad, target, at_target)
-    return (grad if slope is None else grad.mul_(slope)).to(dtype)
-
-
-def _capped(products: Tensor, softcap: float | None, wants_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the logits [t, v], in the products' memory, and d logits / d product if it is wanted and not 1."""
-    if softcap is None:
-        return products, None
-    ratio = products.div_(softcap).tanh_()
-    slope = 1 - ratio.square() if wants_slope else None
-    return ratio.mul_(softcap), slope
-
-
-def _largest(logits: Tensor, target: Tensor, is_mine: Tensor, counts: bool) -> tuple[Tensor, Tensor | None]:
-    """The largest of logits [t, v] and, with `counts`, 1 where that is the target's [1, t], of equal ones the first."""
-    if not logits.shape[1]:
-        none = logits.new_zeros(1, len(logits)) if counts else None
-        return logits.new_full(logits.shape[:1], -float("inf")), none
-    if not counts:
-        return logits.amax(-1), None
-    largest, likeliest = logits.max(-1)
-    return largest, ((likeliest == target.squeeze(1)) & is_mine.squeeze(1))[None].to(largest.dtype)
+    Args:
+        merged: Statistics of the whole vocabulary, with the logit at the target and, if `smoothing` is not 0, Σ z.
+        weights: The rows' weights, [t].
+        loss: See `TokenLossFn`. None for log p itself.
+        smoothing: ε of label smoothing.
+        is_mine: Whether this rank has the target, [t, 1].
+    """
+    m, l = finite(merged.stats.m), merged.stats.l  # noqa: E741
+    logprobs = merged.extra[0] - m - l
+    if loss is None:
+        values, by_target = logprobs, weights
+    else:
+        values, slope = _with_slope(loss, logprobs)
+        by_target = weights * slope
+    by_mean, of_each = torch.zeros_like(by_target), None
+    if smoothing:
+        mean_logprob = merged.extra[1] / merged.vocab_size - m - l
+        values = (1 - smoothing) * values - smoothing * mean_logprob
+        by_target = (1 - smoothing) * by_target
+        by_mean = -smoothing * weights
+        of_each = (by_mean / merged.vocab_size)[:, None]
+    by_p = -(by_target + by_mean)
+    return values, RowGradient(by_p[:, None], at_ids=by_target[:, None] * is_mine, of_each=of_each)
 
 
 @torch.enable_grad()
 def _with_slope(loss: TokenLossFn, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """The losses of log-probabilities [t], and their derivatives by these."""
+    """Return the losses of log-probabilities [t], and their derivatives by these."""
     logprobs = logprobs.detach().requires_grad_()
     values = loss(logprobs)
     (slope,) = torch.autograd.grad(values.sum(), logprobs)

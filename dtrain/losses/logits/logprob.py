@@ -1,32 +1,34 @@
-"""Log-probabilities of given ids, softmax, negative entropy and cross entropy from logits whose vocabulary is cut over
-ranks.
+"""Log-probabilities of given ids, softmax, negative entropy and cross entropy from logits whose vocabulary is sharded.
 
-One streaming pass over the logits in tiles, one all-gather of a few numbers per row and rank; the backward reads the
-logits once more and writes the gradient where it stays: nothing of the logits' size is held between.
+One pass over the logits in tiles, one all-gather of a few numbers per row and rank; the backward reads the logits once
+more and writes the gradient where it stays. Nothing of the logits' size is kept in between.
 """
 
-from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dtrain.base.fused import Fused
 from dtrain.losses.head.kl import gather_pair
+from dtrain.losses.head.softmax import (
+    GivenLogits,
+    Scaling,
+    Wanted,
+    log_softmax_,
+    softmax_rows,
+    tile_statistics,
+)
 from dtrain.losses.head.vocabulary import (
     Group,
     Stats,
+    VocabShard,
     compute_dtype,
-    fill_rows_,
     group_rank,
     group_size,
     merge_over,
-    on_shard,
-    part_stats,
-    pick,
     tile_rows,
-    tiles,
-    weighted_sum_,
 )
 from dtrain.losses.logits.groups import check_bounds, group_all_reduce_sum
 
@@ -37,81 +39,11 @@ def check_chunk(chunk_size: int | None) -> None:
 
 
 def rows_within(logits: Tensor, chunk_size: int | None = None) -> int:
-    """Rows per tile of logits [..., v]: our own choice, within `chunk_size` positions of the sequence (the last leading
-    dimension)."""
+    """Return the rows per tile of logits [..., v]: the usual number, within `chunk_size` positions of the sequence, the
+    last leading dimension."""
     check_chunk(chunk_size)
     rows = tile_rows(logits.shape[-1], logits.device.type)
     return rows if chunk_size is None else min(rows, chunk_size * max(logits.shape[:-2].numel(), 1))
-
-
-def tile_memory(like: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
-    """For each tile of `like` [..., v], of `rows` rows at most, memory of its shape in the compute dtype: the same for
-    all of them."""
-    elements = min(rows, like.shape[:-1].numel()) * like.shape[-1]
-    memory = torch.empty(elements, dtype=compute_dtype(like.dtype), device=like.device)
-    return lambda tile: memory[: tile.numel()].view(tile.shape)
-
-
-def tiles_to_fill(result: Tensor, rows: int) -> Iterator[tuple[tuple[int | slice, ...], Tensor]]:
-    """Each tile of `result` [..., v] that holds something, as its index and as memory in the compute dtype, which is
-    rounded into the result when it has been filled."""
-    is_wide = result.dtype == compute_dtype(result.dtype)
-    memory = tile_memory(result[:0] if is_wide else result, rows)
-    for index in tiles(result.shape[:-1], rows):
-        tile = result[index]
-        if tile.numel():
-            out = tile if is_wide else memory(tile)
-            yield index, out
-            if not is_wide:
-                tile.copy_(out)
-
-
-def _stats_of(logits: Tensor, rows: int, scratches: int = 1) -> Stats:
-    """m and l of the rows of logits [..., v], `rows` of them at a time; with two scratches Σ p·log p too."""
-    memory = [tile_memory(logits, rows) for _ in range(scratches)]
-    packed = torch.empty(1 + scratches, *logits.shape[:-1], dtype=compute_dtype(logits.dtype), device=logits.device)
-    for index in tiles(logits.shape[:-1], rows):
-        tile = logits[index]
-        packed[:, *index] = part_stats(tile, *(scratch(tile) for scratch in memory)).pack()
-    return Stats(*packed.unbind())
-
-
-class _LogprobAt(torch.autograd.Function):
-    """log p at ids [..., k] from logits [..., v]; see `ChunkedDistributedGatherLogprob`."""
-
-    @staticmethod
-    def forward(ctx, logits, ids, start, group, chunk_size):
-        rows, columns = rows_within(logits, chunk_size), logits.shape[-1]
-        local, is_mine = on_shard(ids, start, columns)
-        stats = _stats_of(logits, rows)
-        at_ids = pick(logits, local, is_mine, compute_dtype(logits.dtype))
-        if ids.shape[-1] == 1:
-            whole, log_share, summed, vocabulary, _ = merge_over(stats, columns, group, at_ids.squeeze(-1)[None])
-            at_ids = summed.squeeze(0).unsqueeze(-1)
-        else:
-            whole, log_share, _, vocabulary, _ = merge_over(stats, columns, group)
-            if group_size(group) > 1:
-                dist.all_reduce(at_ids, group=group)  # one rank has each id: fewer bytes than gathering k per rank
-        valid = (ids >= 0) & (ids < vocabulary)
-        if ctx.needs_input_grad[0]:
-            dead = ~valid.any(-1) | (stats.m == -float("inf"))
-            ctx.save_for_backward(logits, local, is_mine & valid, valid, log_share.exp(), dead)
-            ctx.rows = rows
-        return torch.where(valid, (at_ids - whole.m.unsqueeze(-1)) - whole.l.unsqueeze(-1), 0)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs):
-        logits, local, is_mine, valid, share, dead = ctx.saved_tensors
-        upstream = torch.where(valid, grad_logprobs, 0).to(share.dtype)  # [..., k]
-        # d log p_k / dz_v = [v = k] − p_v; p over the whole vocabulary is the shard's own softmax times its share.
-        scale = -(upstream.sum(-1) * share).unsqueeze(-1)
-        upstream = upstream * is_mine
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        for index, out in tiles_to_fill(grad, ctx.rows):
-            torch.softmax(logits[index], -1, dtype=out.dtype, out=out).mul_(scale[index])
-            fill_rows_(out, dead[index])
-            out.scatter_add_(-1, local[index], upstream[index])
-        return grad, None, None, None, None
 
 
 class ChunkedDistributedGatherLogprob:
@@ -139,7 +71,9 @@ class ChunkedDistributedGatherLogprob:
         """
         check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
-        return _LogprobAt.apply(logits, global_indices, vocab_start_index, tp_group, chunk_size)
+        make_source = partial(GivenLogits, max_rows=rows_within(logits, chunk_size))
+        shard = VocabShard(vocab_start_index, tp_group)
+        return softmax_rows(make_source, logits, ids=global_indices, shard=shard).logprobs
 
 
 class ChunkedDistributedLogprob:
@@ -179,20 +113,32 @@ class DistributedLogprob:
         return ChunkedDistributedLogprob.apply(vocab_parallel_logits, target, *bounds, None, group, inference_only)
 
 
+def _lse_of(source: GivenLogits, group: Group) -> Tensor:
+    """Return m and l of the whole vocabulary, [2, *leading]. One all-gather."""
+    packed = torch.zeros(2, *source.leading, dtype=source.dtype, device=source.device)
+    for index in source.indices():
+        tile = source.tile(index)
+        rows = packed[:, *index]
+        rows.copy_(_statistics(tile.logits).view(rows.shape))
+    stats = merge_over(Stats(*packed.unbind()), source.columns, group).stats
+    return torch.stack([stats.m, stats.l])
+
+
+def _statistics(logits: Tensor) -> Tensor:
+    """Return m and l of a tile's logits [t, v], [2, t]."""
+    no_ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
+    return tile_statistics(logits, no_ids, no_ids.bool(), Wanted()).stats
+
+
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:
-    """A new tensor [..., v] in the compute dtype. One all-gather."""
-    dtype = compute_dtype(logits.dtype)
-    logp = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    packed = logp.new_empty(2, *logits.shape[:-1])
-    for index in tiles(logits.shape[:-1], rows_within(logits)):
-        tile = logits[index] if temperature == 1.0 else logits[index].to(dtype) / temperature
-        packed[:, *index] = part_stats(tile, logp[index]).pack()
-    stats = Stats(*packed.unbind())
-    whole, log_share, *_ = merge_over(stats, logits.shape[-1], group)
-    if whole is not stats:
-        logp.add_(log_share.unsqueeze(-1))
-        fill_rows_(logp, (stats.m == -float("inf")) & (whole.m != -float("inf")), -float("inf"))
-    return logp
+    """Return log p of this rank's ids, a new tensor [..., v] in the compute dtype. One all-gather."""
+    source = GivenLogits(logits, max_rows=rows_within(logits), scaling=Scaling(temperature))
+    lse = _lse_of(source, group)
+    log_p = torch.empty(logits.shape, dtype=source.dtype, device=source.device)
+    for index in source.indices():
+        rows = log_p[index]
+        rows.copy_(log_softmax_(source.tile(index).logits, lse[:, *index].flatten(1)).view(rows.shape))
+    return log_p
 
 
 @torch.no_grad()
@@ -234,34 +180,6 @@ def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: 
     return _VocabParallelLogSoftmax.apply(logits, temperature, tp_group)
 
 
-class _NegEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, group, chunk_size):
-        rows = max(1, rows_within(logits, chunk_size) // 2)
-        stats = _stats_of(logits, rows, scratches=2)
-        whole, log_share, *_ = merge_over(stats, logits.shape[-1], group)
-        value = whole.pack()[2]
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, log_share, value.clone(), stats.m == -float("inf"))
-            ctx.rows = rows
-        return value
-
-    @staticmethod
-    def backward(ctx, upstream):
-        logits, log_share, neg_entropy, dead = ctx.saved_tensors
-        dtype = log_share.dtype
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        memory = tile_memory(logits, ctx.rows)
-        scale = upstream.to(dtype).unsqueeze(-1)
-        for index, out in tiles_to_fill(grad, ctx.rows):
-            logp = torch.log_softmax(logits[index], -1, dtype=dtype, out=memory(out))
-            logp.add_(log_share[index].unsqueeze(-1)).clamp_(min=torch.finfo(dtype).min)
-            # d(Σ p·log p)/dz = p·(log p − Σ p·log p); the clamp keeps 0·log 0 at 0.
-            torch.exp(logp, out=out).mul_(logp.sub_(neg_entropy[index].unsqueeze(-1))).mul_(scale[index])
-            fill_rows_(out, dead[index])
-        return grad, None, None
-
-
 class ChunkedDistributedEntropy:
     """Σ p·log p, the negative entropy, from logits with a cut vocabulary."""
 
@@ -276,56 +194,93 @@ class ChunkedDistributedEntropy:
         backward.
         """
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
-        return _NegEntropy.apply(logits, tp_group, chunk_size)
+        no_ids = torch.zeros(*logits.shape[:-1], 0, dtype=torch.int64, device=logits.device)
+        values = softmax_rows(
+            partial(GivenLogits, max_rows=max(1, rows_within(logits, chunk_size) // 2)),
+            logits,
+            ids=no_ids,
+            shard=VocabShard(0, tp_group),
+            wanted=Wanted(neg_entropy=True),
+            masks_rows=False,
+        )
+        assert values.neg_entropy is not None
+        return values.neg_entropy
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, student, target, group):
-        rows = max(1, rows_within(student) // 2)
-        memory = tile_memory(student, rows), tile_memory(target, rows)
-        leading = student.shape[:-1]
-        parts = torch.empty(5, *leading, dtype=compute_dtype(student.dtype), device=student.device)
-        for index in tiles(leading, rows):
-            logq, p = (scratch(student[index]) for scratch in memory)
-            students, targets = part_stats(student[index], logq), part_stats(target[index], p)
-            fill_rows_(logq, students.m == -float("inf"), -float("inf"))
-            crossed = weighted_sum_(logq, p.exp_())  # Σ p·log q over the shard's own softmaxes
-            parts[:, *index] = torch.stack([students.m, students.l, targets.m, targets.l, crossed])
-        value, student_share, target_share = _merge_cross(parts, group)
+    def forward(ctx, student_logits, target_logits, group):
+        student, target = _tiled_pair(student_logits, target_logits)
+        parts = torch.zeros(5, *student.leading, dtype=student.dtype, device=student.device)
+        for index in student.indices():
+            rows = parts[:, *index]
+            rows.copy_(_cross_statistics(student.tile(index).logits, target.tile(index).logits).view(rows.shape))
+        value, lse, target_lse = _merge_cross(parts, group)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(student, target, student_share, target_share)
-            ctx.rows = rows
+            ctx.save_for_backward(student_logits, target_logits, lse, target_lse)
         return value
 
     @staticmethod
     def backward(ctx, upstream):
-        student, target, student_share, target_share = ctx.saved_tensors
-        dtype = student_share.dtype
-        grad = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-        memory = tile_memory(target, ctx.rows)
-        upstream = upstream.to(dtype)
-        student_scale, target_scale = ((upstream * share).unsqueeze(-1) for share in (student_share, target_share))
-        for index, out in tiles_to_fill(grad, ctx.rows):
-            p = torch.softmax(target[index], -1, dtype=dtype, out=memory(out)).mul_(target_scale[index])
-            fill_rows_(p, target_share[index] == 0)
-            torch.softmax(student[index], -1, dtype=dtype, out=out).mul_(student_scale[index])
-            fill_rows_(out, student_share[index] == 0)
-            out.sub_(p)  # dH(p, q)/dz = q − p
-        return grad, None, None
+        student_logits, target_logits, lse, target_lse = ctx.saved_tensors
+        student, target = _tiled_pair(student_logits, target_logits)
+        student.begin_gradients([True])
+        for index in student.indices():
+            tile = student.tile(index)
+            grad = _cross_gradient(
+                tile.logits,
+                target.tile(index).logits,
+                lse[:, *index].flatten(1),
+                target_lse[:, *index].flatten(1),
+                upstream[index].reshape(-1, 1).to(student.dtype),
+                student.gradient_dtype,
+            )
+            student.add_gradient(tile, grad)
+        return *student.gradients(), None, None
+
+
+def _tiled_pair(student_logits: Tensor, target_logits: Tensor) -> tuple[GivenLogits, GivenLogits]:
+    max_rows = max(1, rows_within(student_logits) // 2)
+    return GivenLogits(student_logits, max_rows=max_rows), GivenLogits(target_logits, max_rows=max_rows)
+
+
+def _cross_statistics(student: Tensor, target: Tensor) -> Tensor:
+    """Return m and l of the student's and of the target's logits [t, v], and Σ p·log q of the part's own softmaxes,
+    [5, t]. Overwrites both."""
+    lse, target_lse = _statistics(student), _statistics(target)
+    log_q, p = log_softmax_(student, lse), log_softmax_(target, target_lse).exp_()
+    crossed = torch.where(p == 0, 0, log_q.mul_(p)).sum(-1)
+    return torch.cat([lse, target_lse, crossed[None]])
+
+
+@Fused
+def _cross_gradient(
+    student: Tensor, target: Tensor, lse: Tensor, target_lse: Tensor, upstream: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return upstream [t, 1] · (q - p) from logits [t, v], in `dtype`. Overwrites both."""
+    q, p = log_softmax_(student, lse).exp_(), log_softmax_(target, target_lse).exp_()
+    return q.sub_(p).mul_(upstream).to(dtype)
 
 
 def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """From m and l of student and target and Σ p·log q over the shard's own softmaxes [5, ...]: H(p, q) over the whole
-    vocabulary, and this rank's shares of q and of p, all [...]. One all-gather."""
+    """Merge the parts of `_cross_statistics`, [5, ...].
+
+    Returns:
+        H(p, q) over the whole vocabulary [...], and m and l of the student's and of the target's logits, [2, ...] each.
+
+    Collectives:
+        One all-gather.
+    """
     if group_size(group) == 1:
-        ones = torch.ones_like(parts[4])
-        return -parts[4], ones, ones
+        return -parts[4], parts[0:2], parts[2:4]
     log_students, log_targets, (crossed,) = gather_pair(parts, group)
     share, rank = log_targets.exp(), group_rank(group)
-    # log q of the whole is log q of the shard plus the shard's log share of q.
+    # log q of the whole is log q of the part plus the part's log share of q.
     value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
-    return value, log_students[rank].exp(), share[rank]
+    # m + l of the whole is m + l of the part minus the part's log share.
+    lse = torch.stack([parts[0], parts[1] - log_students[rank]])
+    target_lse = torch.stack([parts[2], parts[3] - log_targets[rank]])
+    return value, lse, target_lse
 
 
 class DistributedCrossEntropy:

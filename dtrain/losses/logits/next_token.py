@@ -2,14 +2,17 @@
 groups, DTensor, plain, packed; and after top-k and top-p. Targets come unshifted here, and are shifted inside.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from dtrain.losses.head.filtered import Exchange, SampledLogprob
+from dtrain.losses.head.filtered import Exchange, filtered_logprobs
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
+from dtrain.losses.head.softmax import GivenLogits
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
 from dtrain.losses.logits.logprob import ChunkedDistributedLogprob, check_chunk
@@ -271,7 +274,16 @@ class ChunkedDistributedLogprobWithSampling:
         """
         check_chunk(chunk_size)
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
-        return SampledLogprob.apply(logits, target, tp_group, top_k, top_p, chunk_size)
+        rows = logits.reshape(target.numel(), logits.shape[-1])
+        max_rows = max(1, len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1))
+        return filtered_logprobs(
+            partial(GivenLogits, max_rows=max_rows),
+            rows,
+            ids=target.flatten(),
+            group=tp_group,
+            sampling=TrainingSamplingParams(top_k, top_p),
+            keeps_masks=chunk_size is None,
+        ).view(target.shape)
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(

@@ -6,7 +6,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.losses.head.topk import topk_over
-from dtrain.losses.head.vocabulary import Group, compute_dtype, group_rank, group_size, on_shard, pick, shard_sizes
+from dtrain.losses.head.vocabulary import (
+    Group,
+    compute_dtype,
+    group_rank,
+    group_size,
+    on_shard,
+    pick,
+    shard_sizes,
+    tiles,
+)
 from dtrain.losses.logits.groups import (
     allgather_cp_sharded_tensor,
     check_bounds,
@@ -18,7 +27,6 @@ from dtrain.losses.logits.logprob import (
     ChunkedDistributedEntropy,
     ChunkedDistributedGatherLogprob,
     rows_within,
-    tiles_to_fill,
 )
 from dtrain.losses.logits.next_token import local_logits
 
@@ -92,8 +100,9 @@ def gather_logits_at_global_indices(
 
 
 class _LogitsAt(torch.autograd.Function):
-    """logits [..., v] at columns [..., k], 0 where not mine; gradients of equal columns are summed before they are
-    rounded.
+    """Logits [..., v] at columns [..., k], 0 where not mine.
+
+    Autograd's own gather would sum the gradients of equal columns in the logits' dtype; here they are rounded once.
     """
 
     @staticmethod
@@ -107,8 +116,11 @@ class _LogitsAt(torch.autograd.Function):
         columns, is_mine = ctx.saved_tensors
         upstream = torch.where(is_mine, upstream, 0)
         grad = torch.empty(ctx.shape, dtype=ctx.dtype, device=upstream.device)
-        for index, out in tiles_to_fill(grad, rows_within(grad)):
-            out.zero_().scatter_add_(-1, columns[index], upstream[index])
+        for index in tiles(grad.shape[:-1], rows_within(grad)):
+            tile = torch.zeros(grad[index].shape, dtype=upstream.dtype, device=upstream.device)
+            if tile.numel():
+                tile.scatter_add_(-1, columns[index], upstream[index])
+            grad[index] = tile
         return grad, None, None
 
 

@@ -1,0 +1,610 @@
+"""One softmax over a vocabulary that may be sharded, computed in tiles of rows, forward and backward.
+
+Training and the functions of `dtrain.losses` both use it. It has two sources of logits: `GivenLogits` reads logits that
+exist, `HeadLogits` computes them tile by tile from hidden states and the head's weight, so that they never exist whole.
+
+**Forward.** `tile_statistics` computes for each row of a tile the maximum m, l = log Σ exp(z - m), the logits at given
+ids, and on request Σ p·log p, Σ p² and more. If the vocabulary is sharded, `merge_over` merges these few numbers with
+one all-gather. After that every rank knows log Σ exp z = m + l of the whole vocabulary for every row.
+
+**Backward.** A loss L reads a row's distribution p = softmax(z) only through a few numbers: z at some ids, log Σ exp z,
+E = Σ p·log p and Σ z. Their derivatives have one common form, with numbers a, b, c, d per row:
+
+    dL/dz_v = p_v · (a + b · log p_v) + d + Σ_k c_k · [v = id_k]
+
+    log p(id)                 a = -1      c = 1
+    E = Σ p·log p             a = -E      b = 1
+    mean of log p over V ids  a = -1      d = 1/V
+
+`tile_gradient` is this formula. Each rank evaluates it for its own ids only, from the merged m and l, so the backward
+communicates nothing. For example, three ids on two ranks, z = [1, 3 | 2], loss log p(id 2): m = 3, l = 0.408,
+p = [0.090, 0.665 | 0.245], so rank 0 computes dz = [-0.090, -0.665] and rank 1 computes dz = [1 - 0.245].
+
+If the gradient by log p is known only later, `softmax_rows` computes the tiles again in its backward. If a loss is a
+sum over tokens whose weights are known beforehand, `FormedSum` adds up the gradient during the forward, which saves
+one product with the head.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.base.fused import Fused, rounds
+from dtrain.losses.head.vocabulary import (
+    WHOLE,
+    Merged,
+    Stats,
+    VocabShard,
+    add_at_,
+    add_product_,
+    compute_dtype,
+    group_size,
+    merge_over,
+    on_shard,
+    pick,
+    product,
+    shard_sizes,
+    tile_rows,
+    tiles,
+)
+
+# Below this, p = exp(log p) is 0 in float64, too. A log p of -inf is replaced by it before a product with p, because
+# 0 · -inf is not a number.
+_LOG_OF_ZERO = -1e4
+
+Index = Any  # selects the rows of a tile: a slice, or a tuple of integers and a slice
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """From products of hidden states and the head's weight to logits.
+
+    logits = softcap · tanh(product / softcap) / temperature, without the tanh if `softcap` is None (Gemma 2,
+    arXiv:2408.00118, section 2).
+
+    Raises:
+        ValueError: If the temperature or the softcap is not positive.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
+            raise ValueError(f"temperature={self.temperature} and softcap={self.softcap} must be positive")
+
+    def logits_(self, product: Tensor) -> Tensor:
+        """Turn products [t, V] into logits, in place."""
+        if self.softcap is not None:
+            product.div_(self.softcap).tanh_().mul_(self.softcap)
+        return product if self.temperature == 1.0 else product.div_(self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """Return d logits / d product at logits [t, V]: a new tensor [t, V] or a number. None stands for 1.
+
+        It is 0 at logits of -inf, which a filter sets.
+        """
+        if self.softcap is None:
+            return None if self.temperature == 1.0 else 1.0 / self.temperature
+        ratio = (logits * (self.temperature / self.softcap)).clamp_(-1, 1)
+        return ratio.square_().sub_(1).mul_(-1.0 / self.temperature)
+
+
+# ---- sources of logits
+
+
+class Tile(NamedTuple):
+    """Logits of some rows.
+
+    Attributes:
+        index: Which rows of the source.
+        logits: [t, v] in the compute dtype, contiguous. The receiver may overwrite them.
+        rows: The hidden states [t, D] that they were computed from; [t, 0] for given logits.
+        part: The tile that this one was made from, without its logits. None for most sources.
+    """
+
+    index: Index
+    logits: Tensor
+    rows: Tensor
+    part: "Tile | None" = None
+
+
+class LogitSource(Protocol):
+    """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of what they come from."""
+
+    leading: torch.Size
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+    scaling: Scaling
+
+    def indices(self) -> Iterable[Index]:
+        """Return an index for each tile."""
+        ...
+
+    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+        """Compute a tile. Rows that are not live [t] get logits of 0, whatever the source holds there.
+
+        The tile's own index may select fewer rows than `index`, if other ranks compute the others.
+        """
+        ...
+
+    def begin_gradients(self, needed: Sequence[bool]) -> None:
+        """Allocate gradients of the source's tensors, each if it is needed."""
+        ...
+
+    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
+        """Add the gradient by the logits before their scaling, [t, v] in `gradient_dtype`."""
+        ...
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which `add_gradient` takes a gradient."""
+        ...
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the source's tensors."""
+        ...
+
+
+class GivenLogits:
+    """Logits that exist, [..., v] of any floating dtype and strides.
+
+    Args:
+        logits: This rank's part of the logits.
+        max_rows: Rows per tile. None for a size that stays in a CPU's cache.
+        scaling: Applied to the logits.
+    """
+
+    def __init__(self, logits: Tensor, *, max_rows: int | None = None, scaling: Scaling | None = None):
+        self.logits = logits.detach()
+        self.leading, self.columns = logits.shape[:-1], logits.shape[-1]
+        self.dtype, self.device = compute_dtype(logits.dtype), logits.device
+        self.scaling = scaling or Scaling()
+        self._max_rows = max_rows or tile_rows(self.columns, self.device.type)
+        self._grad: Tensor | None = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.logits.dtype
+
+    def indices(self) -> Iterable[Index]:
+        return rounds(list(tiles(self.leading, self._max_rows)), self.logits)
+
+    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+        part = self.logits[index]
+        logits = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+        logits.copy_(part)
+        logits = logits.view(part.shape[:-1].numel(), self.columns)
+        if is_live is not None:
+            logits.masked_fill_(~is_live.unsqueeze(-1), 0)
+        self.scaling.logits_(logits)
+        return Tile(index, logits, logits[:, :0])
+
+    def begin_gradients(self, needed: Sequence[bool]) -> None:
+        self._grad = torch.empty_like(self.logits, memory_format=torch.contiguous_format) if needed[0] else None
+
+    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
+        if self._grad is not None:
+            target = self._grad[tile.index]
+            target.copy_(grad.view(target.shape))
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        return (self._grad,)
+
+
+class HeadLogits:
+    """Logits hidden · weightᵀ of some positions, which exist one tile at a time.
+
+    On a GPU products take their operands as they are, and sum in float32. A CPU would round to the operands' dtype, so
+    they are cast to the compute dtype there.
+
+    Args:
+        hidden: Hidden states [N, D].
+        weight: This rank's part of the head's weight, [V/tp, D].
+        index: The positions whose logits are wanted, [T] int64, each at most once.
+        scaling: From products to logits.
+        max_rows: Rows per tile.
+        dtype: The dtype of the logits. None for max(float32, the operands' dtypes).
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        index: Tensor,
+        max_rows: int,
+        scaling: Scaling | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.hidden, self.weight, self.index = hidden.detach(), weight.detach(), index
+        self.leading, self.columns, self.device = index.shape, len(weight), hidden.device
+        self.dtype = dtype or torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
+        self.scaling = scaling or Scaling()
+        self._max_rows = max_rows
+        keeps_dtype = weight.is_cuda and compute_dtype(weight.dtype) == self.dtype
+        self._operand = self.weight if keeps_dtype else self.weight.to(self.dtype)
+        self._hidden_grad: Tensor | None = None
+        self._weight_grad: Tensor | None = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self._operand.dtype
+
+    def indices(self) -> Iterable[Index]:
+        starts = range(0, len(self.index), self._max_rows)
+        ends = [min(start + self._max_rows, len(self.index)) for start in starts]
+        return rounds([slice(start, end) for start, end in zip(starts, ends, strict=True)], self.hidden)
+
+    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+        rows = self.hidden.index_select(0, self.index[index]).to(self._operand.dtype)
+        if is_live is not None:
+            # Not the logits: 0 · NaN of a hidden state would still reach the weight's gradient.
+            rows = rows.masked_fill(~is_live.unsqueeze(-1), 0)
+        logits = self.scaling.logits_(product(rows, self._operand.t()))
+        return Tile(index, logits, rows)
+
+    def begin_gradients(self, needed: Sequence[bool]) -> None:
+        needs_hidden, needs_weight = needed
+        # Zeros where no token is: a rank without any takes part in the reduction of gradients all the same.
+        self._hidden_grad = torch.zeros_like(self.hidden) if needs_hidden else None
+        self._weight_grad = None
+        if needs_weight:
+            self._weight_grad = torch.zeros(self.weight.shape, dtype=self.dtype, device=self.device)
+
+    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
+        if self._hidden_grad is not None:
+            # The product has no name: it is freed before the weight's product, which is the peak.
+            self._hidden_grad.index_copy_(
+                0, self.index[tile.index], product(grad, self._operand).to(self._hidden_grad.dtype)
+            )
+        if self._weight_grad is not None:
+            add_product_(self._weight_grad, grad.t(), tile.rows)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        weight_grad = self._weight_grad
+        return self._hidden_grad, None if weight_grad is None else weight_grad.to(self.weight.dtype)
+
+    def take_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients as they were summed, the weight's in the compute dtype, and forget them."""
+        sums = self._hidden_grad, self._weight_grad
+        self._hidden_grad = self._weight_grad = None
+        return sums
+
+
+def head_tile_rows(columns: int, device_type: str) -> int:
+    """Return the rows of a tile of logits [rows, columns] that is a product with the head's weight."""
+    rows = tile_rows(columns, device_type, blocks=4, least=64)
+    if device_type == "cpu" or rows < 128:
+        return rows
+    return round(rows / 128) * 128  # whole blocks of a GPU's products
+
+
+def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
+    """Return the rows of a tile for this rank's weight [V/tp, D], by the largest shard, so that all ranks have equal
+    tiles.
+
+    Collectives:
+        One exchange of shard sizes on the host if `shard` does not say how large the largest one is.
+    """
+    sizes = shard_sizes(len(weight), shard.group, weight.device) if shard.largest is None else [shard.largest]
+    return head_tile_rows(max(sizes), weight.device.type)
+
+
+# ---- the two functions of a tile
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `tile_statistics` computes besides m, l and the logits at ids.
+
+    Attributes:
+        neg_entropy: Σ p·log p.
+        squares: Σ p²; only together with `neg_entropy`.
+        logit_sum: Σ z.
+        is_argmax: Whether the first id is the argmax, the lowest of equal ones.
+    """
+
+    neg_entropy: bool = False
+    squares: bool = False
+    logit_sum: bool = False
+    is_argmax: bool = False
+
+
+class TileStatistics(NamedTuple):
+    """Statistics of a tile of t rows over this rank's part of the vocabulary.
+
+    Attributes:
+        stats: m, l and on request Σ p·log p and Σ p², [2..4, t]: `Stats(*stats)` names them.
+        at_ids: The logits at the ids, 0 where another rank has the id, [t, k].
+        logit_sum: Σ z, [t], or None.
+        is_argmax: 1 or 0, [t], or None.
+    """
+
+    stats: Tensor
+    at_ids: Tensor
+    logit_sum: Tensor | None
+    is_argmax: Tensor | None
+
+
+@Fused
+def tile_statistics(logits: Tensor, columns: Tensor, is_mine: Tensor, wanted: Wanted) -> TileStatistics:
+    """Compute the statistics of logits [t, v] and read them at columns [t, k] where they are mine [t, k]."""
+    at_ids = pick(logits, columns, is_mine, logits.dtype)
+    logit_sum = logits.sum(-1) if wanted.logit_sum else None
+    m, is_argmax = _largest(logits, columns, is_mine, wanted.is_argmax)
+    shifted = logits - finite(m)[:, None]
+    exps = shifted.exp() if wanted.neg_entropy else shifted.exp_()
+    total = exps.sum(-1)
+    is_empty = total == 0  # no logit, or all of them -inf
+    l = torch.where(is_empty, 0, total.log())  # noqa: E741
+    stats = Stats(m, l)
+    if wanted.neg_entropy:
+        # Σ p·log p with log p = (z - m) - l and p = exp(z - m) / total
+        weighted = shifted.clamp_(min=_LOG_OF_ZERO).mul_(exps).sum(-1)
+        stats.neg_entropy = torch.where(is_empty, 0, weighted / total - l)
+    if wanted.squares:
+        stats.squares = torch.where(is_empty, 0, exps.square_().sum(-1) / total.square())
+    return TileStatistics(stats.pack(), at_ids, logit_sum, is_argmax)
+
+
+class RowGradient(NamedTuple):
+    """The numbers per row of the gradient's formula (see the module's docstring).
+
+    Attributes:
+        by_p: a, [t, 1].
+        at_ids: c, [t, k]; 0 where another rank has the id.
+        by_log_p: b, [t, 1]. None for 0.
+        of_each: d, [t, 1]. None for 0.
+    """
+
+    by_p: Tensor
+    at_ids: Tensor
+    by_log_p: Tensor | None = None
+    of_each: Tensor | None = None
+
+
+@Fused
+def tile_gradient(
+    logits: Tensor, lse: Tensor, of_rows: RowGradient, columns: Tensor, scaling: Scaling, dtype: torch.dtype
+) -> Tensor:
+    """Compute the gradient by the products [t, v] behind a tile of logits.
+
+    Args:
+        logits: [t, v]. Overwritten.
+        lse: m and l of the whole vocabulary, [2, t].
+        of_rows: The numbers of each row.
+        columns: The ids' columns, [t, k].
+        scaling: From products to logits.
+        dtype: The dtype of the result.
+    """
+    slope = scaling.slope(logits)
+    log_p = log_softmax_(logits, lse)
+    if of_rows.by_log_p is None:
+        grad = log_p.exp_().mul_(of_rows.by_p)
+    else:
+        p = log_p.exp()
+        grad = log_p.clamp_(min=_LOG_OF_ZERO).mul_(of_rows.by_log_p).add_(of_rows.by_p).mul_(p)
+    if of_rows.of_each is not None:
+        grad.add_(of_rows.of_each)
+    add_at_(grad, columns, of_rows.at_ids)
+    return (grad if slope is None else grad.mul_(slope)).to(dtype)
+
+
+def log_softmax_(logits: Tensor, lse: Tensor) -> Tensor:
+    """Turn logits [t, v] into log p, in place. lse: m and l of the whole vocabulary, [2, t]."""
+    m, l = lse.unsqueeze(-1).unbind(0)  # noqa: E741
+    return logits.sub_(finite(m)).sub_(l)
+
+
+def finite(m: Tensor) -> Tensor:
+    """Replace a maximum of -inf by a finite number: -inf minus it is -inf, and not NaN."""
+    return m.clamp(min=torch.finfo(m.dtype).min)
+
+
+def _largest(logits: Tensor, columns: Tensor, is_mine: Tensor, argmax: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the largest of logits [t, v] and, with `argmax`, 1 where it is at the first of columns [t, k]."""
+    if not logits.shape[1]:
+        none = logits.new_zeros(len(logits)) if argmax else None
+        return logits.new_full(logits.shape[:1], -float("inf")), none
+    if not argmax:
+        return logits.amax(-1), None
+    largest, likeliest = logits.max(-1)
+    return largest, ((likeliest == columns[:, 0]) & is_mine[:, 0]).to(largest.dtype)
+
+
+# ---- values of rows, differentiable
+
+
+class RowValues(NamedTuple):
+    """Values of the rows of a source, the same on every rank.
+
+    Attributes:
+        logprobs: log p at the ids, [*leading, k]; 0 for an id outside the vocabulary. Differentiable.
+        neg_entropy: Σ p·log p, [*leading], differentiable; None if it was not asked for.
+        log_p2: log Σ p², [*leading], without gradient; None if it was not asked for.
+    """
+
+    logprobs: Tensor
+    neg_entropy: Tensor | None
+    log_p2: Tensor | None
+
+
+def softmax_rows(
+    make_source: Callable[..., LogitSource],
+    *tensors: Tensor,
+    ids: Tensor,
+    shard: VocabShard | None = None,
+    wanted: Wanted | None = None,
+    masks_rows: bool = True,
+) -> RowValues:
+    """Compute log p at ids, and on request Σ p·log p and log Σ p², from any source of logits.
+
+    Nothing of the logits' size is kept for the backward, which computes the tiles again.
+
+    Args:
+        make_source: Builds the source from `tensors`, in the forward and again in the backward.
+        tensors: The tensors that gradients go to.
+        ids: Ids of the whole vocabulary [*leading, k], the same on every rank. An id outside it, -100 included, has
+            the log-probability 0 and no gradient.
+        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        wanted: What to compute besides. None for nothing.
+        masks_rows: Whether rows without a valid id have the value 0 everywhere, and no gradient, whatever they hold.
+
+    Returns:
+        The values. Gradients are those of this rank's part: hidden states' must still be summed over the group.
+
+    Collectives:
+        One all-gather of 2 to 5 numbers per row. With k > 1 also one all-reduce of k numbers per row. None in the
+        backward.
+    """
+    return RowValues(*_SoftmaxRows.apply(make_source, ids, shard or WHOLE, wanted or Wanted(), masks_rows, *tensors))
+
+
+class _SoftmaxRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, make_source, ids, shard, wanted, masks_rows, *tensors):
+        source = make_source(*tensors)
+        columns, is_mine = on_shard(ids, shard.start, source.columns)
+        count = 2 + wanted.neg_entropy + wanted.squares
+        packed = torch.zeros(count, *source.leading, dtype=source.dtype, device=source.device)
+        at_ids = torch.zeros(ids.shape, dtype=source.dtype, device=source.device)
+        for index in source.indices():
+            tile = source.tile(index)
+            rows = tile.index
+            found = tile_statistics(tile.logits, _rows_of(columns, rows), _rows_of(is_mine, rows), wanted)
+            packed[:, *as_tuple(rows)] = found.stats.view(count, *packed[0][rows].shape)
+            at_ids[rows] = found.at_ids.view(at_ids[rows].shape)
+            del tile  # before the next one is computed
+        merged, at_ids = _merge_with_ids(Stats(*packed.unbind()), source.columns, shard, at_ids)
+        stats = merged.stats
+        valid = (ids >= 0) & (ids < merged.vocab_size)
+        is_live = valid.any(-1) if masks_rows else torch.ones(source.leading, dtype=torch.bool, device=source.device)
+        logprobs = torch.where(valid, (at_ids - finite(stats.m).unsqueeze(-1)) - stats.l.unsqueeze(-1), 0)
+        neg_entropy = None if stats.neg_entropy is None else torch.where(is_live, stats.neg_entropy, 0)
+        log_p2 = None if stats.squares is None else torch.where(is_live, stats.squares.log(), 0)
+        if log_p2 is not None:
+            ctx.mark_non_differentiable(log_p2)
+        ctx.set_materialize_grads(False)
+        if any(ctx.needs_input_grad):
+            lse = torch.stack([stats.m, stats.l])
+            ctx.save_for_backward(columns, is_mine, valid, is_live, lse, stats.neg_entropy, *tensors)
+            ctx.make_source, ctx.masks_rows = make_source, masks_rows
+        return logprobs, neg_entropy, log_p2
+
+    @staticmethod
+    def backward(ctx, by_logprobs, by_neg_entropy, _by_log_p2):
+        columns, is_mine, valid, is_live, lse, neg_entropy, *tensors = ctx.saved_tensors
+        not_tensors = (None,) * 5
+        if by_logprobs is None and by_neg_entropy is None:
+            return *not_tensors, *(None for _ in tensors)
+        source = ctx.make_source(*tensors)
+        source.begin_gradients(ctx.needs_input_grad[len(not_tensors) :])
+        by_logprobs = torch.zeros_like(valid, dtype=source.dtype) if by_logprobs is None else by_logprobs
+        by_logprobs = torch.where(valid, by_logprobs, 0).to(source.dtype)  # [*leading, k]
+        by_p, by_log_p = -by_logprobs.sum(-1), None
+        if by_neg_entropy is not None:
+            by_log_p = torch.where(is_live, by_neg_entropy, 0).to(source.dtype)
+            by_p = by_p - by_log_p * torch.where(is_live, neg_entropy, 0)
+        at_ids = torch.where(is_mine, by_logprobs, 0)
+        for index in source.indices():
+            tile = source.tile(index, is_live[index].flatten() if ctx.masks_rows else None)
+            rows = tile.index
+            of_rows = RowGradient(
+                by_p=by_p[rows].reshape(-1, 1),
+                at_ids=_rows_of(at_ids, rows),
+                by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
+            )
+            tile_lse = lse[:, *as_tuple(rows)].flatten(1)
+            if ctx.masks_rows:
+                # A row that is not live has logits of 0 here, and numbers of 0: with m and l of 0 its gradient is 0.
+                tile_lse = torch.where(is_live[rows].flatten(), tile_lse, 0)
+            grad = tile_gradient(
+                tile.logits, tile_lse, of_rows, _rows_of(columns, rows), source.scaling, source.gradient_dtype
+            )
+            source.add_gradient(tile, grad)
+            del tile, grad  # before the next ones are computed
+        return *not_tensors, *source.gradients()
+
+
+def _merge_with_ids(stats: Stats, columns: int, shard: VocabShard, at_ids: Tensor) -> tuple[Merged, Tensor]:
+    """Merge statistics over ranks, and sum the logits at ids [*leading, k], each of which one rank has."""
+    if at_ids.shape[-1] == 1:
+        merged = merge_over(stats, columns, shard.group, at_ids.squeeze(-1)[None])
+        return merged, merged.extra.squeeze(0).unsqueeze(-1)
+    merged = merge_over(stats, columns, shard.group)
+    if at_ids.shape[-1] > 1 and group_size(shard.group) > 1:
+        # Fewer bytes than k numbers of every rank in the all-gather.
+        dist.all_reduce(at_ids, group=shard.group)
+    return merged, at_ids
+
+
+def as_tuple(index: Index) -> tuple[Any, ...]:
+    """Return the index of a tile as a tuple, to index further dimensions with it."""
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _rows_of(values: Tensor, index: Index) -> Tensor:
+    """Return the rows [t, k] of values [*leading, k] that a tile's index selects."""
+    rows = values[index]
+    return rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])
+
+
+# ---- sums over tokens whose gradient is formed in the forward
+
+
+class FormedSum:
+    """A loss that is a sum over tokens of hidden states and a head, whose gradient is formed in the forward.
+
+    Make it outside of `torch.no_grad`: it looks whether the caller wants gradients.
+
+    Attributes:
+        source: The logits, tile by tile. The loss adds gradients to it if `wants_gradient`.
+        wants_gradient: Whether hidden states or weight need a gradient.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        index: Tensor,
+        max_rows: int,
+        *,
+        scaling: Scaling | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.source = HeadLogits(hidden, weight, index=index, max_rows=max_rows, scaling=scaling, dtype=dtype)
+        self._inputs = hidden, weight
+        needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in self._inputs]
+        self.wants_gradient = any(needed)
+        self.source.begin_gradients(needed)
+
+    def with_gradient(self, total: Tensor) -> Tensor:
+        """Return `total`, a scalar, as a tensor whose backward returns the gradients that were added."""
+        if not self.wants_gradient:
+            return total
+        return _WithGradient.apply(*self._inputs, total, *self.source.take_sums())
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, total, hidden_grad, weight_grad):
+        ctx.gradient, ctx.weight_dtype = (hidden_grad, weight_grad), weight.dtype
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        # In place and once: a copy of [V, D] would be the step's peak of memory.
+        if ctx.gradient is None:
+            raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
+        (hidden_grad, weight_grad), ctx.gradient = ctx.gradient, None
+        if hidden_grad is not None:
+            hidden_grad.mul_(upstream.to(hidden_grad.dtype))
+        if weight_grad is not None:
+            weight_grad = weight_grad.mul_(upstream).to(ctx.weight_dtype)
+        return hidden_grad, weight_grad, None, None, None
