@@ -163,8 +163,8 @@ def collectives(rank):
 
 def test_two_collectives_a_tile_and_none_backward():
     tiles = -(-len(INDEX) // 5)
-    # The divergence: statistics of both models, and the divergences of the rows. The top k: the teacher's candidates and
-    # the student's statistics of each tile, and the shards' sizes once.
+    # The divergence: statistics of both models, and the divergences of the rows. The top k: the teacher's candidates
+    # and the student's statistics of each tile, and the shards' sizes once.
     assert run_world(collectives, 2) == [[2 * tiles, 0, 2 * tiles + 1, 0]] * 2
 
 
