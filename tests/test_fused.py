@@ -95,15 +95,25 @@ def test_weights_in_4_bits_are_read_by_one_kernel(compile_here):
 HEAD = softmax.tile_statistics, softmax.tile_gradient
 
 
-def losses(**options):
-    """Return a loss, its accuracy and gradients; then log-probabilities, entropies and theirs: float64, by tiles."""
+def head_problem():
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (21, 50))
-    targets, index = torch.randint(0, 50, (21,)), torch.arange(21)
+    return hidden, weight, torch.randint(0, 50, (21,)), torch.arange(21)
+
+
+def smoothed_loss(**options):
+    """Return a loss, its accuracy and gradients, float64, by tiles."""
+    hidden, weight, targets, index = head_problem()
     sums = weighted_sum.token_loss_sums(
         hidden, weight, targets, index, weighted_sum.nll, rows_per_tile=8, label_smoothing=0.1, **options
     )
-    found = [sums.loss.detach(), sums.correct, *torch.autograd.grad(sums.loss, (hidden, weight))]
+    return [sums.loss.detach(), sums.correct, *torch.autograd.grad(sums.loss, (hidden, weight))]
+
+
+def losses(**options):
+    """Return `smoothed_loss`; then log-probabilities, entropies and their gradients: float64, by tiles."""
+    found = smoothed_loss(**options)
+    hidden, weight, targets, index = head_problem()
     scores = logprobs.logprobs_from_hidden_states(hidden, weight, targets, entropy=True, rows_per_tile=8, **options)
     total = scores.logprobs.sum() + (scores.entropy * index).sum()
     return [*found, scores.logprobs.detach(), scores.entropy.detach(), *torch.autograd.grad(total, (hidden, weight))]
@@ -115,6 +125,16 @@ def test_a_compiled_head_is_exact_in_float64_whatever_of_it_is_compiled(compile_
     compile_here(*functions, backend="aot_eager")
     for mine, theirs in zip(losses(softcap=3.0), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def jensen_shannon():
+    """Return the Jensen-Shannon divergence from a teacher of other width and its gradients: float64, by tiles."""
+    torch.manual_seed(0)
+    hidden, weight, *teacher = (torch.randn(n, d, dtype=torch.float64) for d in (8, 12) for n in (21, 50))
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    models = kl.HeadInput(*inputs), kl.HeadInput(*teacher)
+    found = kl.jsd_sum_from_hidden_states(*models, torch.arange(21), beta=0.3, rows_per_tile=8)
+    return [*(value.detach() for value in found), *torch.autograd.grad(found.total, inputs)]
 
 
 def divergences():
@@ -168,8 +188,8 @@ def test_other_heads_are_exact_in_float64_whatever_of_them_is_compiled(compile_h
 
 
 GRADIENTS = {
-    "labels": (losses, softmax.tile_gradient),
-    "divergences": (divergences, kl._gradient),
+    "labels": (smoothed_loss, softmax.tile_gradient),
+    "jsd": (jensen_shannon, kl._gradient),
 }
 
 
@@ -216,9 +236,9 @@ def under(top_k, share):
 
 MOVED = {  # kernels of a tile, and bytes a logit
     "labels": (lambda s, t, i: weighted_sum.token_loss_sums(*s[:2], i, i, weighted_sum.nll).loss, 40, 11),
-    "kl": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i).total, 24, 39),
-    "mixed": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, forward_share=0.3, temperature=2).total, 24, 39),
-    "jsd": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, jsd_beta=0.5).total, 24, 39),
+    "kl": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i).total, 26, 36),
+    "mixed": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, forward_share=0.3, temperature=2).total, 28, 43),
+    "jsd": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, jsd_beta=0.5).total, 26, 36),
     "top k": (on_topk, 105, 19),
     "filtered by top p": (under(None, 0.9), 160, 370),
 }

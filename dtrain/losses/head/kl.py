@@ -170,7 +170,7 @@ def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: 
     mine, theirs = tokens.source.tile(index), teacher.tile(index)
     lse = _merged_lse(mine.logits, theirs.logits, group)
     slope = tokens.source.scaling.slope(mine.logits) if tokens.wants_gradient else None
-    log_q, log_p = log_softmax_(mine.logits, lse[0]), log_softmax_(theirs.logits, lse[1])
+    log_q, log_p = _log_softmax_of_both(mine.logits, theirs.logits, *lse)
     sums = _divergences(log_q, log_p, divergence)
     if group_size(group) > 1:
         sums = all_gather(sums[None], 0, group).sum(0)  # the same bits on every rank
@@ -183,8 +183,8 @@ def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: 
     return torch.stack([forward, reverse, beta * teacher_to_mixture + (1 - beta) * student_to_mixture])
 
 
-def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> Tensor:
-    """Return m and l of the whole vocabulary for the student's and the teacher's logits [t, V/tp], [2, 2, t]."""
+def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Return m and l of the whole vocabulary for the student's and the teacher's logits [t, V/tp], [t, 2] each."""
     no_ids = torch.zeros(len(student), 0, dtype=torch.int64, device=student.device)
     is_mine = no_ids.bool()
     parts = torch.stack(
@@ -194,7 +194,16 @@ def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> Tensor:
         gathered = all_gather(parts[None], 0, group)  # [ranks, 2, 2, t]
         whole, _ = merge(Stats(*gathered.unbind(1)))
         parts = torch.stack([whole.m, whole.l])
-    return parts.transpose(0, 1)
+    student_lse, teacher_lse = parts.unbind(1)
+    return student_lse.t(), teacher_lse.t()
+
+
+@Fused
+def _log_softmax_of_both(
+    student: Tensor, teacher: Tensor, student_lse: Tensor, teacher_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Turn logits [t, V/tp] into log-probabilities, in place. The others are m and l of whole rows, [t, 2]."""
+    return log_softmax_(student, student_lse), log_softmax_(teacher, teacher_lse)
 
 
 @Fused

@@ -377,7 +377,7 @@ def tile_gradient(
 
     Args:
         logits: [t, v]. Overwritten.
-        lse: m and l of the whole vocabulary, [2, t].
+        lse: m and l of the whole vocabulary, [t, 2]. (A compiled function varies in all sizes but the last.)
         of_rows: The numbers of each row.
         columns: The ids' columns, [t, k].
         scaling: From products to logits.
@@ -397,8 +397,8 @@ def tile_gradient(
 
 
 def log_softmax_(logits: Tensor, lse: Tensor) -> Tensor:
-    """Turn logits [t, v] into log p, in place. lse: m and l of the whole vocabulary, [2, t]."""
-    m, l = lse.unsqueeze(-1).unbind(0)  # noqa: E741
+    """Turn logits [t, v] into log p, in place. lse: m and l of the whole vocabulary, [t, 2]."""
+    m, l = lse.split(1, 1)  # noqa: E741
     return logits.sub_(finite(m)).sub_(l)
 
 
@@ -477,7 +477,7 @@ class _SoftmaxRows(torch.autograd.Function):
         for index in source.indices():
             tile = source.tile(index)
             rows = tile.index
-            found = tile_statistics(tile.logits, _rows_of(columns, rows), _rows_of(is_mine, rows), wanted)
+            found = tile_statistics(tile.logits, rows_of(columns, rows), rows_of(is_mine, rows), wanted)
             packed[:, *as_tuple(rows)] = found.stats.view(count, *packed[0][rows].shape)
             at_ids[rows] = found.at_ids.view(at_ids[rows].shape)
             del tile  # before the next one is computed
@@ -492,7 +492,7 @@ class _SoftmaxRows(torch.autograd.Function):
             ctx.mark_non_differentiable(log_p2)
         ctx.set_materialize_grads(False)
         if any(ctx.needs_input_grad):
-            lse = torch.stack([stats.m, stats.l])
+            lse = torch.stack([stats.m, stats.l], -1)
             ctx.save_for_backward(columns, is_mine, valid, is_live, lse, stats.neg_entropy, *tensors)
             ctx.make_source, ctx.masks_rows = make_source, masks_rows
         return logprobs, neg_entropy, log_p2
@@ -517,15 +517,15 @@ class _SoftmaxRows(torch.autograd.Function):
             rows = tile.index
             of_rows = RowGradient(
                 by_p=by_p[rows].reshape(-1, 1),
-                at_ids=_rows_of(at_ids, rows),
+                at_ids=rows_of(at_ids, rows),
                 by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
             )
-            tile_lse = lse[:, *as_tuple(rows)].flatten(1)
+            tile_lse = rows_of(lse, rows)
             if ctx.masks_rows:
                 # A row that is not live has logits of 0 here, and numbers of 0: with m and l of 0 its gradient is 0.
-                tile_lse = torch.where(is_live[rows].flatten(), tile_lse, 0)
+                tile_lse = torch.where(is_live[rows].reshape(-1, 1), tile_lse, 0)
             grad = tile_gradient(
-                tile.logits, tile_lse, of_rows, _rows_of(columns, rows), source.scaling, source.gradient_dtype
+                tile.logits, tile_lse, of_rows, rows_of(columns, rows), source.scaling, source.gradient_dtype
             )
             source.add_gradient(tile, grad)
             del tile, grad  # before the next ones are computed
@@ -549,7 +549,7 @@ def as_tuple(index: Index) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-def _rows_of(values: Tensor, index: Index) -> Tensor:
+def rows_of(values: Tensor, index: Index) -> Tensor:
     """Return the rows [t, k] of values [*leading, k] that a tile's index selects."""
     rows = values[index]
     return rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])

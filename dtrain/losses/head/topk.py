@@ -194,7 +194,7 @@ def _topk_kl_sums(
             by_log_p = by_entropy[0][:, None]
             by_p = by_lse - by_entropy[0] * stats.neg_entropy
         of_rows = RowGradient(by_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), by_log_p=by_log_p)
-        lse = torch.stack([stats.m, stats.l])
+        lse = torch.stack([stats.m, stats.l], -1)
         grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
         source.add_gradient(tile, grad)
 

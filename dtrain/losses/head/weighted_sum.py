@@ -176,7 +176,7 @@ def _token_sums(
         if counts:
             correct.add_(merged.at_largest.sum())
         if tokens.wants_gradient:
-            lse = torch.stack([merged.stats.m, merged.stats.l])
+            lse = torch.stack([merged.stats.m, merged.stats.l], -1)
             source = tokens.source
             grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
             source.add_gradient(tile, grad)

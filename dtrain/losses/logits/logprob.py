@@ -17,6 +17,7 @@ from dtrain.losses.head.softmax import (
     Scaling,
     Wanted,
     log_softmax_,
+    rows_of,
     softmax_rows,
     tile_statistics,
 )
@@ -114,14 +115,14 @@ class DistributedLogprob:
 
 
 def _lse_of(source: GivenLogits, group: Group) -> Tensor:
-    """Return m and l of the whole vocabulary, [2, *leading]. One all-gather."""
+    """Return m and l of the whole vocabulary, [*leading, 2]. One all-gather."""
     packed = torch.zeros(2, *source.leading, dtype=source.dtype, device=source.device)
     for index in source.indices():
         tile = source.tile(index)
         rows = packed[:, *index]
         rows.copy_(_statistics(tile.logits).view(rows.shape))
     stats = merge_over(Stats(*packed.unbind()), source.columns, group).stats
-    return torch.stack([stats.m, stats.l])
+    return torch.stack([stats.m, stats.l], -1)
 
 
 def _statistics(logits: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
     log_p = torch.empty(logits.shape, dtype=source.dtype, device=source.device)
     for index in source.indices():
         rows = log_p[index]
-        rows.copy_(log_softmax_(source.tile(index).logits, lse[:, *index].flatten(1)).view(rows.shape))
+        rows.copy_(log_softmax_(source.tile(index).logits, rows_of(lse, index)).view(rows.shape))
     return log_p
 
 
@@ -230,8 +231,8 @@ class _CrossEntropy(torch.autograd.Function):
             grad = _cross_gradient(
                 tile.logits,
                 target.tile(index).logits,
-                lse[:, *index].flatten(1),
-                target_lse[:, *index].flatten(1),
+                rows_of(lse, index),
+                rows_of(target_lse, index),
                 upstream[index].reshape(-1, 1).to(student.dtype),
                 student.gradient_dtype,
             )
@@ -247,8 +248,8 @@ def _tiled_pair(student_logits: Tensor, target_logits: Tensor) -> tuple[GivenLog
 def _cross_statistics(student: Tensor, target: Tensor) -> Tensor:
     """Return m and l of the student's and of the target's logits [t, v], and Σ p·log q of the part's own softmaxes,
     [5, t]. Overwrites both."""
-    lse, target_lse = _statistics(student), _statistics(target)
-    log_q, p = log_softmax_(student, lse), log_softmax_(target, target_lse).exp_()
+    lse, target_lse = _statistics(student), _statistics(target)  # [2, t] each
+    log_q, p = log_softmax_(student, lse.t()), log_softmax_(target, target_lse.t()).exp_()
     crossed = torch.where(p == 0, 0, log_q.mul_(p)).sum(-1)
     return torch.cat([lse, target_lse, crossed[None]])
 
@@ -266,20 +267,20 @@ def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the parts of `_cross_statistics`, [5, ...].
 
     Returns:
-        H(p, q) over the whole vocabulary [...], and m and l of the student's and of the target's logits, [2, ...] each.
+        H(p, q) over the whole vocabulary [...], and m and l of the student's and of the target's logits, [..., 2] each.
 
     Collectives:
         One all-gather.
     """
     if group_size(group) == 1:
-        return -parts[4], parts[0:2], parts[2:4]
+        return -parts[4], torch.stack([parts[0], parts[1]], -1), torch.stack([parts[2], parts[3]], -1)
     log_students, log_targets, (crossed,) = gather_pair(parts, group)
     share, rank = log_targets.exp(), group_rank(group)
     # log q of the whole is log q of the part plus the part's log share of q.
     value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
     # m + l of the whole is m + l of the part minus the part's log share.
-    lse = torch.stack([parts[0], parts[1] - log_students[rank]])
-    target_lse = torch.stack([parts[2], parts[3] - log_targets[rank]])
+    lse = torch.stack([parts[0], parts[1] - log_students[rank]], -1)
+    target_lse = torch.stack([parts[2], parts[3] - log_targets[rank]], -1)
     return value, lse, target_lse
 
 
