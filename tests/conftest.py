@@ -1,7 +1,7 @@
 """Choice of the tests that run: those of CI, all, the fast ones, or those that a change asks for.
 
-By default every test runs except those that are marked `extended`: further combinations of options whose parts other
-tests cover. `--extended`, `--changed` and a path on the command line include them. `--fast` leaves out each test that
+By default every test runs except those of tests/extended.txt: further combinations of options whose parts other tests
+cover. `--extended`, `--changed` and a path on the command line include them. `--fast` leaves out each test that
 starts a process, as tests/depends.py finds it, and each that is marked `slow`. `--changed REV` keeps the files that
 depend on what has changed since the commit REV; imports tell. What runs
 is a function of the files alone.
@@ -22,7 +22,7 @@ STARTS += [(subprocess.Popen, "_execute_child")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--extended", action="store_true", help="also what is marked `extended`")
+    parser.addoption("--extended", action="store_true", help="also the tests of tests/extended.txt")
     parser.addoption("--fast", action="store_true", help="only what starts no process and takes little time")
     parser.addoption("--changed", metavar="REV", help="only what depends on files changed since REV")
 
@@ -38,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = items
     if not config.getoption("extended"):
-        kept = [item for item in kept if item.get_closest_marker("extended") is None]
+        extended = _extended_tests()
+        kept = [item for item in kept if not _names(item.nodeid) & extended]
+        if not config.option.keyword and not config.option.markexpr:
+            _refuse_stale(extended, items)
     if rev := config.getoption("changed"):
         depending = dependent_tests(config.rootpath, changed_since(config.rootpath, rev))
         kept = [item for item in kept if item.path in depending]
@@ -49,6 +52,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
+
+
+def _extended_tests() -> set[str]:
+    """Return the lines of tests/extended.txt."""
+    lines = (Path(__file__).parent / "extended.txt").read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def _names(node_id: str) -> set[str]:
+    """Return a node id, its function and its file: the names by which tests/extended.txt may list it."""
+    file, _, _ = node_id.partition("::")
+    function, _, _ = node_id.partition("[")
+    return {node_id, function, file}
+
+
+def _refuse_stale(extended: set[str], items: list[pytest.Item]) -> None:
+    """Raise pytest.UsageError if a line of tests/extended.txt names no test."""
+    known = set().union(*(_names(item.nodeid) for item in items))
+    stale = sorted(extended - known)
+    if stale:
+        raise pytest.UsageError(f"tests/extended.txt names no test in: {', '.join(stale)}")
 
 
 def pytest_collection_finish() -> None:

@@ -64,6 +64,21 @@ def _without_redundant(cases: list[Case], first: list[Case], cost: Callable[[Cas
     return kept
 
 
+def each_value(cases: Sequence[Case], cost: Callable[[Case], float] = lambda case: 1.0) -> list[Case]:
+    """Return some of `cases` in which every value of every axis stands that stands in all of them.
+
+    Greedy: of the cases that are left, the one with the most new values for its cost.
+    """
+    open_values = {value for case in cases for value in case.items()}
+    left, chosen = list(cases), []
+    while open_values:
+        best = max(left, key=lambda case: len(open_values & set(case.items())) / cost(case))
+        left.remove(best)
+        chosen.append(best)
+        open_values.difference_update(best.items())
+    return chosen
+
+
 def named(case: Case) -> str:
     """Return the name of a case in pytest's list."""
     return ", ".join(f"{axis} {value}" if len(str(value)) < 6 else str(value) for axis, value in case.items())

@@ -1,5 +1,7 @@
 """One recipe, any mesh, the same numbers: every pair of options meets in a run that is held to one process.
 
+The usual tests run each option twice. The pairs are among the extended ones (tests/extended.txt).
+
 Loss and gradient norm of every step, relative: float64 to 1e-9, as the weights after the last; float32 to 1e-5 in loss
 and 1e-4 in the norm. An axis is an option of a run. tests/covering.py makes the cases. A world of ranks runs up to six
 of them.
@@ -10,7 +12,7 @@ from functools import partial
 import pytest
 
 from dtrain.memory import activation_offload, tiles
-from tests.covering import covering, worlds
+from tests.covering import covering, each_value, worlds
 from tests.running import assert_each, assert_same_rows, assert_same_weights, run_all, trajectory, weights
 from tests.tiny import FAMILIES, tiny_recipe
 
@@ -82,9 +84,14 @@ def recipe_of(root, name, case, axes, *more):
     return tiny_recipe(root, *shape, *options, *more, family=case["family"], tied=case["head"] == "tied", name=name)
 
 
-CASES = covering(
-    {name: [*values] for name, values in AXES.items()}, allows=can_run, cost=lambda case: 2 + ranks_of(case), seed=8
-)
+def cost_of(case):
+    return 2 + ranks_of(case)
+
+
+CASES = covering({name: [*values] for name, values in AXES.items()}, allows=can_run, cost=cost_of, seed=8)
+EACH_OPTION = each_value(CASES, cost_of)
+EACH_OPTION += each_value([case for case in CASES if case not in EACH_OPTION], cost_of)
+OTHERS = [case for case in CASES if case not in EACH_OPTION]
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +107,17 @@ def tiles_of_few_tokens(monkeypatch):
     "nothing is trained",
     "the trajectory without checkpointing",
 )
-@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(CASES, ranks_of)])
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(EACH_OPTION, ranks_of)])
 def test_runs_on_meshes_are_those_of_one_process(tmp_path, cases):
+    run_and_compare(tmp_path, cases)
+
+
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(OTHERS, ranks_of)])
+def test_pairs_of_options_on_meshes_are_those_of_one_process(tmp_path, cases):
+    run_and_compare(tmp_path, cases)
+
+
+def run_and_compare(tmp_path, cases):
     alone = [recipe_of(tmp_path, f"{i} alone", case, MODEL, "train.micro_batch=12") for i, case in enumerate(cases)]
     on_mesh = []
     for i, case in enumerate(cases):

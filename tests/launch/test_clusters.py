@@ -176,7 +176,7 @@ def test_srun_s_ranks_name_those_of_a_dead_node_and_go_on_when_they_are_queued_a
     ]
     wait_for(saved(tmp_path, 2))
     both[1].kill()
-    assert both[0].end(60) == [1, 1]
+    assert both[0].end(BOUND) == [1, 1]
     told = [line for line in both[0].text().splitlines() if line.startswith("dtrain:")]
     assert len(told) == 1 and "Traceback" not in both[0].text(), both[0].text()  # one rank of the host
     assert f"on {socket.gethostname()} lost another rank: " in told[0]
@@ -235,7 +235,7 @@ def test_the_rank_that_failed_first_is_named_on_every_host(tmp_path, start):
     for node in range(2):
         commands, given = srun(node, job, *words)
         both.append(start(*commands, environments=given))
-    assert [host.end(60) for host in both] == [[1, 1], [1, 1]]
+    assert [host.end(BOUND) for host in both] == [[1, 1], [1, 1]]
     name = socket.gethostname()
     for host in both:
         assert host.text().count(f"rank 1 on {name} failed: ZeroDivisionError: the reason") == 1, host.text()

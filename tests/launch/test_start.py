@@ -284,7 +284,7 @@ def test_a_signal_before_the_run_is_ready_has_its_status_and_words(tmp_path):
         status = Path(f"/proc/{started.launcher.pid}/status").read_text()
         caught = int(status.split("SigCgt:")[1].split()[0], 16)
     os.kill(started.launcher.pid, signal.SIGHUP)
-    assert started.end(60) == 128 + signal.SIGHUP
+    assert started.end() == 128 + signal.SIGHUP
     assert (
         started.text()
         .strip()

@@ -1,5 +1,7 @@
 """Every method on every mesh has the numbers of one process: each pair of options meets in a run.
 
+The usual tests run each option once. The pairs are among the extended ones (tests/extended.txt).
+
 All fields of metrics.jsonl but times, the completions and the weights after the last step, relative: 1e-9 in float64.
 tests/test_every_pair.py does the same for the options of SFT.
 """
@@ -8,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from tests.covering import covering, worlds
+from tests.covering import covering, each_value, worlds
 from tests.methods.comparing import assert_same_run
 from tests.methods.recipes import METHODS, recipe_of
 from tests.running import assert_each, run, run_all
@@ -53,6 +55,8 @@ def cost_of(case):
 
 
 CASES = covering({name: [*values] for name, values in AXES.items()}, allows=can_run, cost=cost_of)
+EACH_OPTION = each_value(CASES, cost_of)
+OTHERS = [case for case in CASES if case not in EACH_OPTION]
 
 
 def overrides_of(case, axes):
@@ -71,8 +75,17 @@ def overrides_of(case, axes):
     "results depend on gradient accumulation",
     "the same KL on every mesh and at any split",
 )
-@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(CASES, ranks_of, 5)])
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(EACH_OPTION, ranks_of, 5)])
 def test_runs_on_meshes_are_those_of_one_process(tmp_path, cases):
+    run_and_compare(tmp_path, cases)
+
+
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in worlds(OTHERS, ranks_of, 5)])
+def test_pairs_of_options_on_meshes_are_those_of_one_process(tmp_path, cases):
+    run_and_compare(tmp_path, cases)
+
+
+def run_and_compare(tmp_path, cases):
     alone, on_mesh = [], []
     for number, case in enumerate(cases):
         root = tmp_path / str(number)
