@@ -196,7 +196,7 @@ class FilteredRows:
             mask = _mask_of(logits, self._sampling)
             if self._masks is not None:
                 self._masks[first_row] = mask
-        logits.masked_fill_(~mask, -float("inf"))
+        logits = logits.masked_fill(~mask, -float("inf"))
         start, end = chunk_bounds(len(part.rows), self._exchange.size, self._exchange.rank)
         my_rows = slice(first_row + start, first_row + end)
         return Tile(my_rows, logits, logits[:, :0], part._replace(logits=part.logits[:0]))

@@ -102,7 +102,7 @@ class Tile(NamedTuple):
 
     Attributes:
         index: Which rows of the source.
-        logits: [t, v] in the compute dtype, contiguous. The receiver may overwrite them.
+        logits: [t, v] in the compute dtype. They may be the source's own memory: nobody writes to them.
         rows: The hidden states [t, D] that they were computed from; [t, 0] for given logits.
         part: The tile that this one was made from, without its logits. None for most sources.
     """
@@ -127,7 +127,7 @@ class LogitSource(Protocol):
         ...
 
     def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
-        """Compute a tile. Rows that are not live [t] get logits of 0, whatever the source holds there.
+        """Compute a tile. Rows that are not live [t] may hold anything, and get a gradient of 0.
 
         The tile's own index may select fewer rows than `index`, if other ranks compute the others.
         """
@@ -177,12 +177,9 @@ class GivenLogits:
 
     def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
         part = self.logits[index]
-        logits = torch.empty(part.shape, dtype=self.dtype, device=self.device)
-        logits.copy_(part)
-        logits = logits.view(part.shape[:-1].numel(), self.columns)
-        if is_live is not None:
-            logits.masked_fill_(~is_live.unsqueeze(-1), 0)
-        self.scaling.logits_(logits)
+        logits = part.reshape(part.shape[:-1].numel(), self.columns).to(self.dtype)
+        if self.scaling != Scaling():
+            logits = self.scaling.logits_(logits.clone())
         return Tile(index, logits, logits[:, :0])
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
@@ -244,7 +241,7 @@ class HeadLogits:
     def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
         rows = self.hidden.index_select(0, self.index[index]).to(self._operand.dtype)
         if is_live is not None:
-            # Not the logits: 0 · NaN of a hidden state would still reach the weight's gradient.
+            # The weight's gradient is a product with these rows, and 0 · NaN is NaN.
             rows = rows.masked_fill(~is_live.unsqueeze(-1), 0)
         logits = self.scaling.logits_(product(rows, self._operand.t()))
         return Tile(index, logits, rows)
@@ -376,7 +373,7 @@ def tile_gradient(
     """Compute the gradient by the products [t, v] behind a tile of logits.
 
     Args:
-        logits: [t, v]. Overwritten.
+        logits: [t, v].
         lse: m and l of the whole vocabulary, [t, 2]. (A compiled function varies in all sizes but the last.)
         of_rows: The numbers of each row.
         columns: The ids' columns, [t, k].
@@ -384,7 +381,7 @@ def tile_gradient(
         dtype: The dtype of the result.
     """
     slope = scaling.slope(logits)
-    log_p = log_softmax_(logits, lse)
+    log_p = log_softmax(logits, lse)
     if of_rows.by_log_p is None:
         grad = log_p.exp_().mul_(of_rows.by_p)
     else:
@@ -396,10 +393,10 @@ def tile_gradient(
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
-def log_softmax_(logits: Tensor, lse: Tensor) -> Tensor:
-    """Turn logits [t, v] into log p, in place. lse: m and l of the whole vocabulary, [t, 2]."""
+def log_softmax(logits: Tensor, lse: Tensor) -> Tensor:
+    """Return log p of logits [t, v], a new tensor. lse: m and l of the whole vocabulary, [t, 2]."""
     m, l = lse.split(1, 1)  # noqa: E741
-    return logits.sub_(finite(m)).sub_(l)
+    return (logits - finite(m)).sub_(l)
 
 
 def finite(m: Tensor) -> Tensor:
@@ -520,13 +517,11 @@ class _SoftmaxRows(torch.autograd.Function):
                 at_ids=rows_of(at_ids, rows),
                 by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
             )
-            tile_lse = rows_of(lse, rows)
-            if ctx.masks_rows:
-                # A row that is not live has logits of 0 here, and numbers of 0: with m and l of 0 its gradient is 0.
-                tile_lse = torch.where(is_live[rows].reshape(-1, 1), tile_lse, 0)
             grad = tile_gradient(
-                tile.logits, tile_lse, of_rows, rows_of(columns, rows), source.scaling, source.gradient_dtype
+                tile.logits, rows_of(lse, rows), of_rows, rows_of(columns, rows), source.scaling, source.gradient_dtype
             )
+            if ctx.masks_rows:
+                grad.masked_fill_(~is_live[rows].reshape(-1, 1), 0)
             source.add_gradient(tile, grad)
             del tile, grad  # before the next ones are computed
         return *not_tensors, *source.gradients()

@@ -151,11 +151,7 @@ def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -
 
 def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
     """Add values [t, k] to tile [t, v] at columns [t, k], in place; v may be 0."""
-    if columns.shape[1] == 1:
-        # A comparison stays within the kernel that computes the tile; a scatter would be a kernel of its own.
-        all_columns = torch.arange(tile.shape[1], device=tile.device)
-        tile.add_(torch.where(all_columns == columns, values, 0))
-    elif tile.shape[1]:
+    if tile.shape[1]:
         tile.scatter_add_(1, columns, values)
 
 

@@ -16,7 +16,7 @@ from dtrain.losses.head.softmax import (
     GivenLogits,
     Scaling,
     Wanted,
-    log_softmax_,
+    log_softmax,
     rows_of,
     softmax_rows,
     tile_statistics,
@@ -138,7 +138,7 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
     log_p = torch.empty(logits.shape, dtype=source.dtype, device=source.device)
     for index in source.indices():
         rows = log_p[index]
-        rows.copy_(log_softmax_(source.tile(index).logits, rows_of(lse, index)).view(rows.shape))
+        rows.copy_(log_softmax(source.tile(index).logits, rows_of(lse, index)).view(rows.shape))
     return log_p
 
 
@@ -247,10 +247,11 @@ def _tiled_pair(student_logits: Tensor, target_logits: Tensor) -> tuple[GivenLog
 
 def _cross_statistics(student: Tensor, target: Tensor) -> Tensor:
     """Return m and l of the student's and of the target's logits [t, v], and Σ p·log q of the part's own softmaxes,
-    [5, t]. Overwrites both."""
+    [5, t]."""
     lse, target_lse = _statistics(student), _statistics(target)  # [2, t] each
-    log_q, p = log_softmax_(student, lse.t()), log_softmax_(target, target_lse.t()).exp_()
-    crossed = torch.where(p == 0, 0, log_q.mul_(p)).sum(-1)
+    log_q, p = log_softmax(student, lse.t()), log_softmax(target, target_lse.t()).exp_()
+    # p·log q is 0 where p is 0, and 0 · -inf is NaN. A NaN of the logits stays in m and l.
+    crossed = log_q.mul_(p).nan_to_num_(nan=0.0, posinf=float("inf"), neginf=-float("inf")).sum(-1)
     return torch.cat([lse, target_lse, crossed[None]])
 
 
@@ -258,8 +259,8 @@ def _cross_statistics(student: Tensor, target: Tensor) -> Tensor:
 def _cross_gradient(
     student: Tensor, target: Tensor, lse: Tensor, target_lse: Tensor, upstream: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return upstream [t, 1] · (q - p) from logits [t, v], in `dtype`. Overwrites both."""
-    q, p = log_softmax_(student, lse).exp_(), log_softmax_(target, target_lse).exp_()
+    """Return upstream [t, 1] · (q - p) from logits [t, v], in `dtype`."""
+    q, p = log_softmax(student, lse).exp_(), log_softmax(target, target_lse).exp_()
     return q.sub_(p).mul_(upstream).to(dtype)
 
 

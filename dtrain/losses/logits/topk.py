@@ -115,11 +115,12 @@ class _LogitsAt(torch.autograd.Function):
     def backward(ctx, upstream):
         columns, is_mine = ctx.saved_tensors
         upstream = torch.where(is_mine, upstream, 0)
-        grad = torch.empty(ctx.shape, dtype=ctx.dtype, device=upstream.device)
+        grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=upstream.device)
+        if not grad.shape[-1]:
+            return grad, None, None
         for index in tiles(grad.shape[:-1], rows_within(grad)):
-            tile = torch.zeros(grad[index].shape, dtype=upstream.dtype, device=upstream.device)
-            if tile.numel():
-                tile.scatter_add_(-1, columns[index], upstream[index])
+            tile = grad[index].to(upstream.dtype)  # the gradient's own memory if it has that dtype
+            tile.scatter_add_(-1, columns[index], upstream[index])
             grad[index] = tile
         return grad, None, None
 
