@@ -114,7 +114,7 @@ def losses(**options):
     """Return `smoothed_loss`; then log-probabilities, entropies and their gradients: float64, by tiles."""
     found = smoothed_loss(**options)
     hidden, weight, targets, index = head_problem()
-    scores = logprobs.logprobs_from_hidden_states(hidden, weight, targets, entropy=True, rows_per_tile=8, **options)
+    scores = logprobs.logprobs_from_hidden_states(hidden, weight, targets, entropy=True, tile=(8, 50), **options)
     total = scores.logprobs.sum() + (scores.entropy * index).sum()
     return [*found, scores.logprobs.detach(), scores.entropy.detach(), *torch.autograd.grad(total, (hidden, weight))]
 

@@ -16,11 +16,11 @@ from tests.losses import dense
 from tests.world import run_world
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# batch, length, vocabulary, hidden size, rows of a tile, cut, temperature, softcap
+# batch, length, vocabulary, hidden size, tile, cut, temperature, softcap
 CASES = [
-    (2, 6, 24, 7, 3, "chunk", 1.0, None),
-    (3, 4, 13, 5, 100, "random", 0.7, None),
-    (2, 5, 5, 6, 4, "chunk", 1.0, 3.0),
+    (2, 6, 24, 7, (3, 5), "chunk", 1.0, None),
+    (3, 4, 13, 5, (100, 4), "random", 0.7, None),
+    (2, 5, 5, 6, (4, 100), "chunk", 1.0, 3.0),
     (1, 1, 9, 3, None, "random", 1.6, 2.0),
 ]
 DIFFERENTIABLE = ("logprobs", "entropy")
@@ -57,14 +57,14 @@ def reference_grads(hidden, weight, targets, temperature, softcap, upstreams):
 
 
 def check(rank, tp, case, dtype, seed):
-    *_, rows_per_tile, kind, temperature, softcap = case
+    *_, tile, kind, temperature, softcap = case
     hidden, weight, targets = problem(case, dtype, seed)
     group = dense.everyone()
     start, end = dense.cut(len(weight), tp, rank, kind)
     shard = None if group is None else VocabShard(start, group)
     generator = torch.Generator().manual_seed(seed)
     upstreams = {name: torch.randn(targets.shape, generator=generator) for name in DIFFERENTIABLE}
-    options = dict(temperature=temperature, softcap=softcap, shard=shard, rows_per_tile=rows_per_tile)
+    options = dict(temperature=temperature, softcap=softcap, shard=shard, tile=tile)
     failures = []
 
     def say(name, size, tolerance):
@@ -280,7 +280,7 @@ def count_collectives(rank, tp):
     shard = VocabShard(rank * 4, dist.group.WORLD)
     weight = weight[rank * 4 : (rank + 1) * 4].clone().requires_grad_()
     with CommDebugMode() as forward:
-        values = logprobs_from_hidden_states(hidden, weight, targets, shard=shard, rows_per_tile=2, entropy=True)
+        values = logprobs_from_hidden_states(hidden, weight, targets, shard=shard, tile=(2, 3), entropy=True)
     with CommDebugMode() as backward:
         (values.logprobs + values.entropy).sum().backward()
     index = (targets >= 0).flatten().nonzero().squeeze(1)[:5]

@@ -29,10 +29,10 @@ def test_log_probabilities_of_bfloat16_tensors_are_summed_in_float32():
     weight = torch.randn(500, 64, generator=generator).bfloat16()
     targets = torch.randint(0, 500, (12,), generator=generator)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    for rows in (None, 1, 5):
-        found = logprobs_from_hidden_states(hidden, weight, targets, rows_per_tile=rows).logprobs
+    for tile in (None, (1, 500), (5, 33)):
+        found = logprobs_from_hidden_states(hidden, weight, targets, tile=tile).logprobs
         assert (found.double() - exact).abs().max() < 1e-5
-        alone = logprobs_from_hidden_states(hidden[:1], weight, targets[:1], rows_per_tile=rows).logprobs
+        alone = logprobs_from_hidden_states(hidden[:1], weight, targets[:1], tile=tile).logprobs
         assert (alone.double() - exact[:1]).abs().max() < 1e-5
     rounded = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert (rounded.double() - exact).abs().max() > 1e-2  # what the trap gives

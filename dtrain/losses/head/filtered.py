@@ -178,6 +178,7 @@ class FilteredRows:
         self._part, self._sampling, self._masks = part, sampling, masks
         self._exchange = Exchange(part.columns, group, part.device)
         self.leading, self.columns = part.leading, sum(self._exchange.columns)
+        self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self.dtype, self.device, self.scaling = part.dtype, part.device, part.scaling
 
     @property
@@ -187,8 +188,8 @@ class FilteredRows:
     def indices(self) -> Iterable[Index]:
         return self._part.indices()
 
-    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
-        part = self._part.tile(index, is_live)
+    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
+        part = self._part.tile(index, self._part.blocks[0], is_live)
         logits = self._exchange.whole_rows(part.logits)
         first_row = as_tuple(index)[0].start
         mask = None if self._masks is None else self._masks.get(first_row)
@@ -199,7 +200,7 @@ class FilteredRows:
         logits = logits.masked_fill(~mask, -float("inf"))
         start, end = chunk_bounds(len(part.rows), self._exchange.size, self._exchange.rank)
         my_rows = slice(first_row + start, first_row + end)
-        return Tile(my_rows, logits, logits[:, :0], part._replace(logits=part.logits[:0]))
+        return Tile(my_rows, block, logits, logits[:, :0], part._replace(logits=part.logits[:0]))
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
         self._part.begin_gradients(needed)

@@ -26,7 +26,7 @@ from dtrain.losses.head.softmax import (
     HeadLogits,
     Scaling,
     Wanted,
-    log_softmax,
+    log_softmax_,
     tile_rows_of,
     tile_statistics,
 )
@@ -167,11 +167,10 @@ class _Divergence(NamedTuple):
 def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: _Divergence, group: Group) -> Tensor:
     """Return the sums over a tile's tokens [3]: both KLs, and the Jensen-Shannon divergence or 0. Its gradient is added
     to `tokens`."""
-    mine, theirs = tokens.source.tile(index), teacher.tile(index)
+    mine, theirs = tokens.source.tile(index, tokens.source.blocks[0]), teacher.tile(index, teacher.blocks[0])
     lse = _merged_lse(mine.logits, theirs.logits, group)
     slope = tokens.source.scaling.slope(mine.logits) if tokens.wants_gradient else None
     log_q, log_p = _log_softmax_of_both(mine.logits, theirs.logits, *lse)
-    mine, theirs = mine._replace(logits=log_q[:0]), theirs._replace(logits=log_p[:0])  # frees the logits
     sums = _divergences(log_q, log_p, divergence)
     if group_size(group) > 1:
         sums = all_gather(sums[None], 0, group).sum(0)  # the same bits on every rank
@@ -203,8 +202,8 @@ def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor,
 def _log_softmax_of_both(
     student: Tensor, teacher: Tensor, student_lse: Tensor, teacher_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of logits [t, V/tp]. The others are m and l of whole rows, [t, 2]."""
-    return log_softmax(student, student_lse), log_softmax(teacher, teacher_lse)
+    """Turn logits [t, V/tp] into log-probabilities, in place. The others are m and l of whole rows, [t, 2]."""
+    return log_softmax_(student, student_lse), log_softmax_(teacher, teacher_lse)
 
 
 @Fused

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.head.softmax import HeadLogits, Scaling, Wanted, head_tile_rows, softmax_rows
-from dtrain.losses.head.vocabulary import VocabShard
+from dtrain.losses.head.softmax import HeadLogits, Scaling, Wanted, softmax_rows
+from dtrain.losses.head.vocabulary import VocabShard, block
 
 
 @dataclass
@@ -60,7 +60,7 @@ def logprobs_from_hidden_states(
     entropy: bool = False,
     log_p2: bool = False,
     index: Tensor | None = None,
-    rows_per_tile: int | None = None,
+    tile: tuple[int, int] | None = None,
 ) -> HeadLogprobs:
     """Compute log softmax(softcap · tanh(hidden · weightᵀ / softcap) / temperature) at targets.
 
@@ -79,7 +79,7 @@ def logprobs_from_hidden_states(
         log_p2: Whether to compute log Σ p².
         index: Flat positions that have a target, [T] int64, each once. Whoever knows them on the host saves a GPU the
             work on the others. Without it a CPU finds them, and a GPU, which would have to stop for that, computes all.
-        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+        tile: Tokens and ids of the largest tile of logits. None for the usual size.
 
     Returns:
         The values on every rank. Gradients are the shard's own: hidden's must still be summed over the group.
@@ -94,10 +94,12 @@ def logprobs_from_hidden_states(
     flat_targets = targets.flatten()
     if index is None:
         index = _positions_with_target(flat_targets, None if shard is not None else len(weight))
+    max_rows, max_columns = tile or _tile_size(len(index), hidden.device.type)
     make_source = partial(
         HeadLogits,
         index=index,
-        max_rows=rows_per_tile or head_tile_rows(len(weight), weight.device.type),
+        max_rows=max_rows,
+        max_columns=max_columns,
         scaling=Scaling(temperature, softcap),
     )
     ids = flat_targets.index_select(0, index).unsqueeze(-1)
@@ -112,6 +114,14 @@ def logprobs_from_hidden_states(
         entropy=placed(-values.neg_entropy) if entropy and values.neg_entropy is not None else None,
         log_p2=None if values.log_p2 is None else placed(values.log_p2),
     )
+
+
+def _tile_size(tokens: int, device_type: str) -> tuple[int, int]:
+    """Return the tokens and the ids of a tile. The largest block of logits has a fixed number of elements: of few
+    tokens a tile has more ids."""
+    most_rows, columns = block(device_type)
+    rows = max(1, min(most_rows, tokens))
+    return rows, max(columns, most_rows * columns // rows)
 
 
 def _positions_with_target(targets: Tensor, vocab_size: int | None) -> Tensor:

@@ -43,6 +43,7 @@ from dtrain.losses.head.vocabulary import (
     add_product_,
     compute_dtype,
     group_size,
+    merge,
     merge_over,
     on_shard,
     pick,
@@ -98,26 +99,38 @@ class Scaling:
 
 
 class Tile(NamedTuple):
-    """Logits of some rows.
+    """Logits of some rows and ids.
 
     Attributes:
         index: Which rows of the source.
-        logits: [t, v] in the compute dtype. They may be the source's own memory: nobody writes to them.
+        block: Which of this rank's ids.
+        logits: [t, v] in the compute dtype. Those of `HeadLogits` are new memory, which the receiver may overwrite.
         rows: The hidden states [t, D] that they were computed from; [t, 0] for given logits.
         part: The tile that this one was made from, without its logits. None for most sources.
     """
 
     index: Index
+    block: slice
     logits: Tensor
     rows: Tensor
     part: "Tile | None" = None
 
 
 class LogitSource(Protocol):
-    """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of what they come from."""
+    """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of what they come from.
+
+    Attributes:
+        leading: The shape of the rows.
+        columns: The number of ids, v.
+        blocks: The ids of the tiles that make up a row. Most sources have one block with all ids.
+        dtype: The dtype of the tiles.
+        device: Their device.
+        scaling: From products to logits.
+    """
 
     leading: torch.Size
     columns: int
+    blocks: Sequence[slice]
     dtype: torch.dtype
     device: torch.device
     scaling: Scaling
@@ -126,7 +139,7 @@ class LogitSource(Protocol):
         """Return an index for each tile."""
         ...
 
-    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         """Compute a tile. Rows that are not live [t] may hold anything, and get a gradient of 0.
 
         The tile's own index may select fewer rows than `index`, if other ranks compute the others.
@@ -138,7 +151,10 @@ class LogitSource(Protocol):
         ...
 
     def add_gradient(self, tile: Tile, grad: Tensor) -> None:
-        """Add the gradient by the logits before their scaling, [t, v] in `gradient_dtype`."""
+        """Add the gradient by the logits before their scaling, [t, v] in `gradient_dtype`.
+
+        The blocks of a row come one after the other.
+        """
         ...
 
     @property
@@ -165,6 +181,7 @@ class GivenLogits:
         self.leading, self.columns = logits.shape[:-1], logits.shape[-1]
         self.dtype, self.device = compute_dtype(logits.dtype), logits.device
         self.scaling = scaling or Scaling()
+        self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self._max_rows = max_rows or tile_rows(self.columns, self.device.type)
         self._grad: Tensor | None = None
 
@@ -175,12 +192,12 @@ class GivenLogits:
     def indices(self) -> Iterable[Index]:
         return rounds(list(tiles(self.leading, self._max_rows)), self.logits)
 
-    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         part = self.logits[index]
         logits = part.reshape(part.shape[:-1].numel(), self.columns).to(self.dtype)
         if self.scaling != Scaling():
             logits = self.scaling.logits_(logits.clone())
-        return Tile(index, logits, logits[:, :0])
+        return Tile(index, block, logits, logits[:, :0])
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
         self._grad = torch.empty_like(self.logits, memory_format=torch.contiguous_format) if needed[0] else None
@@ -206,6 +223,7 @@ class HeadLogits:
         index: The positions whose logits are wanted, [T] int64, each at most once.
         scaling: From products to logits.
         max_rows: Rows per tile.
+        max_columns: Ids per tile. None for all of them.
         dtype: The dtype of the logits. None for max(float32, the operands' dtypes).
     """
 
@@ -216,6 +234,7 @@ class HeadLogits:
         *,
         index: Tensor,
         max_rows: int,
+        max_columns: int | None = None,
         scaling: Scaling | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -226,6 +245,10 @@ class HeadLogits:
         self._max_rows = max_rows
         keeps_dtype = weight.is_cuda and compute_dtype(weight.dtype) == self.dtype
         self._operand = self.weight if keeps_dtype else self.weight.to(self.dtype)
+        step = max(1, max_columns or self.columns)
+        starts = range(0, max(1, self.columns), step)
+        self.blocks: Sequence[slice] = [slice(start, min(start + step, self.columns)) for start in starts]
+        self._rows_grad: Tensor | None = None  # of the rows whose blocks are being added
         self._hidden_grad: Tensor | None = None
         self._weight_grad: Tensor | None = None
 
@@ -238,13 +261,13 @@ class HeadLogits:
         ends = [min(start + self._max_rows, len(self.index)) for start in starts]
         return rounds([slice(start, end) for start, end in zip(starts, ends, strict=True)], self.hidden)
 
-    def tile(self, index: Index, is_live: Tensor | None = None) -> Tile:
+    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         rows = self.hidden.index_select(0, self.index[index]).to(self._operand.dtype)
         if is_live is not None:
             # The weight's gradient is a product with these rows, and 0 · NaN is NaN.
             rows = rows.masked_fill(~is_live.unsqueeze(-1), 0)
-        logits = self.scaling.logits_(product(rows, self._operand.t()))
-        return Tile(index, logits, rows)
+        logits = self.scaling.logits_(product(rows, self._operand[block].t()))
+        return Tile(index, block, logits, rows)
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
         needs_hidden, needs_weight = needed
@@ -256,12 +279,15 @@ class HeadLogits:
 
     def add_gradient(self, tile: Tile, grad: Tensor) -> None:
         if self._hidden_grad is not None:
-            # The product has no name: it is freed before the weight's product, which is the peak.
-            self._hidden_grad.index_copy_(
-                0, self.index[tile.index], product(grad, self._operand).to(self._hidden_grad.dtype)
-            )
+            if self._rows_grad is None:
+                self._rows_grad = product(grad, self._operand[tile.block])
+            else:
+                add_product_(self._rows_grad, grad, self._operand[tile.block])
+            if tile.block.stop == self.columns:
+                self._hidden_grad.index_copy_(0, self.index[tile.index], self._rows_grad.to(self._hidden_grad.dtype))
+                self._rows_grad = None  # before the weight's product, which is the peak
         if self._weight_grad is not None:
-            add_product_(self._weight_grad, grad.t(), tile.rows)
+            add_product_(self._weight_grad[tile.block], grad.t(), tile.rows)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         weight_grad = self._weight_grad
@@ -399,6 +425,12 @@ def log_softmax(logits: Tensor, lse: Tensor) -> Tensor:
     return (logits - finite(m)).sub_(l)
 
 
+def log_softmax_(logits: Tensor, lse: Tensor) -> Tensor:
+    """Turn logits [t, v] into log p, in place; otherwise as `log_softmax`."""
+    m, l = lse.split(1, 1)  # noqa: E741
+    return logits.sub_(finite(m)).sub_(l)
+
+
 def finite(m: Tensor) -> Tensor:
     """Replace a maximum of -inf by a finite number: -inf minus it is -inf, and not NaN."""
     return m.clamp(min=torch.finfo(m.dtype).min)
@@ -472,12 +504,16 @@ class _SoftmaxRows(torch.autograd.Function):
         packed = torch.zeros(count, *source.leading, dtype=source.dtype, device=source.device)
         at_ids = torch.zeros(ids.shape, dtype=source.dtype, device=source.device)
         for index in source.indices():
-            tile = source.tile(index)
-            rows = tile.index
-            found = tile_statistics(tile.logits, rows_of(columns, rows), rows_of(is_mine, rows), wanted)
-            packed[:, *as_tuple(rows)] = found.stats.view(count, *packed[0][rows].shape)
-            at_ids[rows] = found.at_ids.view(at_ids[rows].shape)
-            del tile  # before the next one is computed
+            parts = []
+            for block in source.blocks:
+                tile = source.tile(index, block)
+                rows = tile.index
+                found = tile_statistics(tile.logits, *_in_block(columns, is_mine, rows, block), wanted)
+                parts.append(found.stats)
+                at_ids[rows] += found.at_ids.view(at_ids[rows].shape)
+                del tile  # before the next one is computed
+            stats = parts[0] if len(parts) == 1 else merge(Stats(*torch.stack(parts, 1)))[0].pack()
+            packed[:, *as_tuple(rows)] = stats.view(count, *packed[0][rows].shape)
         merged, at_ids = _merge_with_ids(Stats(*packed.unbind()), source.columns, shard, at_ids)
         stats = merged.stats
         valid = (ids >= 0) & (ids < merged.vocab_size)
@@ -508,22 +544,24 @@ class _SoftmaxRows(torch.autograd.Function):
         if by_neg_entropy is not None:
             by_log_p = torch.where(is_live, by_neg_entropy, 0).to(source.dtype)
             by_p = by_p - by_log_p * torch.where(is_live, neg_entropy, 0)
-        at_ids = torch.where(is_mine, by_logprobs, 0)
         for index in source.indices():
-            tile = source.tile(index, is_live[index].flatten() if ctx.masks_rows else None)
-            rows = tile.index
-            of_rows = RowGradient(
-                by_p=by_p[rows].reshape(-1, 1),
-                at_ids=rows_of(at_ids, rows),
-                by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
-            )
-            grad = tile_gradient(
-                tile.logits, rows_of(lse, rows), of_rows, rows_of(columns, rows), source.scaling, source.gradient_dtype
-            )
-            if ctx.masks_rows:
-                grad.masked_fill_(~is_live[rows].reshape(-1, 1), 0)
-            source.add_gradient(tile, grad)
-            del tile, grad  # before the next ones are computed
+            live_rows = is_live[index].flatten() if ctx.masks_rows else None
+            for block in source.blocks:
+                tile = source.tile(index, block, live_rows)
+                rows = tile.index
+                block_columns, in_block = _in_block(columns, is_mine, rows, block)
+                of_rows = RowGradient(
+                    by_p=by_p[rows].reshape(-1, 1),
+                    at_ids=torch.where(in_block, rows_of(by_logprobs, rows), 0),
+                    by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
+                )
+                grad = tile_gradient(
+                    tile.logits, rows_of(lse, rows), of_rows, block_columns, source.scaling, source.gradient_dtype
+                )
+                if ctx.masks_rows:
+                    grad.masked_fill_(~is_live[rows].reshape(-1, 1), 0)
+                source.add_gradient(tile, grad)
+                del tile, grad  # before the next ones are computed
         return *not_tensors, *source.gradients()
 
 
@@ -537,6 +575,12 @@ def _merge_with_ids(stats: Stats, columns: int, shard: VocabShard, at_ids: Tenso
         # Fewer bytes than k numbers of every rank in the all-gather.
         dist.all_reduce(at_ids, group=shard.group)
     return merged, at_ids
+
+
+def _in_block(columns: Tensor, is_mine: Tensor, index: Index, block: slice) -> tuple[Tensor, Tensor]:
+    """Return the ids' columns within a tile, [t, k], and whether they are there; column 0 where not."""
+    block_columns, in_block = on_shard(rows_of(columns, index), block.start, block.stop - block.start)
+    return block_columns, in_block & rows_of(is_mine, index)
 
 
 def as_tuple(index: Index) -> tuple[Any, ...]:

@@ -75,7 +75,9 @@ def topk_logits_from_hidden_states(
     values = torch.empty(len(index), k, dtype=source.dtype, device=index.device)
     ids = torch.empty(len(index), k, dtype=torch.int64, device=index.device)
     for rows in source.indices():
-        values[rows], ids[rows] = topk_over(source.tile(rows).logits, k, shard.group, shard.start, sizes)
+        values[rows], ids[rows] = topk_over(
+            source.tile(rows, source.blocks[0]).logits, k, shard.group, shard.start, sizes
+        )
     return values, ids
 
 
@@ -175,7 +177,7 @@ def _topk_kl_sums(
 
     def add(rows: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
         columns, is_mine = on_shard(ids[rows], shard.start, source.columns)  # [t, K]
-        tile = source.tile(rows)
+        tile = source.tile(rows, source.blocks[0])
         found = tile_statistics(tile.logits, columns, is_mine, wanted)
         merged = merge_over(Stats(*found.stats), source.columns, shard.group, found.at_ids.t())
         stats = merged.stats

@@ -164,7 +164,7 @@ def _token_sums(
     wanted = Wanted(logit_sum=smoothing > 0, is_argmax=counts)
 
     def add(index: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
-        tile = tokens.source.tile(index)
+        tile = tokens.source.tile(index, tokens.source.blocks[0])
         columns, is_mine = on_shard(targets[index, None], shard.start, tokens.source.columns)  # [t, 1]
         found = tile_statistics(tile.logits, columns, is_mine, wanted)
         sums = [found.at_ids[:, 0]] if found.logit_sum is None else [found.at_ids[:, 0], found.logit_sum]

@@ -118,7 +118,7 @@ def _lse_of(source: GivenLogits, group: Group) -> Tensor:
     """Return m and l of the whole vocabulary, [*leading, 2]. One all-gather."""
     packed = torch.zeros(2, *source.leading, dtype=source.dtype, device=source.device)
     for index in source.indices():
-        tile = source.tile(index)
+        tile = source.tile(index, source.blocks[0])
         rows = packed[:, *index]
         rows.copy_(_statistics(tile.logits).view(rows.shape))
     stats = merge_over(Stats(*packed.unbind()), source.columns, group).stats
@@ -138,7 +138,7 @@ def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tens
     log_p = torch.empty(logits.shape, dtype=source.dtype, device=source.device)
     for index in source.indices():
         rows = log_p[index]
-        rows.copy_(log_softmax(source.tile(index).logits, rows_of(lse, index)).view(rows.shape))
+        rows.copy_(log_softmax(source.tile(index, source.blocks[0]).logits, rows_of(lse, index)).view(rows.shape))
     return log_p
 
 
@@ -215,7 +215,11 @@ class _CrossEntropy(torch.autograd.Function):
         parts = torch.zeros(5, *student.leading, dtype=student.dtype, device=student.device)
         for index in student.indices():
             rows = parts[:, *index]
-            rows.copy_(_cross_statistics(student.tile(index).logits, target.tile(index).logits).view(rows.shape))
+            rows.copy_(
+                _cross_statistics(
+                    student.tile(index, student.blocks[0]).logits, target.tile(index, target.blocks[0]).logits
+                ).view(rows.shape)
+            )
         value, lse, target_lse = _merge_cross(parts, group)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(student_logits, target_logits, lse, target_lse)
@@ -227,10 +231,10 @@ class _CrossEntropy(torch.autograd.Function):
         student, target = _tiled_pair(student_logits, target_logits)
         student.begin_gradients([True])
         for index in student.indices():
-            tile = student.tile(index)
+            tile = student.tile(index, student.blocks[0])
             grad = _cross_gradient(
                 tile.logits,
-                target.tile(index).logits,
+                target.tile(index, target.blocks[0]).logits,
                 rows_of(lse, index),
                 rows_of(target_lse, index),
                 upstream[index].reshape(-1, 1).to(student.dtype),

@@ -5,8 +5,7 @@ tensor parallel ranks. Thin functions over `head.logprobs_from_hidden_states`.
 from torch import Tensor
 
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
-from dtrain.losses.head.softmax import head_tile_rows
-from dtrain.losses.head.vocabulary import Group, VocabShard, group_size
+from dtrain.losses.head.vocabulary import Group, VocabShard, block, group_size
 from dtrain.losses.logits.groups import allgather_cp_sharded_tensor, check_bounds, shard_like
 from dtrain.losses.logits.next_token import next_tokens
 from dtrain.parallel.collectives import gather_along
@@ -42,15 +41,16 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         if hidden.shape[:2] != target.t().shape:
             held = tuple(hidden.shape[:2])
             raise ValueError(f"hidden states of [S, B] {held} do not fit a target of [B, S] {tuple(target.shape)}")
-        rows_per_tile = head_tile_rows(len(output_weight_layer), hidden.device.type)
+        tile = None
         if chunk_size is not None:
-            rows_per_tile = max(1, min(rows_per_tile, chunk_size * hidden.shape[1]))
+            rows, ids = block(hidden.device.type)
+            tile = (max(1, min(rows, chunk_size * hidden.shape[1])), ids)
         return logprobs_from_hidden_states(
             hidden,
             output_weight_layer,
             target.t(),
             shard=VocabShard(vocab_start_index, tp_group),
-            rows_per_tile=rows_per_tile,
+            tile=tile,
         ).logprobs.t()
 
 
