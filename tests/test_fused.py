@@ -188,21 +188,21 @@ def test_other_heads_are_exact_in_float64_whatever_of_them_is_compiled(compile_h
 
 
 GRADIENTS = {
-    "labels": (smoothed_loss, softmax.tile_gradient),
-    "jsd": (jensen_shannon, kl._gradient),
+    "labels": (smoothed_loss, softmax.tile_gradient, 2),  # the formula, and the addition at the targets
+    "jsd": (jensen_shannon, kl._gradient, 1),
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize("head", GRADIENTS)
 @pytest.mark.slow
-def test_the_heads_gradient_is_one_kernel(compile_here, head):
-    values, gradient = GRADIENTS[head]
+def test_the_heads_gradient_is_one_kernel_or_two(compile_here, head):
+    values, gradient, most = GRADIENTS[head]
     expected, before = values(), generated.generated_kernel_count
     compile_here(gradient)
     for mine, theirs in zip(values(), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
-    assert generated.generated_kernel_count - before == 1
+    assert 0 < generated.generated_kernel_count - before <= most
 
 
 def counted(loss, vocab=100_000, tokens=4096):
