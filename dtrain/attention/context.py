@@ -37,9 +37,8 @@ class ContextKernel(Kernel):
         return positions, documents
 
     def begin_gather_of_rows(self, k: Tensor, v: Tensor) -> Gathering:
-        """Begin to gather keys and values, [B, S/cp, kv, hd] each -> [B, S, kv, hd]. One all-gather for both."""
-        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
-        return cast(Gathering, lambda: gather.wait().unbind(0))
+        """Begin to gather k and v, [B, S/cp, kv, hd] and [B, S/cp, kv, hd_v] -> [B, S, ..]. One all-gather for both."""
+        return cast(Gathering, SequenceGather([k, v], self.group, dim=1).wait)
 
 
 class GatherKernel(ContextKernel):

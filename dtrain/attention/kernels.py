@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for
+from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
 from dtrain.attention.visibility import Visibility, additive
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class SdpaKernel(Kernel):
     ) -> Tensor:
         """[B, heads, length, hd] -> [B, Q, H, hd]"""
         attention = MaskedBlocks(blocks_for(q.device), scale)
-        return BlockByBlock.apply(q, torch.stack([k, v]), [hidden], None, attention, sinks).transpose(1, 2)
+        return BlockByBlock.apply(q, k, v, [hidden], None, attention, sinks).transpose(1, 2)
 
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
         gqa = q.shape[1] != k.shape[1]
@@ -179,12 +179,18 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:
-    """q [B, H, q, hd] of the run of `block`, k and v [B, H or kv, k, hd] -> [B, H, q, hd]."""
+    """q [B, H, q, hd] of the run of `block`, k [B, H or kv, k, hd] and v [.., k, hd_v] -> [B, H, q, hd_v]."""
     bias = block.bias
+    value_size = v.shape[-1]
     if block.hidden is not None:
         # The memory-efficient kernel wants it to begin at a multiple of 16 bytes.
         bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys].contiguous()
-    return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
+    if bias is None or q.device.type == "cpu":
+        # For heads of two sizes torch takes its composition, which holds all scores, unless a GPU's memory-efficient
+        # kernel can be taken, as it is under a mask.
+        q, k, v = pad_heads_to_one_size(q, k, v)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
+    return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
 def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.attention.blocks import BlockByBlock, Blocks, MaskedBlocks, blocks_for
+from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValues, MaskedBlocks, blocks_for
 from dtrain.attention.context import ContextKernel, PackedContextKernel
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.packing import Call, Packing
@@ -32,7 +32,7 @@ class RingKernel(ContextKernel):
 
     name = "ring"
 
-    def __init__(self, inner: Kernel, mesh: DeviceMesh, blocks: Blocks | None = None):
+    def __init__(self, inner: Kernel, mesh: DeviceMesh, blocks: BlockComputation | None = None):
         super().__init__(inner, mesh)
         self.blocks = blocks
 
@@ -52,8 +52,8 @@ class RingKernel(ContextKernel):
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         attention = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
-        q, kv = q.transpose(1, 2).contiguous(), torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
-        return BlockByBlock.apply(q, kv, prepared, _Ring(self.group), attention, sinks).transpose(1, 2)
+        q, k, v = q.transpose(1, 2).contiguous(), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, S/cp, hd or hd_v]
+        return BlockByBlock.apply(q, k, v, prepared, Ring(self.group), attention, sinks).transpose(1, 2)
 
 
 class VarlenRingKernel(PackedContextKernel):
@@ -72,7 +72,7 @@ class VarlenRingKernel(PackedContextKernel):
         shape = q.shape[:2]
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd]
         attention = VarlenBlocks(self.flash, scale)
-        out = BlockByBlock.apply(q.contiguous(), torch.stack([k, v]), steps, _Ring(self.group), attention, sinks)
+        out = BlockByBlock.apply(q.contiguous(), k, v, steps, Ring(self.group), attention, sinks)
         return out.unflatten(0, shape)
 
 
@@ -85,34 +85,37 @@ def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidde
 
 
 class _Incoming(NamedTuple):
-    tensor: Tensor
-    sent: Tensor  # held until it has left
+    received: KeysAndValues
+    sent: Tensor  # kept until it has left
     requests: list[dist.Work]
 
-    def wait(self) -> Tensor:
+    def wait(self) -> KeysAndValues:
         for request in self.requests:
             request.wait()
-        return self.tensor
+        return self.received
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
+    """Exchange of keys and values with the two neighbours in a ring of ranks, in one message each."""
+
     group: Any
 
-    def around(self, tensor: Tensor) -> Iterator[Tensor]:
-        """This rank's tensor, then those of the ranks before it: while one is used, the next one travels."""
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's k and v, then those of each rank before it: while they are used, the next ones travel."""
+        message = KeysAndValues.copy_of(k, v)
         for left in reversed(range(self.group.size())):
-            incoming = self.pass_on(tensor) if left else None
-            yield tensor
+            incoming = self.pass_on(message) if left else None
+            yield message.k, message.v
             if incoming is not None:
-                tensor = incoming.wait()
+                message = incoming.wait()
 
-    def pass_on(self, tensor: Tensor) -> _Incoming:
-        """Send to the next rank of the ring, receive from the one before."""
+    def pass_on(self, message: KeysAndValues) -> _Incoming:
+        """Send a message to the next rank of the ring, and receive one of the same shapes from the rank before."""
         group, size, rank = self.group, self.group.size(), self.group.rank()
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        sent = tensor.contiguous()
+        received = torch.empty_like(message.buffer)
         operations = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.isend, message.buffer, group=group, group_peer=(rank + 1) % size),
             dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
         ]
-        return _Incoming(received, sent, dist.batch_isend_irecv(operations))
+        requests = dist.batch_isend_irecv(operations)
+        return _Incoming(KeysAndValues.of_buffer(received, message), message.buffer, requests)
