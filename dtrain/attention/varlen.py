@@ -187,78 +187,56 @@ class VarlenBlocks:
         return out.transpose(0, 1)
 
 
-class PackedKernel(Kernel):
-    """Attention by `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are
-    under a window. By `masked` plain causal rows, images whose tokens see one another, and what is no packing:
-    positions that do not count a document's tokens, documents in pieces.
+class VarlenKernel(Kernel):
+    """Attention by `flash` if there is a packing: for rows of several documents, cut over ranks, or under a window.
 
-    Where the caller does not give the packing, documents and positions are read from the device, once per forward and
-    kind of layer.
+    The kernel that it contains brings the keys, and computes by masks what has no packing: plain causal rows of one
+    rank, images whose tokens see one another, positions that do not count a document's tokens, documents in pieces.
+
+    If the caller does not pass the packing, documents and positions are read from the device, once per forward and kind
+    of layer.
+
+    Args:
+        flash: Operations. None: torch's own.
+        masked: `SdpaKernel` for full rows, `GatherKernel` or `RingKernel` under context parallel. None: full rows.
+        note: Why this kernel was chosen although another was wanted.
     """
 
     takes_packing = True
-    ranks = 1  # that a row is cut over
 
-    def __init__(self, flash: Flash, masked: Kernel):
-        self.flash, self.masked = flash, masked
-
-    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        """Return what is to be computed, of the keys of each exchange."""
-        raise NotImplementedError
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
-        """Attend as a kernel does; q is of the tokens that the packing has, k and v as `gather` gave them."""
-        raise NotImplementedError
-
-    def gather(self, k: Tensor, v: Tensor) -> Gathering:
-        """Gather as `begin_gather` does, of the tokens that the packing has."""
-        return lambda: (k, v)
+    def __init__(self, flash: Flash | None = None, masked: Kernel | None = None, note: str = ""):
+        self.flash, self.masked, self.note = flash or Flash(), masked or SdpaKernel(), note
+        self.name = "varlen" + self.masked.exchange
+        self.group, self.gathers = self.masked.group, self.masked.gathers
+        self.is_context_parallel = self.masked.is_context_parallel
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        return None if packing is not None else super().keys(positions, documents)
+        return None if packing is not None else self.masked.keys(positions, documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         is_masked = visibility.query_ends is not None or (visibility.packing is None and visibility.is_causal)
         packing = None if is_masked else find_packing(visibility)
         if packing is None:
             return self.masked.prepare(visibility, dtype, device)
-        steps = self.calls(packing, visibility.window)
+        ranks = 1 if self.group is None else self.group.size()
+        steps = self.masked.calls(packing, visibility.window)
         placed = iter(put((call for step in steps for call in step), device))
-        return Segmented(packing.length // self.ranks, [[next(placed) for _ in step] for step in steps])
+        return Segmented(packing.length // ranks, [[next(placed) for _ in step] for step in steps])
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Override `Kernel.begin_gather`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
-        if not isinstance(prepared, Segmented):
-            return self.masked.begin_gather(k, v, prepared)
-        return self.gather(k[:, : prepared.tokens], v[:, : prepared.tokens])
+        if isinstance(prepared, Segmented):
+            k, v = k[:, : prepared.tokens], v[:, : prepared.tokens]
+        return self.masked.begin_gather(k, v, prepared)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """Override `Kernel.over`; q [B, S, H, hd]"""
         if not isinstance(prepared, Segmented):
             return self.masked.over(q, k, v, prepared, scale, sinks)
-        out = self.attend(q[:, : prepared.tokens], k, v, prepared.steps, scale, sinks)
+        tokens = q[:, : prepared.tokens]
+        out = self.masked.over_segments(self.flash, tokens, k, v, prepared.steps, scale, sinks)
         missing = q.shape[1] - out.shape[1]
         return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
-
-
-class VarlenKernel(PackedKernel):
-    """Variable-length attention of whole rows: one call."""
-
-    name = "varlen"
-
-    def __init__(self, flash: Flash | None = None):
-        super().__init__(flash or Flash(), SdpaKernel())
-
-    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        return [packing.of_rows(window)]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
-        ((segments,),) = steps
-        shape = q.shape[:2]
-        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
-        return self.flash(q, k, v, segments, scale, sinks).unflatten(0, shape)
 
 
 def find_packing(visibility: Visibility) -> Packing | None:

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
-from dtrain.attention.context import GatherKernel, VarlenGatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import shard_sequence
@@ -25,8 +24,8 @@ KERNELS_OF_CP = {
     "ring": lambda mesh: RingKernel(SdpaKernel(), mesh),
     "ring by products": lambda mesh: RingKernel(SdpaKernel(), mesh, Products()),
     "ring by torch's kernel": lambda mesh: RingKernel(SdpaKernel(), mesh, CpuFlash()),
-    "varlen gather": lambda mesh: VarlenGatherKernel(VarlenKernel(WrittenFlash()), mesh),
-    "varlen ring": lambda mesh: VarlenRingKernel(VarlenKernel(WrittenFlash()), mesh),
+    "varlen gather": lambda mesh: VarlenKernel(WrittenFlash(), GatherKernel(SdpaKernel(), mesh)),
+    "varlen ring": lambda mesh: VarlenKernel(WrittenFlash(), RingKernel(SdpaKernel(), mesh)),
 }
 EXTRA = 3  # tokens of sequence parallel's padding
 

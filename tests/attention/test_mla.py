@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import Products
-from dtrain.attention.context import GatherKernel, VarlenGatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.groups import GroupedKernel
 from dtrain.attention.kernels import SdpaKernel
-from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.inference.cached_attention import Decode, Prefill
@@ -161,8 +160,8 @@ KERNELS_OF_CP = {
     "gathered by groups": lambda mesh: GroupedKernel(GatherKernel(SdpaKernel(), mesh)),
     "ring": lambda mesh: RingKernel(SdpaKernel(), mesh),
     "ring by products": lambda mesh: RingKernel(SdpaKernel(), mesh, Products()),
-    "varlen gathered": lambda mesh: VarlenGatherKernel(VarlenKernel(WrittenFlash()), mesh),
-    "varlen ring": lambda mesh: VarlenRingKernel(VarlenKernel(WrittenFlash()), mesh),
+    "varlen gathered": lambda mesh: VarlenKernel(WrittenFlash(), GatherKernel(SdpaKernel(), mesh)),
+    "varlen ring": lambda mesh: VarlenKernel(WrittenFlash(), RingKernel(SdpaKernel(), mesh)),
 }
 
 

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from dtrain.attention.context import ContextKernel, GatherKernel
+from dtrain.attention.context import ContextKernel, GatherKernel, RingKernel
 from dtrain.attention.foreign.local_masks import Buffer, LocalMasks, position_buffer
 from dtrain.attention.foreign.running_modules import RunningModules, kernels_of
 from dtrain.attention.kernels import Kernel, SdpaKernel
-from dtrain.attention.ring import RingKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.base.torch_functions import without_torch_functions
 from dtrain.parallel.collectives import all_gather
