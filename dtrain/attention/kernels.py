@@ -60,11 +60,20 @@ class Kernel:
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Positions [B or 1, S] and documents [B, S] of all keys, from this rank's [B or 1, S/cp] and [B, S/cp]; once
-        per forward. None: the packing says all."""
+        """Return positions [B or 1, S] and documents [B, S] of all keys, once per forward.
+
+        Args:
+            positions: This rank's, [B or 1, S/cp].
+            documents: This rank's, [B, S/cp]. None: each row is one document.
+            packing: Where the documents of full rows are, if the host knows.
+
+        Returns:
+            None if the kernel computes from the packing and needs no tensors.
+        """
         return positions, documents
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
+        """Return the kernel's own form of a visibility, for all layers of a kind."""
         raise NotImplementedError
 
     def __call__(
@@ -74,8 +83,10 @@ class Kernel:
         return self.over(q, *self.begin_gather(k, v, prepared)(), prepared, scale, sinks)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Begin to bring keys and values as `over` takes them, which several layers may read; as they are where nothing
-        is gathered."""
+        """Begin to bring keys and values as `over` takes them; several layers may read them.
+
+        A kernel that gathers nothing returns them unchanged.
+        """
         return lambda: (k, v)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:

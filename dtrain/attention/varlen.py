@@ -1,8 +1,11 @@
-"""torch's variable-length flash attention, on CUDA in half precision: documents cost their own length squared, where a
-mask over the row costs the row's, and no mask is held.
+"""torch's variable-length flash attention, on CUDA in half precision.
 
-`attention.packing` says on the host what is to be computed. Its lengths go to the device in one copy, and nothing is
-read from there.
+A document costs its own length squared, where a mask over the row costs that of the row, and no mask is stored.
+
+`attention.packing` lists on the host what is to be computed, as `Call`s. `put` copies their lengths to the device, in
+one copy for all, and nothing is read from there. `VarlenKernel` then computes each call by `Flash`: directly where all
+keys are there, or block by block with the merge of `attention.blocks` in a ring. Tokens are flat: q is [T, H, hd] with
+T = B · S.
 """
 
 from collections.abc import Iterable, Sequence

@@ -25,8 +25,16 @@ ROWS_AS_FAST_AS_ONE = 8
 
 
 class WeightedSums(NamedTuple):
-    """Attention over some of the keys before the division: Σ w·v, Σ w [..., 1] and the largest score m [..., 1],
-    w = exp(score − m)."""
+    """Attention over some of the keys before the division, with weights w = exp(score − most).
+
+    Training merges averages by their log-sum-exp (`attention.blocks`). Decoding needs no log-sum-exp afterwards, and a
+    step of one token costs as many kernels as it starts, so sums are merged and divided once.
+
+    Attributes:
+        total: Σ w·v, [.., hd_v].
+        weight: Σ w, [.., 1].
+        most: The largest score, [.., 1].
+    """
 
     total: Tensor
     weight: Tensor
@@ -425,7 +433,10 @@ def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
 
 
 def _join(first: WeightedSums, second: WeightedSums) -> Tensor:
-    """Return the softmax average over the keys of both parts."""
+    """Return the softmax average over the keys of both parts.
+
+    `attention.blocks.merge_by_log_sum_exp` on sums instead of averages: log(weight) + most is the log-sum-exp.
+    """
     most = torch.maximum(first.most, second.most)
     shares = (first.most - most).exp_(), (second.most - most).exp_()
     weight = first.weight * shares[0] + second.weight * shares[1]
