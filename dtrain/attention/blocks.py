@@ -225,22 +225,6 @@ class KeysAndValues(NamedTuple):
         return message
 
 
-class Incoming(Protocol):
-    """Message of the rank before, on its way."""
-
-    def wait(self) -> KeysAndValues: ...
-
-
-class KeyValueRing(Protocol):
-    """Exchange of keys and values with the ranks of a ring (`ring.Ring`)."""
-
-    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's k and v, then those of each rank before it."""
-
-    def pass_on(self, message: KeysAndValues) -> Incoming:
-        """Send a message to the next rank, and receive one from the rank before."""
-
-
 def with_sinks(attention: BlockAttention[Any], merged: Partial, sinks: Tensor | None) -> Partial:
     """Merge attention with the sinks [H] of its heads, if there are any."""
     if sinks is None:
@@ -326,7 +310,7 @@ class BlockByBlock(torch.autograd.Function):
 
         q, k, v: This rank's, as `attention` takes them.
         steps: What the queries see of each block; None or an empty step: nothing.
-        ring: `KeyValueRing` that brings the blocks of other ranks, after this rank's own. None: there is one block.
+        ring: `context.Ring`, which brings the blocks of other ranks after this rank's own. None: there is one block.
         attention: `BlockAttention`.
         sinks: [H], or None.
     """
