@@ -262,13 +262,13 @@ def choose_delta(
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
-    from dtrain.attention.context import GatherKernel, VarlenGatherKernel
-    from dtrain.attention.ring import RingKernel, VarlenRingKernel
+    from dtrain.attention.context import GatherKernel, RingKernel
     from dtrain.attention.varlen import VarlenKernel
 
+    over_ranks = RingKernel if rotate == "ring" else GatherKernel
     if isinstance(kernel, VarlenKernel):
-        return (VarlenRingKernel if rotate == "ring" else VarlenGatherKernel)(kernel, mesh.cp)
-    return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)
+        return VarlenKernel(kernel.flash, over_ranks(kernel.masked, mesh.cp), note=kernel.note)
+    return over_ranks(kernel, mesh.cp)
 
 
 def offloads(recipe: PolicyConfig, device: torch.device) -> bool:
