@@ -279,7 +279,11 @@ class Policy:
         Collectives:
             Those of `batching.take` and of the forward.
         """
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows, sampling)])[0]
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.logprobs(rows, sampling, adapters=self._has_adapters)]
+
+        return self._scored(batch, micro_batch_size, score)[0]
 
     @torch.no_grad()
     def token_values(
@@ -301,7 +305,11 @@ class Policy:
         Collectives:
             Those of `batching.take` and of the forward.
         """
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.of_labels(rows, value_fn)])[0]
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.of_labels(rows, value_fn, adapters=self._has_adapters)]
+
+        return self._scored(batch, micro_batch_size, score)[0]
 
     def entropies(
         self, batch: Batch, micro_batch_size: int | Batching | None, sampling: "TrainingSamplingParams"
@@ -310,7 +318,11 @@ class Policy:
 
         Arguments, shape and collectives are those of `logprobs`.
         """
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.entropies(rows, sampling)])[0]
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.entropies(rows, sampling, adapters=self._has_adapters)]
+
+        return self._scored(batch, micro_batch_size, score)[0]
 
     def get_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
         """Compute the log-probability of every token, whether it has a label or not (NeMo-RL's function).
@@ -320,7 +332,11 @@ class Policy:
             log-probability of token i given the tokens before it in its document, 0 for a document's first token and
             for padding. The same on every tp and cp rank.
         """
-        (values,) = self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows)], every_token=True)
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.logprobs(rows, adapters=self._has_adapters)]
+
+        (values,) = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"logprobs": values.roll(1, 1)}  # the last position has no label
 
     def get_topk_logits(
@@ -337,7 +353,7 @@ class Policy:
             {"topk_logits", "topk_indices"}, each [n, S, k] on the CPU, after the model's softcap, descending, equal
             logits by ascending token id; 0 on padding. The same on every tp and cp rank.
         """
-        score = partial(self.scorer.topk_logits, k=k)
+        score = partial(self.scorer.topk_logits, k=k, adapters=self._has_adapters)
         logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"topk_logits": logits, "topk_indices": ids}
 
@@ -370,7 +386,9 @@ class Policy:
     def use_reference_model(self) -> Iterator[None]:
         """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
 
-        Its router decides inside, even if a batch has `routed_experts`. No collective.
+        Inside, this policy's forwards are those of the reference: without adapters if it has none. A caller of the
+        model itself passes `micro_batch.NO_ADAPTERS` then. The reference's router decides, even if a batch has
+        `routed_experts`. No collective.
 
         Raises:
             RuntimeError: Before `init_reference_model`.
@@ -393,6 +411,11 @@ class Policy:
         with self.sharding.writing():
             read_adapter(self.model, path)
 
+    @property
+    def _has_adapters(self) -> bool:
+        """Whether forwards have the model's adapters: always, except in place of a reference without adapters."""
+        return self.reference is None or not self.reference.is_in_place or self.reference.has_adapters
+
     def _required_updater(self, caller: str) -> Updater:
         if self.updater is None:
             raise RuntimeError(f"Policy.{caller} needs init_optimizer first; Policy.evaluate does not")
@@ -404,8 +427,6 @@ class Policy:
         self.model.train()
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduced(self._counts(step.batch, batches), self.mesh.dp)
-        if self.model.adapters is not None:
-            self.model.adapters.step = updater.scheduler.steps
         loss, metrics, routing_totals = self._backward(updater, batches, loss_fn, self._divisors(counts))
         totals = Totals(self._summed(loss, metrics, routing_totals))
         self._unread.append(totals)
@@ -418,7 +439,7 @@ class Policy:
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduced(self._counts(step.batch, ()), self.mesh.dp)
         divisors = self._divisors(counts)
-        results = [self.scorer.at_head(batch, loss_fn, *divisors) for batch in batches]
+        results = [self.scorer.at_head(batch, loss_fn, *divisors, adapters=self._has_adapters) for batch in batches]
         self.sharding.reshard()
         loss = torch.stack([loss for loss, _ in results]).sum()
         metrics = [measured for _, measured in results]
@@ -537,7 +558,15 @@ class Policy:
             if self.sums is not None:
                 self.sums.begin(updater.scheduler.steps, index, is_last)
             record = RoutingRecord()
-            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors, balance=balance, record=record)
+            loss, measured = self.scorer.at_head(
+                batch,
+                loss_fn,
+                *divisors,
+                balance=balance,
+                record=record,
+                adapters=self._has_adapters,
+                step=updater.scheduler.steps,
+            )
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
             metrics.append(measured)
