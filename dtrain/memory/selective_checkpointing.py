@@ -76,7 +76,7 @@ def _policy_outside_tiles(kept: frozenset, context, operation, *args, **kwargs) 
 
 
 # One object each, because torch.compile guards on the identity of the object.
-# The compiler asks the policy once, when it traces a part, so the answer must not depend on the call.
+# The compiler calls the policy when it traces a part and not in each forward, so COMPILED must not depend on the call.
 COMPILED: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy, KEPT_COMPILED))
 """Contexts of compiled parts, inside tiles or not."""
 AS_WRITTEN: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy_outside_tiles, KEPT))

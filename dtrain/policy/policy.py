@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths, next_tokens, trained_tokens
+from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -41,13 +42,15 @@ from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
 from dtrain.recipe.automatic import without_auto
-from dtrain.recipe.schema import Model
+from dtrain.recipe.schema import Lora, Model
 from dtrain.recipe.schema import Optimizer as OptimizerSection
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
     from dtrain.memory.gradient_sums import GradientSums
     from dtrain.models.vision.flops import ImageFlops
+
+SCORE_HEAD = "score"  # name of a classifier's or critic's head
 
 
 class Policy:
@@ -127,20 +130,27 @@ class Policy:
             self._read_adapter(recipe.lora.path)
 
     def another(
-        self, path: str | None = None, *, labels: int | None = None, optimizer: OptimizerSection | None = None
+        self,
+        path: str | None = None,
+        *,
+        labels: int | None = None,
+        optimizer: OptimizerSection | None = None,
+        adapters: bool | None = None,
     ) -> "Policy":
         """Build a second model that is trained next to this one, on the same mesh and by the same recipe.
 
-        It has no adapters. Call its `init_optimizer` to train it, and save it together with this policy by
-        `save_models` (`policy/checkpoint.py`).
+        Call its `init_optimizer` to train it, and save it together with this policy by `save_models`
+        (`policy/checkpoint.py`).
 
         Args:
             path: Directory of the model. None builds it from this policy's own files.
             labels: Outputs of a new head, for a critic or a classifier. None keeps the head of a language model.
             optimizer: Its optimizer. None uses the recipe's.
+            adapters: Whether it gets new adapters by the recipe's section `lora`, next to which a new head is trained
+                fully. If not, all its weights are trained. Must be given if the recipe has that section.
 
         Raises:
-            UserError: If the model cannot be read.
+            UserError: If the model cannot be read, or `adapters` does not fit the recipe.
 
         Collectives:
             Those of building a policy.
@@ -153,10 +163,34 @@ class Policy:
             self.recipe,
             model=self.recipe.model if path is None else Model(path=path),
             optimizer=optimizer or self.recipe.optimizer,
-            lora=None,
+            lora=self._lora_of_another(adapters, has_new_head=labels is not None),
         )
         config = read_config(recipe.model.directory, labels=labels)
         return Policy(recipe, config, self.mesh, self.runtime)
+
+    def _lora_of_another(self, adapters: bool | None, has_new_head: bool) -> Lora | None:
+        """Return the section `lora` of a second model. See `another`."""
+        section = self.recipe.lora
+        if section is None:
+            if adapters:
+                raise UserError("Policy.another(adapters=True): the recipe has no section lora. Set lora={}")
+            return None
+        if adapters is None:
+            raise UserError(
+                "Policy.another: the recipe has lora. Pass adapters=True to train new adapters of the second model, or "
+                "adapters=False to train all its weights"
+            )
+        if not adapters:
+            return None
+        if section.path is not None:
+            raise UserError(
+                f"Policy.another(adapters=True): the settings of lora.path={section.path} are those of its own model. "
+                "Pass adapters=False, or set lora.rank and lora.target in place of lora.path"
+            )
+        saved = list(section.modules_to_save)
+        if has_new_head and SCORE_HEAD not in saved:
+            saved.append(SCORE_HEAD)
+        return replace(section, modules_to_save=saved)
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -138,15 +138,34 @@ class LogprobSource:
         sums = sum_by_document(values, self._batch["document_ids"], self.documents)
         return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
 
+    def token_scores(self) -> Tensor:
+        """Compute the outputs of a classifier or critic at every position of this rank.
+
+        Returns:
+            [B, S/cp, labels] in max(float32, the dtype of computation), the same on every tp rank.
+
+        Raises:
+            ValueError: If the model has a vocabulary's head.
+
+        Collectives:
+            Over tp one all-reduce.
+        """
+        dtype = compute_dtype(self._hidden.dtype)
+        return self._required_score.product(self._hidden.to(dtype), self._head_weight.to(dtype))
+
+    @property
+    def _required_score(self) -> ScoreHead:
+        if self._score is None:
+            raise ValueError("this model has a vocabulary's head, and gives no scores")
+        return self._score
+
     def scores(self) -> Tensor:
         """Return a classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
         dtype); whole on every rank of tp and cp, as `by_document`. Over tp one all-reduce, over cp another."""
-        if self._score is None:
-            raise ValueError("this model has a vocabulary's head, and gives no scores")
         index = self._batch["label_index"]
         dtype = compute_dtype(self._hidden.dtype)
         hidden = self._hidden.flatten(0, 1).index_select(0, index).to(dtype)  # [T, D]
-        values = self._score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
+        values = self._required_score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
         ids = self._batch["document_ids"].flatten().index_select(0, index)
         outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
         return outputs if self._cp.size() == 1 else leave_region(outputs, self._cp.get_group())
