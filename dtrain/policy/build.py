@@ -145,17 +145,18 @@ def keep_for_backward(
 ) -> None:
     """Settle what layers keep for the backward, what they compute again, and where it lies, as `train` says. No
     collective. memory: of the host, in place of its own; options: of torch's `checkpoint`."""
-    train, tiles = recipe.train, None
-    if train.tile != "none":
+    train = recipe.train
+    is_tiled = train.tile != "none"
+    if is_tiled:
         from dtrain.memory.tiles import tile_layers
 
-        tiles = tile_layers(model, train.tile)
+        tile_layers(model, train.tile)
     layers = None
     if train.compile:
         from dtrain.memory.compilation import checkpointed_outside
 
         layers = checkpointed_outside(model, recipe.train)
-    checkpoint_activations(model, train.activation_checkpointing, tiles, layers, **options)
+    checkpoint_activations(model, train.activation_checkpointing, is_tiled, layers, **options)
     if train.activation_offload:
         from dtrain.memory import activation_offload as offload
 
