@@ -9,13 +9,11 @@ sets the layers' `wrapper`. With rank r and scale s:
 The norm in DoRA is that of each row, and a constant in the backward. A stack of experts has an A and a B for each
 expert. For example, rank 16 on q_proj with weight [2048, 1024] adds A [16, 1024] and B [2048, 16].
 
-Dropout is computed from a number for each token. The numbers belong to a micro-batch and are passed down in its
-context (`models.common.micro_batch.AdapterContext`).
+Whether the adapters take part in a forward, and the numbers of tokens from which dropout is computed, belong to a
+micro-batch and are passed down in its context (`models.common.micro_batch.AdapterContext`). An adapter stores neither.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -40,25 +38,24 @@ from dtrain.parallel.tensor import TensorParallel
 NORM_ROWS = 1024  # of a weight, whose products with A are in memory at once
 
 
-@dataclass
-class AdapterState:
-    """State that all adapters of a model share.
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Settings that all adapters of a model share (a `WrapperSettings`).
 
     Attributes:
         config: The config of the adapters.
-        on: Whether the adapters take part in forwards.
-        dropout: Share of the inputs that adapters drop in training.
         seed: Seed of the dropout.
-        step: Optimizer step, which changes the dropout.
     """
 
-    config: AdapterConfig = field(default_factory=AdapterConfig)
-    on: bool = True
-    dropout: float = 0.0
+    config: AdapterConfig
     seed: int = 0
-    step: int = 0
 
-    def numbers(self, batch: Batch) -> Tensor:
+    @property
+    def dropout(self) -> float:
+        """Share of the inputs that adapters drop in training."""
+        return self.config.dropout
+
+    def dropout_tokens(self, batch: Batch, step: int) -> Tensor:
         """Return a number for each token, from which dropout is computed.
 
         A number is a function of the seed, the step, the tokens of the document and the position in the document. So
@@ -67,13 +64,14 @@ class AdapterState:
 
         Args:
             batch: A host micro-batch of full rows.
+            step: The optimizer step, which changes the dropout.
 
         Returns:
             [B, S] int64.
         """
         of, places = document_ids(batch), batch["position_ids"]
         words = mix(mix(batch["input_ids"] + 1) + places)
-        sums = sum_by_document(words, of, documents(batch)) + key(self.seed, self.step)  # [documents]
+        sums = sum_by_document(words, of, documents(batch)) + key(self.seed, step)  # [documents]
         # Padding has document -1, which reads the zero that is appended.
         return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)
 
@@ -86,13 +84,13 @@ class Adapter:
         scale: Scale s of B·A.
         dora: Whether the adapter is DoRA.
         number: Number of the layer, which distinguishes its dropout from that of other layers.
-        shared: State that all adapters of the model share.
+        settings: Settings that all adapters of the model share.
     """
 
     scale: float
     dora: bool
     number: int
-    shared: AdapterState = field(repr=False)
+    settings: AdapterSettings = field(repr=False)
 
     def __call__(self, layer: Linear, x: Tensor, context: AdapterContext | None) -> Tensor:
         """Compute the layer's forward with the adapter, [..., in] -> [..., out].
@@ -101,7 +99,7 @@ class Adapter:
             In a layer whose inputs are cut over tp, DoRA all-reduces its norms [out].
         """
         bias = None if layer.bias is None else layer.local("bias")
-        if not self.shared.on:
+        if context is not None and not context.enabled:
             return layer.product(x, bias)
         a, b = layer.local("lora_A"), layer.local("lora_B")
         seen = self._dropped(layer, x, context)
@@ -133,7 +131,7 @@ class Adapter:
         Returns:
             `x` with a share of its elements zero and the others scaled up.
         """
-        tokens, share = None if context is None else context.dropout_tokens, self.shared.dropout
+        tokens, share = None if context is None else context.dropout_tokens, self.settings.dropout
         if tokens is None or not share or not layer.training:
             return x
         first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
@@ -167,18 +165,23 @@ class ParameterAdapter:
 
     Attributes:
         scale: Scale s of B·A.
-        shared: State that all adapters of the model share.
     """
 
     scale: float
-    shared: AdapterState = field(repr=False)
 
-    def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: "ExpertLinear | Router",
+        x: Tensor,
+        out: Tensor,
+        context: AdapterContext | None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
         """Override `OutputWrapper.__call__`: [m, in] and [m, out] -> [m, out].
 
         Under tensor parallel, the result is a partial sum if `out` is one.
         """
-        if not self.shared.on:
+        if context is not None and not context.enabled:
             return out
         a, b = layer.local("lora_A"), layer.local("lora_B")
         if counts is None:
@@ -189,7 +192,7 @@ class ParameterAdapter:
 Adapted = Linear | ExpertLinear | Router
 
 
-def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterState:
+def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> AdapterSettings:
     """Add the adapters of `config` to a model, not initialised.
 
     Layers that are joined in files, such as q, k and v of a `qkv_proj`, share A, because the adapter of the joined
@@ -201,9 +204,9 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
         seed: Seed of the dropout.
 
     Returns:
-        The state that the adapters share, to be assigned to `model.adapters`.
+        The settings that the adapters share, to be assigned to `model.adapters`.
     """
-    state = AdapterState(config, dropout=config.dropout, seed=seed)
+    settings = AdapterSettings(config, seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
     for name, lora in config.adapted(adaptable(model.config)).items():
@@ -216,11 +219,11 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
             for parameter, shape in shapes_of(layer.weight.shape, lora.rank, config.dora).items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             if isinstance(layer, Linear):
-                layer.wrapper = Adapter(lora.scale, config.dora, numbers[first], state)
+                layer.wrapper = Adapter(lora.scale, config.dora, numbers[first], settings)
             else:
-                layer.wrapper = ParameterAdapter(lora.scale, state)
+                layer.wrapper = ParameterAdapter(lora.scale)
     model.tie_weights()
-    return state
+    return settings
 
 
 def build_with_adapters(
@@ -257,7 +260,7 @@ def adapter_config(model: CausalLM) -> AdapterConfig | None:
     """Return the config by which `add_adapters` gave `model` its adapters, or None for a model without adapters."""
     if model.adapters is None:
         return None
-    return cast(AdapterState, model.adapters).config
+    return cast(AdapterSettings, model.adapters).config
 
 
 def remove_adapters(model: CausalLM) -> None:
@@ -269,17 +272,6 @@ def remove_adapters(model: CausalLM) -> None:
     for name in list(model.tied_parameters):
         if is_adapter(name):
             del model.tied_parameters[name]
-
-
-@contextmanager
-def adapters_off(model: CausalLM) -> Iterator[None]:
-    """Context in which forwards of `model` use only its own weights. Afterwards the adapters are as before."""
-    state = model.adapters or AdapterState()
-    was_on, state.on = state.on, False
-    try:
-        yield
-    finally:
-        state.on = was_on
 
 
 @torch.no_grad()

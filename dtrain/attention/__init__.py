@@ -5,8 +5,7 @@ kernels        the kernels that compute attention, and the choice of one
 packing        cu_seqlens of a micro-batch on the host, and the kernel calls that they make
 varlen         variable-length flash attention, on CUDA
 blocks         queries over one block of keys, and merging blocks
-context        context parallel: keys gathered
-ring           context parallel: keys passed from rank to rank
+context        context parallel: keys gathered, or passed from rank to rank
 foreign        attention of other code inside a context-parallel context
 groups         one key head with its query heads at a time
 check_varlen   the check of a device before variable-length attention is used

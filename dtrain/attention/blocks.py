@@ -1,55 +1,127 @@
-"""Attention of some queries over one block of keys, forward and backward, with what it takes to merge blocks.
+"""Attention over one block of keys, forward and backward, and the merge of blocks by their log-sum-exp.
+
+k and v are separate tensors everywhere, and the heads of v may have another size than those of q and k (multi-head
+latent attention, DeepSeek-V2, arXiv:2405.04434). Letters: B rows, H query heads, kv key heads (H is a multiple of kv),
+Q queries, K keys of a block, hd the head size of q and k, hd_v that of v.
+
+    q [B, H, Q, hd]     block 0: k [B, kv, K, hd], v [B, kv, K, hd_v]  -> out, lse
+                        block 1: k [B, kv, K, hd], v [B, kv, K, hd_v]  -> out, lse     merge
+                        ...                                                            merge
+                        the heads' sinks, if the family has some                       merge
+
+`lse` [B, H, Q] is the log-sum-exp of the scores, and `out` [B, H, Q, hd_v] the softmax average of the values. Example:
+one query whose scores are 0 and ln 3 for the two keys of block 0, with values 1 and 5, and ln 4 for the one key of
+block 1, with value 8:
+
+    block 0    lse = ln(1 + 3) = ln 4    out = (1 * 1 + 3 * 5) / 4 = 4
+    block 1    lse = ln 4                out = 8
+    merged     lse = ln(4 + 4) = ln 8    out = 4 * 4/8 + 8 * 4/8 = 6 = (1 * 1 + 3 * 5 + 4 * 8) / 8
+
+The backward of a block uses the output and the log-sum-exp of all blocks: its weights are exp(score - lse), as they are
+in the full softmax, so the gradients of blocks are added without being merged.
 
 A head may have a sink, a learnt score that takes part in the softmax of every query (Xiao et al., arXiv:2309.17453;
-gpt-oss): one more block, of a single key whose value is zero. It is merged as any other, and every backward, which is
-told of the whole, is right without knowing of it.
+gpt-oss). It is one more block, of a single key whose value is zero. The backward of the other blocks needs no change,
+because it uses the merged log-sum-exp.
 
-Two ways to compute it: torch's CPU kernel, and plain matrix products for every device. The products hold all scores of
-a call, so `MaskedBlocks` hands them a run of queries at a time. q is [B, H, Q, hd], k and v are [B, kv, K, hd] with H a
-multiple of kv, bias is [B or 1, 1, Q, K], 0 or -inf. The softmax is computed in max(float32, the dtype).
+A block is computed in one of two ways: by torch's CPU kernel, or by plain matrix products on every device. The products
+hold all scores of a call, so `MaskedBlocks` passes them a run of queries at a time. The bias [B or 1, 1, Q, K] is 0 or
+-inf. The softmax is computed in max(float32, the dtype).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dtrain.attention.visibility import Hidden
+from dtrain.parallel.collectives import flat_views
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-Partial = tuple[Tensor, Tensor]  # the output of the keys seen so far, and its log-sum-exp; max(float32, the dtype)
+class Partial(NamedTuple):
+    """Attention over the keys seen so far, in max(float32, the dtype).
+
+    Attributes:
+        out: Softmax average of the values, [.., Q, hd_v] or in another layout of the same numbers.
+        lse: Log-sum-exp of the scores, [.., Q]. -inf for queries that have seen no key, whose `out` is 0.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of q, k and v in max(float32, the dtype), to which the backward of each block adds its part."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def merge_by_log_sum_exp(first: Partial, second: Partial) -> Partial:
+    """Merge the attention of the same queries over two sets of keys.
+
+    Each average is weighted by its share of the sum of exponentials. Where neither has seen a key, the result is 0 with
+    a log-sum-exp of -inf.
+
+    Args:
+        first: out [.., Q, hd_v], lse [.., Q].
+        second: The same; its `out` may be a scalar, as for a sink, whose value is 0.
+
+    Reference:
+        FlashAttention, arXiv:2205.14135, section 3.1.
+    """
+    lse = torch.logaddexp(first.lse, second.lse)
+    # exp(-inf - -inf) would be NaN.
+    first_share = torch.where(first.lse == float("-inf"), 0.0, (first.lse - lse).exp())
+    second_share = torch.where(second.lse == float("-inf"), 0.0, (second.lse - lse).exp())
+    return Partial(first.out * first_share[..., None] + second.out * second_share[..., None], lse)
+
+
+def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:
+    """Pad heads [.., hd] or [.., hd_v] with zeros to the largest size, for flash attention, which takes only one.
+
+    Zeros change neither the scores nor the other values of the output. Tensors that have this size are not copied.
+    """
+    largest = max(tensor.shape[-1] for tensor in heads)
+    return [F.pad(one, (0, largest - one.shape[-1])) if one.shape[-1] < largest else one for one in heads]
 
 
 class Products:
-    """Plain matrix products, on every device; holds the scores [B, H, Q, K] of a block."""
+    """Plain matrix products, on every device. They hold the scores [B, H, Q, K] of a block."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
-        """Softmax average [B, H, Q, hd] and its log-sum-exp [B, H, Q], both in max(float32, the dtype).
-
-        Rows that see no key of the block get 0 and -inf.
-        """
+        """Compute attention over a block. Queries that see none of its keys get 0 and -inf."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = _scores(q, k, bias, scale, wide)
         lse = torch.logsumexp(scores, -1)
         weights = (scores - lse.masked_fill(_unseen(bias), 0.0)[..., None]).exp()
-        return torch.matmul(weights, _for_heads(v, q).to(wide)), lse
+        return Partial(torch.matmul(weights, _for_heads(v, q).to(wide)), lse)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, bias: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's part of the gradients of q, k and v, in their dtypes.
+        """Compute the block's part of the gradients of q, k and v, in their dtypes.
 
-        grad [B, H, Q, hd], out and lse are those of the whole: of the softmax over the keys of all blocks.
+        Args:
+            grad: Gradient of the merged output, [B, H, Q, hd_v].
+            q: [B, H, Q, hd].
+            k: [B, kv, K, hd].
+            v: [B, kv, K, hd_v].
+            merged: Attention over the keys of all blocks; its output may be in q's dtype.
+            bias: [B or 1, 1, Q, K].
+            scale: Factor of the scores.
         """
-        wide = lse.dtype
-        grad, out = grad.to(wide), out.to(wide)
-        weights = (_scores(q, k, bias, scale, wide) - lse[..., None]).exp()  # [B, H, Q, K]
+        wide = merged.lse.dtype
+        grad, out = grad.to(wide), merged.out.to(wide)
+        weights = (_scores(q, k, bias, scale, wide) - merged.lse[..., None]).exp()  # [B, H, Q, K]
         weight_grad = torch.matmul(grad, _for_heads(v, q).to(wide).transpose(-1, -2))
         score_grad = weights * (weight_grad - (grad * out).sum(-1, keepdim=True)) * scale
         q_grad = torch.matmul(score_grad, _for_heads(k, q).to(wide))
@@ -59,148 +131,227 @@ class Products:
 
 
 class CpuFlash:
-    """torch's CPU kernel, which never holds all scores; methods as those of `Products`."""
+    """torch's CPU kernel, which never holds all scores. Methods as those of `Products`."""
 
-    def forward(self, q, k, v, bias, scale):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
         wide = torch.promote_types(q.dtype, torch.float32)
+        value_size = v.shape[-1]
+        q, k, v = pad_heads_to_one_size(q, k, v)
         out, lse = _cpu_forward(q, k, v, attn_mask=bias.to(q.dtype), scale=scale)
-        # torch says lse 0 for a row without keys.
-        return out.to(wide), lse.to(wide).masked_fill(_unseen(bias), float("-inf"))
+        # torch returns an lse of 0 for a row without keys.
+        return Partial(out[..., :value_size].to(wide), lse.to(wide).masked_fill(_unseen(bias), float("-inf")))
 
-    def backward(self, grad, q, k, v, out, lse, bias, scale):
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, bias: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_size, value_size = q.shape[-1], v.shape[-1]
+        grad, q, k, v, out = pad_heads_to_one_size(grad, q, k, v, merged.out)
         options = {"dropout_p": 0.0, "is_causal": False, "attn_mask": bias.to(q.dtype), "scale": scale}
-        return _cpu_backward(grad, q, k, v, out, lse, **options)
+        q_grad, k_grad, v_grad = _cpu_backward(grad, q, k, v, out, merged.lse, **options)
+        return q_grad[..., :head_size], k_grad[..., :head_size], v_grad[..., :value_size]
 
 
-Blocks = Products | CpuFlash
+BlockComputation = Products | CpuFlash
 
 
-def blocks_for(device: torch.device) -> Blocks:
+def blocks_for(device: torch.device) -> BlockComputation:
     """Return the implementation that computes blocks on `device`."""
     return CpuFlash() if device.type == "cpu" else Products()
 
 
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial softmax averages [B, H, Q, hd] over different keys, and their log-sum-exp [B, H, Q], as one: weights
-    are their shares of the partition function."""
-    total = torch.logaddexp(lse, block_lse)
-    # A row that has seen no key yet in either has -inf in both: its share is 0, not NaN.
-    shares = [torch.where(part == float("-inf"), 0.0, (part - total).exp())[..., None] for part in (lse, block_lse)]
-    return out * shares[0] + block_out * shares[1], total
+Step = TypeVar("Step", contravariant=True)
 
 
-class ByHead(Protocol):
-    """Attention to blocks of keys (`MaskedBlocks`, `varlen.VarlenBlocks`), of which only the layout is needed."""
+class BlockAttention(Protocol[Step]):
+    """Attention over blocks of keys, and its backward: `MaskedBlocks`, `varlen.VarlenBlocks`.
+
+    Each has its own layout of q, k, v and the output, and its own description of what the queries see of a block, the
+    step.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Step, so_far: Partial | None) -> Partial:
+        """Return `so_far`, whose tensors may be overwritten, merged with the attention over this block."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: Step, gradients: Gradients
+    ) -> None:
+        """Add this block's part to `gradients`.
+
+        Args:
+            grad: Gradient of the merged output, in its layout.
+            q: Queries.
+            k: Keys of this block.
+            v: Values of this block.
+            merged: Attention over all blocks. The output is in q's dtype.
+            step: What the queries see of this block.
+            gradients: Of q, and of this block's k and v.
+        """
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Return an output, or its gradient, as [.., H, Q, hd] if it is stored in another layout, and the reverse."""
+        """Return an output or its gradient as [.., H, Q, hd_v], or that in this layout: an exchange of dimensions."""
 
 
-def with_sinks(attention: ByHead, whole: Partial, sinks: Tensor | None) -> Partial:
-    """`whole` merged with the sinks [H] of its heads; they may be None."""
+class KeysAndValues(NamedTuple):
+    """Keys and values, or their gradients, as views of one flat buffer, so that one message carries both.
+
+    Attributes:
+        buffer: [n], first all of k, then all of v.
+        k: [B, kv, K, hd], or in another layout.
+        v: [B, kv, K, hd_v], or in another layout.
+    """
+
+    buffer: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of_buffer(cls, buffer: Tensor, like: "KeysAndValues") -> "KeysAndValues":
+        """Return the views of a buffer that is laid out as `like`."""
+        return cls(buffer, *flat_views(buffer, [like.k.shape, like.v.shape]))
+
+    @classmethod
+    def zeros_like(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> "KeysAndValues":
+        """Return zeros of the shapes of k and v."""
+        buffer = k.new_zeros(k.numel() + v.numel(), dtype=dtype)
+        return cls(buffer, *flat_views(buffer, [k.shape, v.shape]))
+
+    @classmethod
+    def copy_of(cls, k: Tensor, v: Tensor) -> "KeysAndValues":
+        """Return a copy of k and v in one buffer."""
+        buffer = k.new_empty(k.numel() + v.numel())
+        message = cls(buffer, *flat_views(buffer, [k.shape, v.shape]))
+        message.k.copy_(k)
+        message.v.copy_(v)
+        return message
+
+
+def with_sinks(attention: BlockAttention[Any], merged: Partial, sinks: Tensor | None) -> Partial:
+    """Merge attention with the sinks [H] of its heads, if there are any."""
     if sinks is None:
-        return whole
-    out, lse = whole
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return attention.by_head(attention.by_head(out) * (lse - total).exp()[..., None]), total
+        return merged
+    out = attention.by_head(merged.out)
+    sink = Partial(out.new_zeros(()), sinks.to(merged.lse.dtype)[:, None])  # lse [H, 1]: the same for each query
+    with_sink = merge_by_log_sum_exp(Partial(out, merged.lse), sink)
+    return Partial(attention.by_head(with_sink.out), with_sink.lse)
 
 
-def sinks_grad(attention: ByHead, grad: Tensor, whole: Partial, sinks: Tensor | None) -> Tensor | None:
-    """The gradient of sinks [H], in their dtype; `whole` has them merged in."""
+def sinks_grad(attention: BlockAttention[Any], grad: Tensor, merged: Partial, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of sinks [H], in their dtype. `merged` is the attention with the sinks."""
     if sinks is None:
         return None
-    out, lse = whole
-    along = (attention.by_head(grad).to(lse.dtype) * attention.by_head(out).to(lse.dtype)).sum(-1)  # [.., H, Q]
-    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    dtype = merged.lse.dtype
+    along = (attention.by_head(grad).to(dtype) * attention.by_head(merged.out).to(dtype)).sum(-1)  # [.., H, Q]
+    shares = (sinks.to(dtype)[:, None] - merged.lse).exp()
     return -(shares * along).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 @dataclass(frozen=True)
 class MaskedBlocks:
-    """Blocks of keys, kv [2, B, kv, K, hd], under what is hidden of them: a bias, or, where that would be large, what
-    it is made of; a run of queries at a time, whose scores take `most` bytes. The log-sum-exp is [B, H, Q]."""
+    """`BlockAttention` under masks. A step is the block's `Hidden`: a bias, or what it is made of if it would be large.
 
-    blocks: Blocks
+    q is [B, H, Q, hd], k [B, kv, K, hd], v [B, kv, K, hd_v], the output [B, H, Q, hd_v], its log-sum-exp [B, H, Q].
+
+    Attributes:
+        blocks: How a block is computed.
+        scale: Factor of the scores.
+        most: Bytes of scores that are computed at once: a run of queries at a time.
+    """
+
+    blocks: BlockComputation
     scale: float
     most: int = 2**28
 
-    def forward(self, q: Tensor, kv: Tensor, hidden: Hidden, so_far: Partial | None) -> Partial:
-        """`so_far`, whose tensors may be written over, merged with the output over this block."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Hidden, so_far: Partial | None) -> Partial:
         partials = [
-            self.blocks.forward(q[:, :, run], kv[0, :, :, keys], kv[1, :, :, keys], bias, self.scale)
-            for run, keys, bias in self._parts(q, kv, hidden)
+            self.blocks.forward(q[:, :, run], k[:, :, keys], v[:, :, keys], bias, self.scale)
+            for run, keys, bias in self._parts(q, k, step)
         ]
-        out, lse = partials[0] if len(partials) == 1 else (torch.cat(parts, 2) for parts in zip(*partials, strict=True))
-        return (out, lse) if so_far is None else merge(*so_far, out, lse)
+        partial = partials[0]
+        if len(partials) > 1:
+            partial = Partial(
+                torch.cat([part.out for part in partials], 2), torch.cat([part.lse for part in partials], 2)
+            )
+        return partial if so_far is None else merge_by_log_sum_exp(so_far, partial)
 
     def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, hidden: Hidden, q_grad: Tensor, kv_grad: Tensor
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: Hidden, gradients: Gradients
     ) -> None:
-        """Adds this block's part to `q_grad` and `kv_grad`; whole: over all blocks, the output in q's dtype and the
-        log-sum-exp."""
-        for run, keys, bias in self._parts(q, kv, hidden):
-            some_grad, some_q, out, lse = (part[:, :, run] for part in (grad, q, *whole))
-            k, v = kv[0, :, :, keys], kv[1, :, :, keys]
-            block_q, *block_kv = self.blocks.backward(some_grad, some_q, k, v, out, lse, bias, self.scale)
-            q_grad[:, :, run] += block_q
-            kv_grad[:, :, :, keys] += torch.stack(block_kv)
+        for run, keys, bias in self._parts(q, k, step):
+            merged_run = Partial(merged.out[:, :, run], merged.lse[:, :, run])
+            q_grad, k_grad, v_grad = self.blocks.backward(
+                grad[:, :, run], q[:, :, run], k[:, :, keys], v[:, :, keys], merged_run, bias, self.scale
+            )
+            gradients.q[:, :, run] += q_grad
+            gradients.k[:, :, keys] += k_grad
+            gradients.v[:, :, keys] += v_grad
 
-    def _parts(self, q: Tensor, kv: Tensor, hidden: Hidden) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Runs of queries, the keys that they may see, and the bias of the two."""
+    def _parts(self, q: Tensor, k: Tensor, step: Hidden) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield runs of queries, the keys that each may see, and the bias of the two."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        row_bytes = q.shape[0] * q.shape[1] * kv.shape[3] * wide.itemsize
-        if isinstance(hidden, Tensor):
+        row_bytes = q.shape[0] * q.shape[1] * k.shape[2] * wide.itemsize
+        if isinstance(step, Tensor):
             size = max(1, self.most // row_bytes)
-            for run in (slice(start, start + size) for start in range(0, q.shape[2], size)):
-                yield run, slice(0, kv.shape[3]), hidden[:, :, run]
+            for start in range(0, q.shape[2], size):
+                run = slice(start, start + size)
+                yield run, slice(0, k.shape[2]), step[:, :, run]
             return
-        for run in hidden.runs(row_bytes, self.most):
-            keys = hidden.reach(run)
-            yield run, keys, hidden.bias(run, q.dtype, q.device)[..., keys]
+        for run in step.runs(row_bytes, self.most):
+            keys = step.reach(run)
+            yield run, keys, step.bias(run, q.dtype, q.device)[..., keys]
 
     def by_head(self, out: Tensor) -> Tensor:
-        """The output, or its gradient, as [.., H, Q, hd], where the log-sum-exp is [.., H, Q]: as it is."""
         return out
 
 
 class BlockByBlock(torch.autograd.Function):
-    """Attention over blocks of keys, one after the other: `apply(q, kv, steps, ring, attention, sinks)` in q's dtype.
+    """Attention over blocks of keys, one after the other, in q's dtype. No tensor has the size queries × keys.
 
-    q and kv as `attention` has them; sinks [H] or None; steps: what of each block is seen, None or empty:
-    nothing. ring: what brings the blocks of other ranks, this one's first; None: there is one block. Nothing is held of
-    size queries × keys."""
+    `apply(q, k, v, steps, ring, attention, sinks)`:
+
+        q, k, v: This rank's, as `attention` takes them.
+        steps: What the queries see of each block; None or an empty step: nothing.
+        ring: `context.Ring`, which brings the blocks of other ranks after this rank's own. None: there is one block.
+        attention: `BlockAttention`.
+        sinks: [H], or None.
+    """
 
     @staticmethod
-    def forward(ctx, q, kv, steps, ring, attention, sinks):
-        whole: Any = None
-        for held, step in zip([kv] if ring is None else ring.around(kv), steps, strict=True):
+    def forward(ctx, q, k, v, steps, ring, attention, sinks):
+        partial: Any = None
+        blocks = [(k, v)] if ring is None else ring.around(k, v)
+        for (block_k, block_v), step in zip(blocks, steps, strict=True):
             if step is not None:
-                whole = attention.forward(q, held, step, whole)
-        out, lse = with_sinks(attention, whole, sinks)
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)
+                partial = attention.forward(q, block_k, block_v, step, partial)
+        out, lse = with_sinks(attention, partial, sinks)
+        ctx.save_for_backward(q, k, v, out.to(q.dtype), lse, sinks)
         ctx.steps, ctx.ring, ctx.attention = steps, ring, attention
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, kv, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        merged = Partial(out, lse)
         grad = grad.contiguous()
-        q_grad, kv_grad = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, kv))
+        q_grad = torch.zeros_like(q, dtype=lse.dtype)
         incoming = None
-        for held, step in zip([kv] if ctx.ring is None else ctx.ring.around(kv), ctx.steps, strict=True):
-            if incoming is not None:  # the sum before is on its way
-                kv_grad = torch.zeros_like(kv_grad)
+        blocks = [(k, v)] if ctx.ring is None else ctx.ring.around(k, v)
+        for (block_k, block_v), step in zip(blocks, ctx.steps, strict=True):
+            kv_grad = KeysAndValues.zeros_like(k, v, lse.dtype)
             if step is not None:
-                ctx.attention.backward(grad, q, held, (out, lse), step, q_grad, kv_grad)
-            if ctx.ring is not None:  # the gradient follows its keys: it travels while the next block is computed
-                if incoming is not None:
-                    kv_grad += incoming.wait()
-                incoming = ctx.ring.pass_on(kv_grad)
-        if incoming is not None:  # the last exchange brings it home
-            kv_grad = incoming.wait()
-        of_sinks = sinks_grad(ctx.attention, grad, (out, lse), sinks)
-        return q_grad.to(q.dtype), kv_grad.to(kv.dtype), None, None, None, of_sinks
+                gradients = Gradients(q_grad, kv_grad.k, kv_grad.v)
+                ctx.attention.backward(grad, q, block_k, block_v, merged, step, gradients)
+            if ctx.ring is None:
+                continue
+            # The gradient follows its keys: it travels while the next block is computed. What the ranks before have
+            # added to it arrives while this block is computed.
+            if incoming is not None:
+                kv_grad.buffer.add_(incoming.wait().buffer)
+            incoming = ctx.ring.pass_on(kv_grad)
+        if incoming is not None:
+            kv_grad = incoming.wait()  # the last exchange brings the gradient home
+        of_sinks = sinks_grad(ctx.attention, grad, merged, sinks)
+        return q_grad.to(q.dtype), kv_grad.k.to(k.dtype), kv_grad.v.to(v.dtype), None, None, None, of_sinks
 
 
 def _unseen(bias: Tensor) -> Tensor:

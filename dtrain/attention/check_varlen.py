@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.attention.blocks import Partial, sinks_grad, with_sinks
+from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel
 from dtrain.attention.packing import Packing
@@ -146,26 +146,25 @@ def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
     """Attend as `_whole` does, the queries of each of `size` ranks over one rank's keys after the other."""
     attention, rows = VarlenBlocks(flash, case.scale), len(case.q)
     q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
-    kv = [torch.stack(pair) for pair in zip(k, v, strict=True)]
-    q_grads, kv_grads = (
-        [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in some]
-        for some in (q, kv)
-    )
+    wide = torch.promote_types(case.q.dtype, torch.float32)
+    q_grads, k_grads, v_grads = ([torch.zeros_like(tensor, dtype=wide) for tensor in some] for some in (q, k, v))
     outputs, of_sinks = [], []
     for rank in range(size):
         steps = [put(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
-        whole: Partial | None = None
-        for distance, step in enumerate(steps):
-            whole = attention.forward(q[rank], kv[rank - distance], step, whole)
-        assert whole is not None
-        whole = with_sinks(attention, whole, case.sinks)
-        outputs.append(whole[0])
-        whole = whole[0].to(q[rank].dtype), whole[1]
+        partial: Partial | None = None
         for distance, step in enumerate(steps):
             source = rank - distance
-            attention.backward(grad[rank], q[rank], kv[source], whole, step, q_grads[rank], kv_grads[source])
-        of_sinks.append(sinks_grad(attention, grad[rank], whole, case.sinks))
-    parts = (outputs, q_grads, *([kv_grad[i] for kv_grad in kv_grads] for i in range(2)))
+            partial = attention.forward(q[rank], k[source], v[source], step, partial)
+        assert partial is not None
+        out, lse = with_sinks(attention, partial, case.sinks)
+        outputs.append(out)
+        merged = Partial(out.to(q[rank].dtype), lse)
+        for distance, step in enumerate(steps):
+            source = rank - distance
+            gradients = Gradients(q_grads[rank], k_grads[source], v_grads[source])
+            attention.backward(grad[rank], q[rank], k[source], v[source], merged, step, gradients)
+        of_sinks.append(sinks_grad(attention, grad[rank], merged, case.sinks))
+    parts = (outputs, q_grads, k_grads, v_grads)
     joined = [join_sequence([shard.unflatten(0, (rows, -1)) for shard in part], 1) for part in parts]
     return joined if case.sinks is None else [*joined, torch.stack(cast(list[Tensor], of_sinks)).sum(0)]
 

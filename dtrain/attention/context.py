@@ -1,24 +1,66 @@
-"""Attention under context parallel: what both exchanges share, and the one that gathers keys (`ring` has the other).
+"""Attention under context parallel: each rank has the queries of its tokens, and sees the keys of all ranks.
 
-Masks come from positions and documents and not from where tokens lie: one small all-gather of those per forward. Where
-the host knows the packing of the whole rows there is neither mask nor all-gather.
+Two kernels do so. `GatherKernel` gathers the keys and values of all ranks before it computes. `RingKernel` passes them
+from rank to rank and merges the partial results (Liu et al., Ring Attention, arXiv:2310.01889). Both compute by masks,
+and by variable-length calls for a `varlen.VarlenKernel` that contains them. k and v always travel in one message, as
+one flat buffer with all of k before all of v, because their heads may have different sizes.
+
+Example: cp=2 and a row of 8 tokens with positions 0 to 7. The row is cut into 4 chunks, of which rank r has chunks r
+and 3 - r (`parallel.context.batch`). There is one head of q and k of 2 numbers, and one of v with 1 number.
+
+    rank 0    tokens 0 1 6 7    q [1, 4, 1, 2], k [1, 4, 1, 2], v [1, 4, 1, 1]
+    rank 1    tokens 2 3 4 5    the same shapes
+
+Gathered: a rank sends 4 * 2 + 4 * 1 = 12 numbers in one all-gather and receives [2, 12], which are joined in the order
+of the row to k [1, 8, 1, 2] and v [1, 8, 1, 1]. The queries of rank 0 see the keys
+
+    query 0: 0    query 1: 0 1    query 6: 0 to 6    query 7: 0 to 7
+
+Backward, a rank has gradients of all 8 keys and values. It cuts them to [2, 12], and one reduce-scatter sums the ranks'
+gradients: rank 0 receives the 12 numbers of tokens 0 1 6 7.
+
+In a ring: rank 0 computes on its own keys while it sends them to rank 1, and then on those that rank 1 has sent.
+
+    step 0, keys 0 1 6 7    query 0: 0    query 1: 0 1    query 6: 0 1 6    query 7: 0 1 6 7
+    step 1, keys 2 3 4 5    query 0: -    query 1: -      query 6: 2 3 4 5  query 7: 2 3 4 5
+
+`blocks` merges the two by their log-sum-exp. Suppose that all scores are 0 and that the value of token t is t. Query 6
+then has the mean (0 + 1 + 6) / 3 = 7/3 of 3 keys, lse = ln 3, in step 0, and 14/4 = 3.5 of 4 keys, lse = ln 4, in step
+1. Merged: 7/3 * 3/7 + 3.5 * 4/7 = 3, the mean of 0 to 6, with lse = ln 7.
+
+Backward, the keys travel again, and the gradient of each rank's keys follows them one step behind: it starts as zeros
+on the rank that has the keys, every rank adds its part and passes it on, and after cp messages it is home.
+
+    step 0    rank 0 computes the gradient of keys 0 1 6 7 by its own queries and sends these 12 numbers to rank 1
+    step 1    rank 1 adds the part of its queries, 2 3 4 5, and sends the sum back to rank 0
+
+Masks come from positions and documents, and not from the order of tokens on a rank: one small all-gather of them per
+forward. If the host knows the packing of the full rows, there is neither a mask nor that all-gather.
 """
 
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValues, MaskedBlocks, blocks_for
 from dtrain.attention.kernels import Gathering, Kernel
 from dtrain.attention.packing import Call, Packing
-from dtrain.attention.varlen import Flash, PackedKernel, Segments, Steps, VarlenKernel, pick
-from dtrain.attention.visibility import Visibility
-from dtrain.parallel.context.batch import SequenceGather, gather_sequence
+from dtrain.attention.varlen import Flash, Segments, Steps, VarlenBlocks, pick
+from dtrain.attention.visibility import Hidden, Visibility, additive
+from dtrain.parallel.context.batch import SequenceGather, gather_sequence, shard_sequence
 
 
 class ContextKernel(Kernel):
-    """Over the keys of all cp ranks: q [B, S/cp, H, hd], k and v [B, S/cp, kv, hd] in the head-tail layout."""
+    """Base of the kernels over the keys of all cp ranks.
+
+    q is [B, S/cp, H, hd], k [B, S/cp, kv, hd], v [B, S/cp, kv, hd_v], the output [B, S/cp, H, hd_v], all in the
+    head-tail layout.
+    """
 
     is_context_parallel = True
 
@@ -29,85 +71,176 @@ class ContextKernel(Kernel):
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """[B or 1, S/cp] and [B, S/cp] -> [B or 1, S] and [B, S] in natural order; one all-gather for both."""
+        """Gather positions [B or 1, S/cp] and documents [B, S/cp] to [B or 1, S] and [B, S] in natural order.
+
+        Collectives:
+            One all-gather for both.
+        """
         if documents is None:
             return gather_sequence(positions, self.group), None
         both = torch.stack([positions.expand_as(documents), documents])
         positions, documents = gather_sequence(both, self.group, dim=2).unbind(0)
         return positions, documents
 
-    def begin_gather_of_rows(self, k: Tensor, v: Tensor) -> Gathering:
-        """Begin to gather keys and values, [B, S/cp, kv, hd] each -> [B, S, kv, hd]. One all-gather for both."""
-        gather = SequenceGather(torch.stack([k, v]), self.group, dim=2)
-        return cast(Gathering, lambda: gather.wait().unbind(0))
-
 
 class GatherKernel(ContextKernel):
-    """`inner` over gathered keys: one all-gather of keys and values per layer forward and one reduce-scatter of their
-    gradients backward."""
+    """Attention over gathered keys, computed by `inner` as if each rank had queries of a full row.
 
+    Collectives:
+        Per layer one all-gather of keys and values, and one reduce-scatter of their gradients in the backward.
+    """
+
+    exchange = " over gathered keys"
     gathers = True
 
     def __init__(self, inner: Kernel, mesh: DeviceMesh):
         super().__init__(inner, mesh)
-        self.name = f"{inner.name} over gathered keys"
+        self.name = inner.name + self.exchange
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         return self.inner.prepare(visibility, dtype, device)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """[B, S/cp, kv, hd] each -> [B, S, kv, hd]"""
-        return self.begin_gather_of_rows(k, v)
+        """Begin to gather k and v to [B, S, kv, hd] and [B, S, kv, hd_v]."""
+        return cast(Gathering, SequenceGather([k, v], self.group, dim=1).wait)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """Override `Kernel.over`; q [B, S/cp, H, hd], k and v [B, S, kv, hd]"""
+        """Override `Kernel.over`; k and v are those of full rows."""
         return self.inner(q, k, v, prepared, scale, sinks)
 
-
-class PackedContextKernel(PackedKernel, ContextKernel):
-    """`ContextKernel` without the all-gather of positions where the packing is given."""
-
-    def __init__(self, inner: VarlenKernel, mesh: DeviceMesh, masked: ContextKernel):
-        ContextKernel.__init__(self, inner, mesh)
-        PackedKernel.__init__(self, inner.flash, masked)
-        self.rank, self.ranks = self.group.rank(), self.group.size()
-
-
-class VarlenGatherKernel(PackedContextKernel):
-    """Variable-length attention over gathered keys; exchanges as `GatherKernel`'s. Two calls for all rows and
-    documents: each rank holds two chunks of a row, and each is over the keys before its end."""
-
-    name = "varlen over gathered keys"
-    gathers = True
-
-    def __init__(self, inner: VarlenKernel, mesh: DeviceMesh):
-        super().__init__(inner, mesh, GatherKernel(inner.masked, mesh))
-
     def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        return [packing.over_gathered(window, self.rank, self.ranks)]
+        """Return two calls for all rows and documents: one for each of the rank's two chunks of a row."""
+        return [packing.over_gathered(window, self.group.rank(), self.group.size())]
 
-    def gather(self, k: Tensor, v: Tensor) -> Gathering:
-        """[B, S/cp, kv, hd] each -> [B · S, kv, hd]"""
-        wait = self.begin_gather_of_rows(k, v)
-
-        def wait_and_flatten() -> tuple[Tensor, Tensor]:
-            keys, values = wait()
-            return keys.flatten(0, 1), values.flatten(0, 1)
-
-        return wait_and_flatten
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
-        return over_keys(self.flash, q, k, v, steps[0], scale, sinks)
+    def over_segments(
+        self, flash: Flash, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Override `Kernel.over_segments`; k and v are those of full rows."""
+        return over_keys(flash, q, k.flatten(0, 1), v.flatten(0, 1), steps[0], scale, sinks)
 
 
 def over_keys(
     flash: Flash, q: Tensor, k: Tensor, v: Tensor, calls: list[Segments], scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """A rank's q [B, 2c, H, hd] over the keys and values of whole rows, [B · S, kv, hd] each -> [B, 2c, H, hd]: a call
-    for each of its two chunks."""
+    """Compute attention of a rank's queries over the keys of full rows, with one call for each of its two chunks.
+
+    Args:
+        flash: Operations.
+        q: [B, 2c, H, hd], c the tokens of a chunk.
+        k: [B · S, kv, hd].
+        v: [B · S, kv, hd_v].
+        calls: One for the head chunks, one for the tail chunks.
+        scale: Factor of the scores.
+        sinks: [H], or None.
+
+    Returns:
+        [B, 2c, H, hd_v].
+    """
     outputs = []
     for chunk, segments in zip(q.chunk(2, 1), calls, strict=True):
         keys = pick(k, segments.keys), pick(v, segments.keys)
         out = flash(chunk.flatten(0, 1), *keys, segments, scale, sinks)
         outputs.append(out.unflatten(0, chunk.shape[:2]))
     return torch.cat(outputs, 1)
+
+
+class RingKernel(ContextKernel):
+    """Attention in a ring of ranks: keys and values travel, and are never gathered.
+
+    By masks there is a bias of 0 or -inf for every query and key of an exchange. By variable-length calls there are at
+    most three calls for each rank's keys, or a few more under a window.
+
+    Args:
+        inner: Kernel of one rank, for its note.
+        mesh: Of cp.
+        blocks: How masked attention over one rank's keys is computed. None: by device.
+
+    Collectives:
+        Per layer cp - 1 exchanges of keys and values in the forward and again in the backward, with cp exchanges of
+        their gradients in max(float32, the dtype). Each is with the two neighbours.
+    """
+
+    name = "ring"
+    exchange = " ring"
+
+    def __init__(self, inner: Kernel, mesh: DeviceMesh, blocks: BlockComputation | None = None):
+        super().__init__(inner, mesh)
+        self.blocks = blocks
+
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Hidden | None]:
+        """Return what this rank's queries see of the keys of each rank in the ring, its own first. None: nothing, which
+        is read on the host."""
+        size, rank = self.group.size(), self.group.rank()
+        steps = []
+        for distance in range(size):
+            positions, documents = (
+                None if stream is None else shard_sequence(stream, (rank - distance) % size, size)
+                for stream in (visibility.key_positions, visibility.key_documents)
+            )
+            part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
+            steps.append(_hidden(part, dtype, device))
+        return steps
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
+        attention = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
+        q, k, v = q.transpose(1, 2).contiguous(), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, S/cp, hd or hd_v]
+        return BlockByBlock.apply(q, k, v, prepared, Ring(self.group), attention, sinks).transpose(1, 2)
+
+    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
+        """Return the calls over the keys of each rank in the ring, this rank's first."""
+        return packing.in_ring(window, self.group.rank(), self.group.size())
+
+    def over_segments(
+        self, flash: Flash, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Override `Kernel.over_segments`; k and v are this rank's."""
+        shape = q.shape[:2]
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S/cp, heads, hd or hd_v]
+        attention = VarlenBlocks(flash, scale)
+        out = BlockByBlock.apply(q.contiguous(), k, v, steps, Ring(self.group), attention, sinks)
+        return out.unflatten(0, shape)
+
+
+def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:
+    runs = part.runs() if device.type != "cpu" else [slice(0, part.queries)]
+    if len(runs) > 1:
+        return part if any(bool(part.visible(run, device).any()) for run in runs) else None
+    visible = part.visible(runs[0], device)
+    return additive(visible, dtype)[:, None] if bool(visible.any()) else None
+
+
+class _Incoming(NamedTuple):
+    received: KeysAndValues
+    sent: Tensor  # kept until it has left
+    requests: list[dist.Work]
+
+    def wait(self) -> KeysAndValues:
+        for request in self.requests:
+            request.wait()
+        return self.received
+
+
+class Ring(NamedTuple):
+    """Exchange of keys and values with the two neighbours in a ring of ranks, in one message each."""
+
+    group: Any
+
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's k and v, then those of each rank before it: while they are used, the next ones travel."""
+        message = KeysAndValues.copy_of(k, v)
+        for left in reversed(range(self.group.size())):
+            incoming = self.pass_on(message) if left else None
+            yield message.k, message.v
+            if incoming is not None:
+                message = incoming.wait()
+
+    def pass_on(self, message: KeysAndValues) -> _Incoming:
+        """Send a message to the next rank of the ring, and receive one of the same shapes from the rank before."""
+        group, size, rank = self.group, self.group.size(), self.group.rank()
+        received = torch.empty_like(message.buffer)
+        operations = [
+            dist.P2POp(dist.isend, message.buffer, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+        requests = dist.batch_isend_irecv(operations)
+        return _Incoming(KeysAndValues.of_buffer(received, message), message.buffer, requests)

@@ -1,8 +1,18 @@
 """Kernels that compute attention under a `Visibility`.
 
 A kernel turns a `Visibility` into its own form once per forward (`prepare`), and is then called by every layer of that
-kind with q [B, Q, H, hd], k and v [B, K, kv, hd], and sinks [H] where the heads have some (`blocks`); H is a multiple
-of kv, both are this rank's heads. It gives [B, Q, H, hd] in q's dtype; the softmax is computed in max(float32, it).
+kind with q [B, Q, H, hd], k [B, K, kv, hd], v [B, K, kv, hd_v], and sinks [H] if the heads have some (`blocks`). H is a
+multiple of kv, and both count this rank's heads. The head size of v may differ from that of q and k. The output is
+[B, Q, H, hd_v] in q's dtype. The softmax is computed in max(float32, that dtype).
+
+    a layer's q, k, v
+        begin_gather(k, v)    the keys of other ranks, if the kernel gathers them; q is projected in the meantime
+        over(q, k, v)         attention over these keys
+
+A kernel is made of two parts. One brings keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers them,
+`context.RingKernel` passes them on; alone, each computes by masks. The other, `varlen.VarlenKernel`, contains one of
+the three and computes packed rows by variable-length calls over the keys that it brings. `groups.GroupedKernel` calls
+any of them for one key head at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,50 +25,99 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for
+from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
 from dtrain.attention.visibility import Visibility, additive
 
 if TYPE_CHECKING:
-    from dtrain.attention.packing import Packing
+    from dtrain.attention.packing import Call, Packing
+    from dtrain.attention.varlen import Flash, Steps
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # keys and values that are on their way; a call waits for them
 HALF = (torch.bfloat16, torch.float16)
 
 
 class Kernel:
-    """Kernel of attention. note: why it was chosen, where another was wanted."""
+    """Kernel of attention.
+
+    Attributes:
+        name: As the summary of a run prints it.
+        note: Why this kernel was chosen although another was wanted, or "".
+        exchange: What the name of a kernel that contains this one ends with.
+        group: Of context parallel, whose ranks have the rows in the head-tail layout. None without context parallel.
+        takes_packing: Whether it computes from a `Packing` if there is one.
+        is_context_parallel: Whether it computes over the keys of all cp ranks.
+        gathers: Whether `begin_gather` brings the keys of other ranks.
+    """
 
     name: str
     note = ""
-    group: Any = None  # of context parallel, whose ranks hold the rows head-tail; None without
-    takes_packing = False  # whether it computes from a `Packing`, where there is one
-    is_context_parallel = False  # whether it is over the keys of all cp ranks
-    gathers = False  # whether `begin_gather` brings the keys of other ranks
+    exchange = ""
+    group: Any = None
+    takes_packing = False
+    is_context_parallel = False
+    gathers = False
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: "Packing | None" = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Positions [B or 1, S] and documents [B, S] of all keys, from this rank's [B or 1, S/cp] and [B, S/cp]; once
-        per forward. None: the packing says all."""
+        """Return positions [B or 1, S] and documents [B, S] of all keys, once per forward.
+
+        Args:
+            positions: This rank's, [B or 1, S/cp].
+            documents: This rank's, [B, S/cp]. None: each row is one document.
+            packing: Where the documents of full rows are, if the host knows.
+
+        Returns:
+            None if the kernel computes from the packing and needs no tensors.
+        """
         return positions, documents
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
+        """Return the kernel's own form of a visibility, for all layers of a kind."""
         raise NotImplementedError
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        """The attention [B, Q, H, hd] of q over k and v."""
+        """Compute attention of q over k and v, [B, Q, H, hd_v]."""
         return self.over(q, *self.begin_gather(k, v, prepared)(), prepared, scale, sinks)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Begin to bring keys and values as `over` takes them, which several layers may read; as they are where nothing
-        is gathered."""
+        """Begin to bring keys and values as `over` takes them; several layers may read them.
+
+        A kernel that gathers nothing returns them unchanged.
+        """
         return lambda: (k, v)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """The attention [B, Q, H, hd] of q over what `begin_gather` brings of k and v."""
+        """Compute attention of q over what `begin_gather` brings of k and v, [B, Q, H, hd_v]."""
         raise NotImplementedError
+
+    def calls(self, packing: "Packing", window: int | None) -> "list[list[Call]]":
+        """Return the variable-length calls for packed rows, a list for each exchange of keys."""
+        return [packing.of_rows(window)]
+
+    def over_segments(
+        self, flash: "Flash", q: Tensor, k: Tensor, v: Tensor, steps: "Steps", scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Compute what `over` does by variable-length calls: those of `calls`, on the device.
+
+        Args:
+            flash: Operations.
+            q: [B, S, H, hd], the tokens that the packing counts.
+            k: [B, S, kv, hd], as `begin_gather` brings them.
+            v: [B, S, kv, hd_v].
+            steps: The calls, for each exchange of keys.
+            scale: Factor of the scores.
+            sinks: [H], or None.
+
+        Returns:
+            [B, S, H, hd_v].
+        """
+        ((segments,),) = steps
+        shape = q.shape[:2]
+        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd or hd_v]
+        return flash(q, k, v, segments, scale, sinks).unflatten(0, shape)
 
 
 class Span(NamedTuple):
@@ -159,7 +218,7 @@ class SdpaKernel(Kernel):
     ) -> Tensor:
         """[B, heads, length, hd] -> [B, Q, H, hd]"""
         attention = MaskedBlocks(blocks_for(q.device), scale)
-        return BlockByBlock.apply(q, torch.stack([k, v]), [hidden], None, attention, sinks).transpose(1, 2)
+        return BlockByBlock.apply(q, k, v, [hidden], None, attention, sinks).transpose(1, 2)
 
     def _outputs(self, q: Tensor, k: Tensor, v: Tensor, prepared: list[Span], scale: float) -> Iterator[Tensor]:
         gqa = q.shape[1] != k.shape[1]
@@ -179,12 +238,18 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:
-    """q [B, H, q, hd] of the run of `block`, k and v [B, H or kv, k, hd] -> [B, H, q, hd]."""
+    """q [B, H, q, hd] of the run of `block`, k [B, H or kv, k, hd] and v [.., k, hd_v] -> [B, H, q, hd_v]."""
     bias = block.bias
+    value_size = v.shape[-1]
     if block.hidden is not None:
         # The memory-efficient kernel wants it to begin at a multiple of 16 bytes.
         bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys].contiguous()
-    return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
+    if bias is None or q.device.type == "cpu":
+        # For heads of two sizes torch takes its composition, which holds all scores, unless a GPU's memory-efficient
+        # kernel can be taken, as it is under a mask.
+        q, k, v = pad_heads_to_one_size(q, k, v)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
+    return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
 def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:

@@ -1,8 +1,11 @@
-"""torch's variable-length flash attention, on CUDA in half precision: documents cost their own length squared, where a
-mask over the row costs the row's, and no mask is held.
+"""torch's variable-length flash attention, on CUDA in half precision.
 
-`attention.packing` says on the host what is to be computed. Its lengths go to the device in one copy, and nothing is
-read from there.
+A document costs its own length squared, where a mask over the row costs that of the row, and no mask is stored.
+
+`attention.packing` lists on the host what is to be computed, as `Call`s. `put` copies their lengths to the device, in
+one copy for all, and nothing is read from there. `VarlenKernel` then computes each call by `Flash`: directly where all
+keys are there, or block by block with the merge of `attention.blocks` in a ring. Tokens are flat: q is [T, H, hd] with
+T = B · S.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +20,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dtrain.attention.blocks import BlockByBlock, Partial
+from dtrain.attention.blocks import (
+    BlockByBlock,
+    Gradients,
+    Partial,
+    merge_by_log_sum_exp,
+    pad_heads_to_one_size,
+)
 from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.visibility import Visibility
@@ -51,47 +60,82 @@ class Segmented(NamedTuple):
 
 
 class Flash:
-    """The operations. q [T, H, hd], k and v [K, kv, hd], H a multiple of kv: the tokens of the segments' slices, behind
-    one another. The log-sum-exp is [H, T], float32."""
+    """The operations. They compute heads of one size, so the smaller ones are padded with zeros here.
+
+    q is [T, H, hd], k [K, kv, hd] and v [K, kv, hd_v], with H a multiple of kv: the tokens of the segments' slices, one
+    after another. The output is [T, H, hd_v], the log-sum-exp [H, T], float32.
+    """
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        """[T, H, hd], differentiable; sinks [H]: as `blocks` has them."""
+        """Compute attention. Differentiable. sinks: [H], as `blocks` describes them."""
         if sinks is None:
-            return self._forward(q, k, v, segments, scale, None)
-        whole = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
-        return BlockByBlock.apply(q, torch.stack([k, v]), [[whole]], None, VarlenBlocks(self, scale), sinks)
+            value_size = v.shape[-1]
+            q, k, v = pad_heads_to_one_size(q, k, v)
+            out = self.attend(q, k, v, segments, scale)
+            return out if out.shape[-1] == value_size else out[..., :value_size]
+        of_all = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
+        return BlockByBlock.apply(q, k, v, [[of_all]], None, VarlenBlocks(self, scale), sinks)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
-        """[T, H, hd], and the log-sum-exp; not differentiable."""
-        return self._forward(q, k, v, segments, scale, AuxRequest(lse=True))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Partial:
+        """Compute attention with its log-sum-exp. Not differentiable."""
+        value_size = v.shape[-1]
+        q, k, v = pad_heads_to_one_size(q, k, v)
+        out, lse = self.attend_with_lse(q, k, v, segments, scale)
+        return Partial(out[..., :value_size], lse)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The segments' part of the gradients of q, k and v. grad, out [T, H, hd] and lse are those of the whole: of
-        the softmax over all keys, these and others."""
-        ends, window = (segments.query_ends, segments.key_ends), segments.window
-        longest, is_causal = (segments.longest_query, segments.longest_key), window == (-1, 0)
+        """Compute the segments' part of the gradients of q, k and v.
+
+        Args:
+            grad: Gradient of the merged output, [T, H, hd_v].
+            q: [T, H, hd].
+            k: [K, kv, hd].
+            v: [K, kv, hd_v].
+            merged: Attention of these queries over all keys, those of the segments and others.
+            segments: Of q and k.
+            scale: Factor of the scores.
+        """
+        head_size, value_size = q.shape[-1], v.shape[-1]
+        grad, q, k, v, out = pad_heads_to_one_size(grad, q, k, v, merged.out)
+        q_grad, k_grad, v_grad = self.differentiate(grad, q, k, v, Partial(out, merged.lse), segments, scale)
+        return q_grad[..., :head_size], k_grad[..., :head_size], v_grad[..., :value_size]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """Call torch's operation; heads of one size. Differentiable."""
+        return self._attend(q, k, v, segments, scale, None)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Call torch's operation for the output and the log-sum-exp; heads of one size."""
+        return self._attend(q, k, v, segments, scale, AuxRequest(lse=True))
+
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call torch's backward; heads of one size."""
         return torch.ops.torch_attn._varlen_attn_backward(  # torch's own, of which it exports no function
             grad_out=grad,
             query=q,
             key=k,
             value=v,
-            out=out,
-            lse=lse.contiguous(),
-            cu_seq_q=ends[0],
-            cu_seq_k=ends[1],
-            max_q=longest[0],
-            max_k=longest[1],
-            is_causal=is_causal,
+            out=merged.out,
+            lse=merged.lse.contiguous(),
+            cu_seq_q=segments.query_ends,
+            cu_seq_k=segments.key_ends,
+            max_q=segments.longest_query,
+            max_k=segments.longest_key,
+            is_causal=segments.window == (-1, 0),
             rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),  # no dropout
             scale=scale,
-            window_size=list(window),
+            window_size=list(segments.window),
         )
 
-    def _forward(self, q, k, v, segments, scale, aux):
+    def _attend(self, q, k, v, segments, scale, aux):
         ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
         options = {"return_aux": aux, "scale": scale, "window_size": segments.window, **_GROUPED_HEADS}
         # From torch 2.15 on it may be cuDNN's, and the backward of blocks is flash attention's: a step takes one.
@@ -101,123 +145,101 @@ class Flash:
 
 @dataclass(frozen=True)
 class VarlenBlocks:
-    """Attention to a block of keys by `flash`. q [T, H, hd], kv [2, K, kv, hd], the log-sum-exp [H, T]; a step is
-    calls, the first one of all has every query in order."""
+    """`BlockAttention` by `flash`. A step is its calls; the first call of the first step has every query in order.
+
+    q is [T, H, hd], k [K, kv, hd], v [K, kv, hd_v], the output [T, H, hd_v] and its log-sum-exp [H, T].
+    """
 
     flash: Flash
     scale: float
 
-    def forward(self, q: Tensor, kv: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
         for call in step:
-            k, v = (pick(part, call.keys) for part in kv.unbind(0))
-            part, part_lse = self.flash.forward(pick(q, call.queries), k, v, call, self.scale)
-            if so_far is None:  # copies: a checkpoint may keep what the kernel gave
-                so_far = part.to(torch.promote_types(q.dtype, torch.float32), copy=True), part_lse.clone()
+            call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
+            part = self.flash.forward(call_q, call_k, call_v, call, self.scale)
+            if so_far is None:  # copies: a checkpoint may keep what the kernel returned
+                wide = torch.promote_types(q.dtype, torch.float32)
+                so_far = Partial(part.out.to(wide, copy=True), part.lse.clone())
                 continue
             out, lse = so_far
-            sizes = [piece.stop - piece.start for piece in call.queries]
-            for rows, more, more_lse in zip(call.queries, part.split(sizes), part_lse.split(sizes, 1), strict=True):
-                # Merge two partial softmax results by their log-sum-exp (arXiv:2205.14135, section 3.1).
-                new_lse = torch.logaddexp(lse[:, rows], more_lse)
-                old_scale = (lse[:, rows] - new_lse).exp().t().unsqueeze(-1)  # [tokens, heads, 1]
-                more_scale = (more_lse - new_lse).exp().t().unsqueeze(-1)
-                out[rows] = out[rows] * old_scale + more * more_scale
-                lse[:, rows] = new_lse
+            sizes = [rows.stop - rows.start for rows in call.queries]
+            for rows, part_out, part_lse in zip(
+                call.queries, part.out.split(sizes), part.lse.split(sizes, 1), strict=True
+            ):
+                before = Partial(self.by_head(out[rows]), lse[:, rows])
+                merged = merge_by_log_sum_exp(before, Partial(self.by_head(part_out), part_lse))
+                out[rows] = self.by_head(merged.out)
+                lse[:, rows] = merged.lse
         assert so_far is not None  # the first step is never empty
         return so_far
 
     def backward(
-        self, grad: Tensor, q: Tensor, kv: Tensor, whole: Partial, step: list[Segments], q_grad: Tensor, kv_grad: Tensor
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: list[Segments], gradients: Gradients
     ) -> None:
-        out, lse = whole
         for call in step:
-            some_grad, some_q, some_out = (pick(part, call.queries) for part in (grad, q, out))
-            k, v = (pick(part, call.keys) for part in kv.unbind(0))
-            some_lse = pick(lse, call.queries, 1)
-            parts = self.flash.backward(some_grad, some_q, k, v, some_out, some_lse, call, self.scale)
-            for into, slices, values in zip(
-                (q_grad, *kv_grad.unbind(0)), (call.queries, call.keys, call.keys), parts, strict=True
-            ):
-                for at, value in zip(slices, values.split([piece.stop - piece.start for piece in slices]), strict=True):
-                    into[at] += value
+            call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
+            call_merged = Partial(pick(merged.out, call.queries), pick(merged.lse, call.queries, 1))
+            q_grad, k_grad, v_grad = self.flash.backward(
+                pick(grad, call.queries), call_q, call_k, call_v, call_merged, call, self.scale
+            )
+            add_to_slices(gradients.q, call.queries, q_grad)
+            add_to_slices(gradients.k, call.keys, k_grad)
+            add_to_slices(gradients.v, call.keys, v_grad)
 
     def by_head(self, out: Tensor) -> Tensor:
-        """`MaskedBlocks.by_head`: [T, H, hd] -> [H, T, hd], and back."""
         return out.transpose(0, 1)
 
 
-class PackedKernel(Kernel):
-    """Attention by `flash` where there is a packing: rows that hold several documents, or are cut over ranks, or are
-    under a window. By `masked` plain causal rows, images whose tokens see one another, and what is no packing:
-    positions that do not count a document's tokens, documents in pieces.
+class VarlenKernel(Kernel):
+    """Attention by `flash` if there is a packing: for rows of several documents, cut over ranks, or under a window.
 
-    Where the caller does not give the packing, documents and positions are read from the device, once per forward and
-    kind of layer.
+    The kernel that it contains brings the keys, and computes by masks what has no packing: plain causal rows of one
+    rank, images whose tokens see one another, positions that do not count a document's tokens, documents in pieces.
+
+    If the caller does not pass the packing, documents and positions are read from the device, once per forward and kind
+    of layer.
+
+    Args:
+        flash: Operations. None: torch's own.
+        masked: `SdpaKernel` for full rows, `GatherKernel` or `RingKernel` under context parallel. None: full rows.
+        note: Why this kernel was chosen although another was wanted.
     """
 
     takes_packing = True
-    ranks = 1  # that a row is cut over
 
-    def __init__(self, flash: Flash, masked: Kernel):
-        self.flash, self.masked = flash, masked
-
-    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        """Return what is to be computed, of the keys of each exchange."""
-        raise NotImplementedError
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
-        """Attend as a kernel does; q is of the tokens that the packing has, k and v as `gather` gave them."""
-        raise NotImplementedError
-
-    def gather(self, k: Tensor, v: Tensor) -> Gathering:
-        """Gather as `begin_gather` does, of the tokens that the packing has."""
-        return lambda: (k, v)
+    def __init__(self, flash: Flash | None = None, masked: Kernel | None = None, note: str = ""):
+        self.flash, self.masked, self.note = flash or Flash(), masked or SdpaKernel(), note
+        self.name = "varlen" + self.masked.exchange
+        self.group, self.gathers = self.masked.group, self.masked.gathers
+        self.is_context_parallel = self.masked.is_context_parallel
 
     def keys(
         self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        return None if packing is not None else super().keys(positions, documents)
+        return None if packing is not None else self.masked.keys(positions, documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         is_masked = visibility.query_ends is not None or (visibility.packing is None and visibility.is_causal)
         packing = None if is_masked else find_packing(visibility)
         if packing is None:
             return self.masked.prepare(visibility, dtype, device)
-        steps = self.calls(packing, visibility.window)
+        ranks = 1 if self.group is None else self.group.size()
+        steps = self.masked.calls(packing, visibility.window)
         placed = iter(put((call for step in steps for call in step), device))
-        return Segmented(packing.length // self.ranks, [[next(placed) for _ in step] for step in steps])
+        return Segmented(packing.length // ranks, [[next(placed) for _ in step] for step in steps])
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
-        """Override `Kernel.begin_gather`; of a packing [B or B · S, .., kv, hd], of its tokens alone"""
-        if not isinstance(prepared, Segmented):
-            return self.masked.begin_gather(k, v, prepared)
-        return self.gather(k[:, : prepared.tokens], v[:, : prepared.tokens])
+        if isinstance(prepared, Segmented):
+            k, v = k[:, : prepared.tokens], v[:, : prepared.tokens]
+        return self.masked.begin_gather(k, v, prepared)
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
-        """Override `Kernel.over`; q [B, S, H, hd]"""
         if not isinstance(prepared, Segmented):
             return self.masked.over(q, k, v, prepared, scale, sinks)
-        out = self.attend(q[:, : prepared.tokens], k, v, prepared.steps, scale, sinks)
+        tokens = q[:, : prepared.tokens]
+        out = self.masked.over_segments(self.flash, tokens, k, v, prepared.steps, scale, sinks)
         missing = q.shape[1] - out.shape[1]
         return F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
-
-
-class VarlenKernel(PackedKernel):
-    """Variable-length attention of whole rows: one call."""
-
-    name = "varlen"
-
-    def __init__(self, flash: Flash | None = None):
-        super().__init__(flash or Flash(), SdpaKernel())
-
-    def calls(self, packing: Packing, window: int | None) -> list[list[Call]]:
-        return [packing.of_rows(window)]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float, sinks: Tensor | None) -> Tensor:
-        ((segments,),) = steps
-        shape = q.shape[:2]
-        q, k, v = (part.flatten(0, 1) for part in (q, k, v))  # [B · S, heads, hd]
-        return self.flash(q, k, v, segments, scale, sinks).unflatten(0, shape)
 
 
 def find_packing(visibility: Visibility) -> Packing | None:
@@ -262,3 +284,10 @@ def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
     """The slices of `tensor` [..] along `dim`, behind one another: a view where it is one."""
     parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def add_to_slices(target: Tensor, slices: Sequence[slice], values: Tensor) -> None:
+    """Add values [n, ..], which belong to the slices of `target` one after another, in place: the reverse of `pick`."""
+    sizes = [piece.stop - piece.start for piece in slices]
+    for piece, value in zip(slices, values.split(sizes), strict=True):
+        target[piece] += value

@@ -25,8 +25,16 @@ ROWS_AS_FAST_AS_ONE = 8
 
 
 class WeightedSums(NamedTuple):
-    """Attention over some of the keys before the division: Σ w·v, Σ w [..., 1] and the largest score m [..., 1],
-    w = exp(score − m)."""
+    """Attention over some of the keys before the division, with weights w = exp(score − most).
+
+    Training merges averages by their log-sum-exp (`attention.blocks`). Decoding needs no log-sum-exp afterwards, and a
+    step of one token costs as many kernels as it starts, so sums are merged and divided once.
+
+    Attributes:
+        total: Σ w·v, [.., hd_v].
+        weight: Σ w, [.., 1].
+        most: The largest score, [.., 1].
+    """
 
     total: Tensor
     weight: Tensor
@@ -58,7 +66,10 @@ class Prefill:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
-        """Write keys and values, and return the attention: q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]."""
+        """Write keys and values, and return the attention [B, S, H, hd_v] of q [B, S, H, hd].
+
+        k is [B, S, kv, hd], v [B, S, kv, hd_v].
+        """
         if not held:
             self._write(layer, k, v)
         window, is_bidirectional = kind = self._kinds[layer]
@@ -76,14 +87,14 @@ class Prefill:
             self._masks[kind] = self._kernel.prepare(visibility, q.dtype, q.device)
         return self._kernel(q, k, v, self._masks[kind], scale, sinks)
 
-    def _write(self, layer: int, *fresh_ones: Tensor) -> None:
-        """Write k and v [B, S, kv, hd], or the last of them that the layer keeps."""
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k [B, S, kv, hd] and v [B, S, kv, hd_v], or the last of them that the layer keeps."""
         size = self._pool.sizes[layer]
-        for tensor, fresh in zip(self._pool.layer(layer, fresh_ones[0]), fresh_ones, strict=True):
+        for tensor, fresh in zip(self._pool.layer(layer, k, v), (k, v), strict=True):
             if self._length > size:
                 start = (self._lengths - size).clamp(min=0)  # [B]
                 columns = (start[:, None] + torch.arange(size, device=fresh.device)).clamp(max=self._length - 1)
-                fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, hd]
+                fresh = fresh[torch.arange(fresh.shape[0], device=fresh.device)[:, None], columns]  # [B, size, kv, ..]
             tensor[self._indices, :, : fresh.shape[1]] = fresh.transpose(1, 2)
 
     def linear_mask(self, width: int) -> LinearMask:
@@ -292,7 +303,10 @@ class Decode:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
-        """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        """Write keys and values, and return the attention [R, 1, H, hd_v] of q [R, 1, H, hd].
+
+        k is [R, 1, kv, hd], v [R, 1, kv, hd_v].
+        """
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
         if not held:
             self._write(layer, k, v)
@@ -300,31 +314,31 @@ class Decode:
         parts = []
         for own in self._own:
             view = own.views[window]
-            keys, values = own.pool.layer(layer, k)
+            keys, values = own.pool.layer(layer, k, v)
             seen = slice(len(own.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
             parts.append(_sums_over(grouped[own.rows], keys[seen], values[seen], bias))
         added = WeightedSums(*concatenated(parts))
         if sinks is not None:
             added = _sums_with_sinks(added, sinks.view(key_heads, -1, 1))
-        return _join(added, self._over_prompts(layer, grouped, k)).to(q.dtype).flatten(1, 2)[:, None]
+        return _join(added, self._over_prompts(layer, grouped, k, v)).to(q.dtype).flatten(1, 2)[:, None]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Write k and v [R, 1, kv, hd] into the rows' slots."""
+        """Write k [R, 1, kv, hd] and v [R, 1, kv, hd_v] into the rows' slots."""
         for own in self._own:
             columns = own.columns[self._windows[layer]]
-            for tensor, fresh in zip(own.pool.layer(layer, k), (k, v), strict=True):
+            for tensor, fresh in zip(own.pool.layer(layer, k, v), (k, v), strict=True):
                 tensor[own.indices, :, columns] = fresh[own.rows, 0]
 
-    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor) -> WeightedSums:
-        """Return the attention of scaled queries [R, kv, rep, hd] to their prompts; k: as `KVSlotPool.layer` has it."""
+    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor, v: Tensor) -> WeightedSums:
+        """Return the attention of scaled queries [R, kv, rep, hd] to their prompts; k, v: as of `KVSlotPool.layer`."""
         window, key_heads = self._windows[layer], grouped.shape[1]
         if key_heads not in self._heads:
             self._heads[key_heads] = torch.arange(key_heads, device=grouped.device)[:, None]
         parts = []
         for shared in self._shared:
             view = shared.views[window]
-            keys, values = shared.pool.layer(layer, k)
+            keys, values = shared.pool.layer(layer, k, v)
             groups, count = shared.table.shape
             seen = slice(groups), slice(None), slice(view.keys)
             queries = grouped
@@ -398,8 +412,8 @@ def members_of(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int])
 
 
 def _sums_over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> WeightedSums:
-    """Return attention over these keys: q [B, kv, m, hd], scaled; k, v [B, kv, L, hd]; bias [B, 1, 1 or m, L]. In
-    max(float32, the dtype); products of half precision are summed in float32, as the fused kernels do.
+    """Return attention over these keys: q [B, kv, m, hd], scaled; k [B, kv, L, hd]; v [B, kv, L, hd_v]; bias [B, 1,
+    1 or m, L]. In max(float32, the dtype); products of half precision are summed in float32, as fused kernels do.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
     lowest = torch.finfo(torch.float32 if half else q.dtype).min
@@ -419,7 +433,10 @@ def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
 
 
 def _join(first: WeightedSums, second: WeightedSums) -> Tensor:
-    """Return the softmax average over the keys of both parts."""
+    """Return the softmax average over the keys of both parts.
+
+    `attention.blocks.merge_by_log_sum_exp` on sums instead of averages: log(weight) + most is the log-sum-exp.
+    """
     most = torch.maximum(first.most, second.most)
     shares = (first.most - most).exp_(), (second.most - most).exp_()
     weight = first.weight * shares[0] + second.weight * shares[1]

@@ -80,7 +80,7 @@ def _numbers(
     for layer in range(len(store.windows)):
         q, k, v = (random(decode.rows, 1, count, head_dim) for count in (heads, key_heads, key_heads))
         for pool in store.pools:
-            for tensor in pool.layer(layer, k):
+            for tensor in pool.layer(layer, k, v):
                 tensor.copy_(random(*tensor.shape))
         scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
         outputs.append(decode.attend(layer, q, k, v, head_dim**-0.5, sinks=scores)[decode.places])

@@ -24,6 +24,7 @@ from dtrain.inference.slot_flash import SlotFlash
 from dtrain.inference.varlen_decode import VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
+from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext
 from dtrain.models.common.routing import RoutingRecord
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Engine:
         self._steps = steps
         self._notes_experts = notes_experts
         self._flash = flash
+        self.adapters: AdapterContext | None = None  # of every forward, see `use_adapters`
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
         self._tickets = 0
         self._sequences: dict[Ticket, RunningSequence] = {}  # unfinished ones
@@ -144,6 +146,20 @@ class Engine:
         self._fresh: list[tuple[list[RunningSequence], Tensor, Tensor, Tensor | None]] = []
         self._tokens = self._index([])  # the last ones drawn, [R]
         self._decoding: DecodingRows | None = None  # None: rows came, went or grew
+
+    def use_adapters(self, enabled: bool) -> None:
+        """Compute further requests with the model's adapters, as an engine does at first, or without them.
+
+        The model is not changed: other engines on it, and callers of it, decide for themselves.
+
+        Raises:
+            ValueError: If the engine has work, whose keys and values would be of both kinds, or decodes by graphs.
+        """
+        if enabled == (self.adapters is None):
+            return
+        if self.has_work or self._steps is not None:
+            raise ValueError("use_adapters needs an engine without work and without graphs")
+        self.adapters = None if enabled else NO_ADAPTERS
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions of `requests`, in order. The engine must hold no other work. Raises UserError, and
@@ -317,11 +333,9 @@ class Engine:
         self._peers.before_forward(images is not None)
         if images is None and self._peers.run_tower:
             images = no_images(tokens, self.model.config)
-        if not notes:
-            return self.model.next_logits(tokens, cache, images), None
-        record = RoutingRecord(notes_choices=True)
-        logits = self.model.next_logits(tokens, cache, images, record)
-        return logits, record.choices_by_row(len(tokens))
+        record = RoutingRecord(notes_choices=True) if notes else None
+        logits = self.model.next_logits(tokens, cache, images, record, self.adapters)
+        return logits, None if record is None else record.choices_by_row(len(tokens))
 
     def _lay_out(self, entering: list[RunningSequence], first_tokens: Tensor) -> DecodingRows | None:
         """Bring the rows, their tokens and settings in the cache's order, where rows came, went or grew; None without

@@ -53,7 +53,8 @@ class KVSlot:
 
 
 class KVSlotPool:
-    """Slots of one capacity: per layer keys and values [slots, kv, n, hd], n the capacity or what the layer keeps.
+    """Slots of one capacity: per layer keys [slots, kv, n, hd] and values [slots, kv, n, hd_v], n the capacity or what
+    the layer keeps.
 
     kept: the most positions that each layer keeps, None for all. by_position: layers that are views of memory
     [slots, n, kv, hd], the heads of a position side by side. Memory comes with the first write to a layer, in the dtype
@@ -74,10 +75,16 @@ class KVSlotPool:
         self.slots.append(slot)
         return slot
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, ...]:
-        """Return keys and values of a layer for every slot in use; like: [..., kv, hd] of what is to be written."""
-        shape = (like.shape[-2], self.sizes[index], like.shape[-1])
-        return self._grown(index, [(shape, like), (shape, like)])
+    def layer(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return keys and values of a layer for every slot in use.
+
+        Args:
+            index: The layer.
+            k: Keys that are to be written, [.., kv, hd]; only its size, dtype and device count.
+            v: Values that are to be written, [.., kv, hd_v].
+        """
+        kinds = [((like.shape[-2], self.sizes[index], like.shape[-1]), like) for like in (k, v)]
+        return self._grown(index, kinds)
 
     def states(self, index: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the states of a layer of linear attention for every slot in use, [slots, ..] each; like: [.., ..] of
@@ -167,7 +174,8 @@ class KVSlotPool:
             if held is not None and layer in source._linear:
                 self.states(layer, held)
             elif held is not None:
-                self.layer(layer, held[0][:, :, 0])
+                keys, values = held
+                self.layer(layer, keys[:, :, 0], values[:, :, 0])
         source._copy(self, indices, list(range(first, len(self.slots))))
         source.release([KVSlot(source, index) for index in indices])
         for index, slot in enumerate(slots, first):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dtrain.inference.engine import at_rest
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.micro_batch import MicroBatchContext
+from dtrain.models.common.micro_batch import AdapterContext, MicroBatchContext
 
 LOGITS_AT_ONCE = 1 << 26  # elements, in float32
 
@@ -25,13 +25,16 @@ class TokenScores:
 
 
 @torch.no_grad()
-def score_prompts(model: CausalLM, prompts: Sequence[Sequence[int]], together: int) -> list[TokenScores]:
+def score_prompts(
+    model: CausalLM, prompts: Sequence[Sequence[int]], together: int, adapters: AdapterContext | None = None
+) -> list[TokenScores]:
     """Return the scores of each prompt, in order, in max(float32, the model's dtype). model: whole on its device.
-    together: tokens of one forward, beyond a single prompt. No collective."""
+    together: tokens of one forward, beyond a single prompt. adapters: whether those of the model take part. No
+    collective."""
     scores: dict[int, TokenScores] = {}
     with at_rest(model):
         for batch, ids in _batches(prompts, together, next(model.parameters()).device):
-            hidden = model.model(ids, MicroBatchContext())  # [B, S, D]
+            hidden = model.model(ids, MicroBatchContext(adapters=adapters))  # [B, S, D]
             for index, states, tokens in zip(batch, hidden, ids, strict=True):
                 length = len(prompts[index])
                 scores[index] = _scores(model, states[: length - 1], tokens[1:length])

@@ -104,7 +104,10 @@ class VarlenDecode(Decode):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
     ) -> Tensor:
-        """Write keys and values, and return the attention: q [R, 1, H, hd], k and v [R, 1, kv, hd] → [R, 1, H, hd]."""
+        """Write keys and values, and return the attention [R, 1, H, hd_v] of q [R, 1, H, hd].
+
+        k is [R, 1, kv, hd], v [R, 1, kv, hd_v].
+        """
         if not held:
             self._write(layer, k, v)
         grouped = q[:, 0].unflatten(1, (k.shape[2], -1))  # [R, kv, rep, hd]
@@ -112,17 +115,17 @@ class VarlenDecode(Decode):
         queries = grouped.transpose(1, 2).contiguous()
         out, lse = concatenated(
             [
-                self._over(queries[own.rows], own.pool.layer(layer, k), self._slots_of_rows(own, window, rep), scale)
+                self._over(queries[own.rows], own.pool.layer(layer, k, v), self._slots_of_rows(own, window, rep), scale)
                 for own in self._own
             ]
         )
         if sinks is not None:
             out, lse = _average_with_sinks(out, lse, sinks.view(k.shape[2], -1).t()[..., None])
         if window is not None:
-            other, other_lse = _average_of(self._over_prompts(layer, grouped * scale, k))
+            other, other_lse = _average_of(self._over_prompts(layer, grouped * scale, k, v))
         else:
             several = [
-                self._over(queries[each.order], each.pool.layer(layer, k), self._slots_of_prompts(each, rep), scale)
+                self._over(queries[each.order], each.pool.layer(layer, k, v), self._slots_of_prompts(each, rep), scale)
                 for each in self._prompts
             ]
             other, other_lse = (term[self._places] for term in concatenated(several))

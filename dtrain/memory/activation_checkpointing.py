@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable import checkpoint
@@ -13,14 +13,11 @@ from torch.distributed._composable import checkpoint
 from dtrain.models.common.decoder import Layer
 from dtrain.parallel.tensor import ParallelModel
 
-if TYPE_CHECKING:
-    from dtrain.memory.selective_checkpointing import TileComputing
-
 
 def checkpoint_activations(
     model: ParallelModel,
     kind: str,
-    tiles: "TileComputing | None" = None,
+    is_tiled: bool = False,
     layers: Iterable[nn.Module] | None = None,
     **options: Any,
 ) -> None:
@@ -29,8 +26,8 @@ def checkpoint_activations(
     Args:
         model: The model.
         kind: "full", "selective", "mlp", or "none", which changes nothing.
-        tiles: State of the layers' tiles, if `memory.tiles` computes their MLPs. Tiles are recomputed anyway, so "mlp"
-            leaves these layers out.
+        is_tiled: Whether `memory.tiles` computes the layers' MLPs. Tiles are recomputed anyway, so "mlp" leaves these
+            layers out.
         layers: Layers to checkpoint. None: all layers of the decoder and of the vision tower.
         **options: Further arguments of torch's `checkpoint`.
 
@@ -39,21 +36,21 @@ def checkpoint_activations(
         selective checkpointing stores.
     """
     if kind == "selective":
-        from dtrain.memory.selective_checkpointing import contexts_of  # optional
+        from dtrain.memory.selective_checkpointing import AS_WRITTEN  # optional
 
-        options["context_fn"] = contexts_of(tiles)
+        options["context_fn"] = AS_WRITTEN
     if layers is None:
         layers = [*model.model.layers, *model.model.vision_layers]
     for layer in layers:
         if kind in ("full", "selective"):
             checkpoint(layer, **options)
-        elif kind == "mlp" and not _computes_mlp_in_tiles(layer, tiles):
+        elif kind == "mlp" and not (is_tiled and _may_have_tiles(layer)):
             checkpoint(_mlp_of(layer), **options)
 
 
-def _computes_mlp_in_tiles(layer: nn.Module, tiles: "TileComputing | None") -> bool:
-    """Check whether `memory.tiles` computes the MLP of a layer: it tiles neither experts nor a vision tower."""
-    return tiles is not None and isinstance(layer, Layer) and not layer.is_sparse
+def _may_have_tiles(layer: nn.Module) -> bool:
+    """Check whether `memory.tiles` can compute the MLP of a layer: it tiles neither experts nor a vision tower."""
+    return isinstance(layer, Layer) and not layer.is_sparse
 
 
 def _mlp_of(layer: nn.Module) -> nn.Module:

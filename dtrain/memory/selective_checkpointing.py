@@ -4,12 +4,13 @@ The results of matrix products, attention and reduce-scatters are stored, and ev
 of tokens are sent again, because their results are as large as everything else that a mixture of experts stores. In a
 tile (`memory.tiles`) everything is recomputed.
 
-Two forms use the same table: `contexts_of` for layers that run as written, and `selective` for functions that
+Two forms use the same table: `AS_WRITTEN` for layers that run as written, and `selective` for functions that
 torch.compile compiles, whose partitioner then decides within the table what the backward needs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,19 @@ Contexts = Callable[[], tuple[Any, Any]]
 """Function that returns the contexts of the forward and of the recomputation, as torch's `checkpoint` accepts it."""
 
 
-@dataclass
-class TileComputing:
-    """State of a model's tiles (`memory.tiles`).
+# Whether the running call computes a tile. torch calls a policy with an operation and its arguments only, so the flag
+# cannot be passed down. Like torch's grad mode it belongs to the running call of a thread, and to no model or layer.
+_is_in_tile = ContextVar("is_in_tile", default=False)
 
-    Attributes:
-        now: Whether a tile is being computed. Nothing that is computed in a tile is stored.
-    """
 
-    now: bool = False
+@contextmanager
+def storing_nothing() -> Iterator[None]:
+    """Context in which checkpointed layers store no results, because a tile is computed that is recomputed anyway."""
+    token = _is_in_tile.set(True)
+    try:
+        yield
+    finally:
+        _is_in_tile.reset(token)
 
 
 KEPT = frozenset(
@@ -58,29 +63,25 @@ up. In layers that run as written both would be stored, which takes more memory 
 """
 
 
-def _policy(kept: frozenset, tiles: TileComputing, context, operation, *args, **kwargs) -> CheckpointPolicy:
+def _policy(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
     """Decide about the result of an operation, as `create_selective_checkpoint_contexts` calls it."""
-    if operation in kept and not tiles.now:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def contexts_of(tiles: TileComputing | None = None, kept: frozenset = KEPT) -> Contexts:
-    """Return the argument `context_fn` of torch's `checkpoint`.
-
-    Args:
-        tiles: State of the layers' tiles; None without tiles.
-        kept: Operations whose results are stored.
-    """
-    policy = partial(_policy, kept, tiles or TileComputing())
-    return partial(create_selective_checkpoint_contexts, policy)
+def _policy_outside_tiles(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
+    """Decide as `_policy`, but store nothing of a tile."""
+    if _is_in_tile.get():
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _policy(kept, context, operation, *args, **kwargs)
 
 
 # One object each, because torch.compile guards on the identity of the object.
-COMPILED = contexts_of(kept=KEPT_COMPILED)
-"""Contexts of compiled parts."""
-AS_WRITTEN = contexts_of()
-"""Contexts of parts that run as written, outside tiles."""
+# The compiler calls the policy when it traces a part and not in each forward, so COMPILED must not depend on the call.
+COMPILED: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy, KEPT_COMPILED))
+"""Contexts of compiled parts, inside tiles or not."""
+AS_WRITTEN: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy_outside_tiles, KEPT))
+"""Contexts of layers, or parts of layers, that run as written and may contain tiles: the argument `context_fn` of
+torch's `checkpoint`."""
 
 
 def selective(function: Callable[..., Any], contexts: Contexts = COMPILED, **options: Any) -> Callable[..., Any]:

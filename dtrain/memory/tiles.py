@@ -11,8 +11,7 @@ two exceptions. A mixture of experts counts and sorts tokens, and linear attenti
 tokens in its part before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import rounds
-from dtrain.memory.selective_checkpointing import TileComputing
+from dtrain.memory.selective_checkpointing import storing_nothing
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.placement import local_tensor
@@ -41,11 +40,10 @@ class Tiles:
         function: The part, called as `function(hidden, adapters, *tensors)` with tensors [B, n, ..] and, under
             sequence parallel, [B, tp * n, ..].
         layer: The layer, whose parameters `function` reads.
-        computing: State that says whether a tile is being computed.
     """
 
-    def __init__(self, function: Callable[..., Any], layer: nn.Module, computing: TileComputing):
-        self.function, self.layer, self.computing = function, layer, computing
+    def __init__(self, function: Callable[..., Any], layer: nn.Module):
+        self.function, self.layer = function, layer
 
     def __call__(self, hidden: Tensor, adapters: AdapterContext | None, *others: Tensor) -> Any:
         """Return `function(hidden, adapters, *others)`. Each tile has the dropout of its own tokens.
@@ -76,7 +74,7 @@ class _Run:
         of: The tiled part.
         tiles: The tiles, as slices of this rank's tokens.
         length: This rank's tokens per row.
-        adapters: The micro-batch's dropout of adapters.
+        adapters: The micro-batch's context of adapters.
         needed: For each input, whether its gradient is needed.
         parameters: Trained parameters of the layer.
         returns_tuple: Whether the function returns a tuple of tensors; known after the first tile.
@@ -112,15 +110,6 @@ class _Run:
             return self.adapters
         return replace(self.adapters, dropout_tokens=self.part(self.adapters.dropout_tokens, tile))
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Context in which one tile is computed."""
-        self.of.computing.now = True
-        try:
-            yield
-        finally:
-            self.of.computing.now = False
-
     def compute(self, tensors: list[Tensor], tile: slice) -> tuple[Tensor, ...]:
         """Return the function's outputs for a tile, as a tuple."""
         hidden, *others = tensors
@@ -136,7 +125,7 @@ class _Run:
         """Return the outputs of all tiles, without a graph."""
         wholes: list[Tensor] = []
         for tile in rounds(self.tiles, tensors[0]):
-            with self.computing():
+            with storing_nothing():
                 parts = self.compute([self.part(tensor, tile) for tensor in tensors], tile)
             if not wholes:
                 for part in parts:
@@ -206,7 +195,7 @@ class _Tiled(torch.autograd.Function):
         of_parameters = [_Sum() for _ in run.parameters]
         for tile in rounds(run.tiles, inputs[0]):
             # The tile's own backward is inside the context too, because it may recompute checkpointed parts.
-            with run.computing():
+            with storing_nothing():
                 parts = run.gradients(tile, inputs, grads)
             for whole, part in zip((whole for whole in of_inputs if whole is not None), parts, strict=False):
                 run.put(whole, torch.zeros_like(run.part(whole, tile)) if part is None else part, tile)
@@ -249,22 +238,17 @@ class _Sum:
         return None if total is None else self.placed(total.to(self.dtype))
 
 
-def tile_layers(model: CausalLM, kind: str) -> TileComputing:
+def tile_layers(model: CausalLM, kind: str) -> None:
     """Compute the layers of a model in tiles. No collective.
 
     Args:
         model: The model. Parts that are compiled stay compiled, inside the tiles.
         kind: "mlp" for the part of a layer after attention, "all" for the part before attention too.
-
-    Returns:
-        The state that says whether a tile is being computed, for `selective_checkpointing`.
     """
-    computing = TileComputing()
     for layer in cast(list[Layer], model.model.layers):
         before, after = layer.regions or (layer.before, layer.after)
         if kind == "all" and isinstance(layer.mixer, Attention):
-            before = Tiles(before, layer, computing)
+            before = Tiles(before, layer)
         if not layer.is_sparse:
-            after = Tiles(after, layer, computing)
+            after = Tiles(after, layer)
         layer.regions = before, after
-    return computing

@@ -6,6 +6,7 @@ permuted tensors there), visible to torch.compile and to CommDebugMode. All rank
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,12 @@ def exchange(rows: Tensor, receives: Sequence[int], sends: Sequence[int], group:
     """Exchange rows as `all_to_all` does; backward their gradients go back by another all-to-all."""
     there = partial(all_to_all, receives=receives, sends=sends, group=group)
     return _Collective.apply(rows, there, partial(all_to_all, receives=sends, sends=receives, group=group))
+
+
+def flat_views(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """View a flat buffer [.., n] as tensors [.., *shape] behind one another. One message can then carry them all."""
+    sizes = [prod(shape) for shape in shapes]
+    return [part.unflatten(-1, shape) for part, shape in zip(buffer.split(sizes, -1), shapes, strict=True)]
 
 
 class _Collective(torch.autograd.Function):

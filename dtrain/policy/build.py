@@ -145,17 +145,18 @@ def keep_for_backward(
 ) -> None:
     """Settle what layers keep for the backward, what they compute again, and where it lies, as `train` says. No
     collective. memory: of the host, in place of its own; options: of torch's `checkpoint`."""
-    train, tiles = recipe.train, None
-    if train.tile != "none":
+    train = recipe.train
+    is_tiled = train.tile != "none"
+    if is_tiled:
         from dtrain.memory.tiles import tile_layers
 
-        tiles = tile_layers(model, train.tile)
+        tile_layers(model, train.tile)
     layers = None
     if train.compile:
         from dtrain.memory.compilation import checkpointed_outside
 
         layers = checkpointed_outside(model, recipe.train)
-    checkpoint_activations(model, train.activation_checkpointing, tiles, layers, **options)
+    checkpoint_activations(model, train.activation_checkpointing, is_tiled, layers, **options)
     if train.activation_offload:
         from dtrain.memory import activation_offload as offload
 
@@ -262,13 +263,13 @@ def choose_delta(
 
 
 def _over_ranks(kernel: Kernel, mesh: Mesh, rotate: str) -> Kernel:
-    from dtrain.attention.context import GatherKernel, VarlenGatherKernel
-    from dtrain.attention.ring import RingKernel, VarlenRingKernel
+    from dtrain.attention.context import GatherKernel, RingKernel
     from dtrain.attention.varlen import VarlenKernel
 
+    over_ranks = RingKernel if rotate == "ring" else GatherKernel
     if isinstance(kernel, VarlenKernel):
-        return (VarlenRingKernel if rotate == "ring" else VarlenGatherKernel)(kernel, mesh.cp)
-    return (RingKernel if rotate == "ring" else GatherKernel)(kernel, mesh.cp)
+        return VarlenKernel(kernel.flash, over_ranks(kernel.masked, mesh.cp), note=kernel.note)
+    return over_ranks(kernel, mesh.cp)
 
 
 def offloads(recipe: PolicyConfig, device: torch.device) -> bool:

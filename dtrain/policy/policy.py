@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths, next_tokens, trained_tokens
+from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -41,13 +42,15 @@ from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
 from dtrain.recipe.automatic import without_auto
-from dtrain.recipe.schema import Model
+from dtrain.recipe.schema import Lora, Model
 from dtrain.recipe.schema import Optimizer as OptimizerSection
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
     from dtrain.memory.gradient_sums import GradientSums
     from dtrain.models.vision.flops import ImageFlops
+
+SCORE_HEAD = "score"  # name of a classifier's or critic's head
 
 
 class Policy:
@@ -127,20 +130,27 @@ class Policy:
             self._read_adapter(recipe.lora.path)
 
     def another(
-        self, path: str | None = None, *, labels: int | None = None, optimizer: OptimizerSection | None = None
+        self,
+        path: str | None = None,
+        *,
+        labels: int | None = None,
+        optimizer: OptimizerSection | None = None,
+        adapters: bool | None = None,
     ) -> "Policy":
         """Build a second model that is trained next to this one, on the same mesh and by the same recipe.
 
-        It has no adapters. Call its `init_optimizer` to train it, and save it together with this policy by
-        `save_models` (`policy/checkpoint.py`).
+        Call its `init_optimizer` to train it, and save it together with this policy by `save_models`
+        (`policy/checkpoint.py`).
 
         Args:
             path: Directory of the model. None builds it from this policy's own files.
             labels: Outputs of a new head, for a critic or a classifier. None keeps the head of a language model.
             optimizer: Its optimizer. None uses the recipe's.
+            adapters: Whether it gets new adapters by the recipe's section `lora`, next to which a new head is trained
+                fully. If not, all its weights are trained. Must be given if the recipe has that section.
 
         Raises:
-            UserError: If the model cannot be read.
+            UserError: If the model cannot be read, or `adapters` does not fit the recipe.
 
         Collectives:
             Those of building a policy.
@@ -153,10 +163,34 @@ class Policy:
             self.recipe,
             model=self.recipe.model if path is None else Model(path=path),
             optimizer=optimizer or self.recipe.optimizer,
-            lora=None,
+            lora=self._lora_of_another(adapters, has_new_head=labels is not None),
         )
         config = read_config(recipe.model.directory, labels=labels)
         return Policy(recipe, config, self.mesh, self.runtime)
+
+    def _lora_of_another(self, adapters: bool | None, has_new_head: bool) -> Lora | None:
+        """Return the section `lora` of a second model. See `another`."""
+        section = self.recipe.lora
+        if section is None:
+            if adapters:
+                raise UserError("Policy.another(adapters=True): the recipe has no section lora. Set lora={}")
+            return None
+        if adapters is None:
+            raise UserError(
+                "Policy.another: the recipe has lora. Pass adapters=True to train new adapters of the second model, or "
+                "adapters=False to train all its weights"
+            )
+        if not adapters:
+            return None
+        if section.path is not None:
+            raise UserError(
+                f"Policy.another(adapters=True): the settings of lora.path={section.path} are those of its own model. "
+                "Pass adapters=False, or set lora.rank and lora.target in place of lora.path"
+            )
+        saved = list(section.modules_to_save)
+        if has_new_head and SCORE_HEAD not in saved:
+            saved.append(SCORE_HEAD)
+        return replace(section, modules_to_save=saved)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -279,7 +313,11 @@ class Policy:
         Collectives:
             Those of `batching.take` and of the forward.
         """
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows, sampling)])[0]
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.logprobs(rows, sampling, adapters=self._has_adapters)]
+
+        return self._scored(batch, micro_batch_size, score)[0]
 
     @torch.no_grad()
     def token_values(
@@ -301,7 +339,11 @@ class Policy:
         Collectives:
             Those of `batching.take` and of the forward.
         """
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.of_labels(rows, value_fn)])[0]
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.of_labels(rows, value_fn, adapters=self._has_adapters)]
+
+        return self._scored(batch, micro_batch_size, score)[0]
 
     def entropies(
         self, batch: Batch, micro_batch_size: int | Batching | None, sampling: "TrainingSamplingParams"
@@ -310,7 +352,11 @@ class Policy:
 
         Arguments, shape and collectives are those of `logprobs`.
         """
-        return self._scored(batch, micro_batch_size, lambda rows: [self.scorer.entropies(rows, sampling)])[0]
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.entropies(rows, sampling, adapters=self._has_adapters)]
+
+        return self._scored(batch, micro_batch_size, score)[0]
 
     def get_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
         """Compute the log-probability of every token, whether it has a label or not (NeMo-RL's function).
@@ -320,7 +366,11 @@ class Policy:
             log-probability of token i given the tokens before it in its document, 0 for a document's first token and
             for padding. The same on every tp and cp rank.
         """
-        (values,) = self._scored(batch, micro_batch_size, lambda rows: [self.scorer.logprobs(rows)], every_token=True)
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.logprobs(rows, adapters=self._has_adapters)]
+
+        (values,) = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"logprobs": values.roll(1, 1)}  # the last position has no label
 
     def get_topk_logits(
@@ -337,7 +387,7 @@ class Policy:
             {"topk_logits", "topk_indices"}, each [n, S, k] on the CPU, after the model's softcap, descending, equal
             logits by ascending token id; 0 on padding. The same on every tp and cp rank.
         """
-        score = partial(self.scorer.topk_logits, k=k)
+        score = partial(self.scorer.topk_logits, k=k, adapters=self._has_adapters)
         logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
         return {"topk_logits": logits, "topk_indices": ids}
 
@@ -370,7 +420,9 @@ class Policy:
     def use_reference_model(self) -> Iterator[None]:
         """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
 
-        Its router decides inside, even if a batch has `routed_experts`. No collective.
+        Inside, this policy's forwards are those of the reference: without adapters if it has none. A caller of the
+        model itself passes `micro_batch.NO_ADAPTERS` then. The reference's router decides, even if a batch has
+        `routed_experts`. No collective.
 
         Raises:
             RuntimeError: Before `init_reference_model`.
@@ -393,6 +445,11 @@ class Policy:
         with self.sharding.writing():
             read_adapter(self.model, path)
 
+    @property
+    def _has_adapters(self) -> bool:
+        """Whether forwards have the model's adapters: always, except in place of a reference without adapters."""
+        return self.reference is None or not self.reference.is_in_place or self.reference.has_adapters
+
     def _required_updater(self, caller: str) -> Updater:
         if self.updater is None:
             raise RuntimeError(f"Policy.{caller} needs init_optimizer first; Policy.evaluate does not")
@@ -404,8 +461,6 @@ class Policy:
         self.model.train()
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduced(self._counts(step.batch, batches), self.mesh.dp)
-        if self.model.adapters is not None:
-            self.model.adapters.step = updater.scheduler.steps
         loss, metrics, routing_totals = self._backward(updater, batches, loss_fn, self._divisors(counts))
         totals = Totals(self._summed(loss, metrics, routing_totals))
         self._unread.append(totals)
@@ -418,7 +473,7 @@ class Policy:
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduced(self._counts(step.batch, ()), self.mesh.dp)
         divisors = self._divisors(counts)
-        results = [self.scorer.at_head(batch, loss_fn, *divisors) for batch in batches]
+        results = [self.scorer.at_head(batch, loss_fn, *divisors, adapters=self._has_adapters) for batch in batches]
         self.sharding.reshard()
         loss = torch.stack([loss for loss, _ in results]).sum()
         metrics = [measured for _, measured in results]
@@ -537,7 +592,15 @@ class Policy:
             if self.sums is not None:
                 self.sums.begin(updater.scheduler.steps, index, is_last)
             record = RoutingRecord()
-            loss, measured = self.scorer.at_head(batch, loss_fn, *divisors, balance=balance, record=record)
+            loss, measured = self.scorer.at_head(
+                batch,
+                loss_fn,
+                *divisors,
+                balance=balance,
+                record=record,
+                adapters=self._has_adapters,
+                step=updater.scheduler.steps,
+            )
             (loss * scale if scale != 1.0 else loss).backward()
             total = total + loss.detach()
             metrics.append(measured)

@@ -1,7 +1,7 @@
 """The reference model: a second, frozen set of weights that is swapped into the policy's model for a while."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,16 +20,17 @@ class Reference:
         model: The model whose weights are copied, and into which they are swapped.
         sharding: Sharding of `model`.
         whole: Copy the frozen weights too. Otherwise the reference shares them with the model.
-        adapters: Whether the reference has the model's adapters. Without, adapters are switched off while the reference
-            is in place, and their weights are not copied.
+        adapters: Whether the reference has the model's adapters. Without, their weights are not copied, and forwards
+            of the reference must be called without them (`Scorer.at_head`).
 
     Attributes:
+        has_adapters: Whether forwards of the reference have the model's adapters.
         tensors: The copied weights by parameter name: plain tensors, or DTensors like the parameters. Tied weights
             appear once.
     """
 
     def __init__(self, model: CausalLM, sharding: Sharding, *, whole: bool, adapters: bool = True):
-        self._model, self._sharding, self._adapters = model, sharding, adapters
+        self._model, self._sharding, self.has_adapters = model, sharding, adapters
         sharding.reshard()
         left_out = set() if whole else frozen_names(model)
         self.tensors: dict[str, Tensor] = {
@@ -43,20 +44,18 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
 
-        The weights are swapped shard by shard, so no third copy exists.
+        The weights are swapped shard by shard, so no third copy exists. Adapters are not touched: whether a forward has
+        them is an argument of the forward (`has_adapters`).
 
         Raises:
             RuntimeError: If the reference is in place already.
         """
-        from dtrain.adapters.lora import adapters_off  # a run without a reference needs none of it
-
         if self.is_in_place:
             raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")
         self._swap()
         self.is_in_place = True
         try:
-            with nullcontext() if self._adapters else adapters_off(self._model):
-                yield
+            yield
         finally:
             self._swap()
             self.is_in_place = False

@@ -18,7 +18,7 @@ from dtrain.losses.head.vocabulary import HeadInput, VocabShard, compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn, TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images, RankImages
-from dtrain.models.common.micro_batch import AdapterContext, MicroBatchContext
+from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, MicroBatchContext
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingRecord
 from dtrain.parallel import context
 from dtrain.parallel.collectives import leave_region
@@ -138,15 +138,34 @@ class LogprobSource:
         sums = sum_by_document(values, self._batch["document_ids"], self.documents)
         return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
 
+    def token_scores(self) -> Tensor:
+        """Compute the outputs of a classifier or critic at every position of this rank.
+
+        Returns:
+            [B, S/cp, labels] in max(float32, the dtype of computation), the same on every tp rank.
+
+        Raises:
+            ValueError: If the model has a vocabulary's head.
+
+        Collectives:
+            Over tp one all-reduce.
+        """
+        dtype = compute_dtype(self._hidden.dtype)
+        return self._required_score.product(self._hidden.to(dtype), self._head_weight.to(dtype))
+
+    @property
+    def _required_score(self) -> ScoreHead:
+        if self._score is None:
+            raise ValueError("this model has a vocabulary's head, and gives no scores")
+        return self._score
+
     def scores(self) -> Tensor:
         """Return a classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
         dtype); whole on every rank of tp and cp, as `by_document`. Over tp one all-reduce, over cp another."""
-        if self._score is None:
-            raise ValueError("this model has a vocabulary's head, and gives no scores")
         index = self._batch["label_index"]
         dtype = compute_dtype(self._hidden.dtype)
         hidden = self._hidden.flatten(0, 1).index_select(0, index).to(dtype)  # [T, D]
-        values = self._score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
+        values = self._required_score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
         ids = self._batch["document_ids"].flatten().index_select(0, index)
         outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
         return outputs if self._cp.size() == 1 else leave_region(outputs, self._cp.get_group())
@@ -209,6 +228,8 @@ class Scorer:
         *more: Any,
         balance: BalanceLoss | None = None,
         record: RoutingRecord | None = None,
+        adapters: bool = True,
+        step: int = 0,
     ) -> Any:
         """Return `fn(source, local, *more)`, called inside the root's forward, with a graph that is ready for backward.
 
@@ -222,6 +243,8 @@ class Scorer:
             more: Further arguments of `fn`.
             balance: The balance loss of a mixture of experts. None if there is none.
             record: Filled by the sparse layers of a mixture of experts. None if nobody reads it.
+            adapters: Whether the model's adapters take part.
+            step: The optimizer step, from which the dropout of adapters is computed in training.
         """
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
         if self.model.config.experts is not None:  # padding is not routed
@@ -230,9 +253,9 @@ class Scorer:
         by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
         count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
         _check_routed(batch, self.model)
-        adapters = self.model.adapters
-        if adapters is not None and adapters.dropout and self.model.training:
-            whole["dropped"] = adapters.numbers(batch)
+        settings = self.model.adapters
+        if adapters and settings is not None and settings.dropout and self.model.training:
+            whole["dropout_tokens"] = settings.dropout_tokens(batch, step)
         if self.mesh.cp.size() > 1:
             whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
@@ -253,7 +276,7 @@ class Scorer:
             packing=self._packing(batch, is_packed) if self.model.model.takes_packing else None,
             images=self._images(batch, local),
             routing=routing,
-            adapters=None if "dropped" not in local else AdapterContext(local.pop("dropped")),
+            adapters=_adapter_context(adapters, local.pop("dropout_tokens", None)),
         )
         inputs = Inputs(local["input_ids"], context)
 
@@ -305,30 +328,37 @@ class Scorer:
         return Packing.of(positions, *owners)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, sampling: "TrainingSamplingParams | None" = None) -> Tensor:
+    def logprobs(
+        self, batch: Batch, sampling: "TrainingSamplingParams | None" = None, *, adapters: bool = True
+    ) -> Tensor:
         """Return log p(label) at every position of one host micro-batch [B, S], 0 where there is none; on the device,
-        the same on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. Under cp one
-        all-gather."""
+        the same on every cp and tp rank, in the order of the batch. sampling: as labels were drawn. adapters: whether
+        they take part. Under cp one all-gather."""
         from dtrain.losses.head.logprobs import TrainingSamplingParams
 
         sampling = sampling or TrainingSamplingParams()
-        return self.of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs)
+        return self.of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs, adapters=adapters)
 
     @torch.no_grad()
-    def entropies(self, batch: Batch, sampling: "TrainingSamplingParams") -> Tensor:
+    def entropies(self, batch: Batch, sampling: "TrainingSamplingParams", *, adapters: bool = True) -> Tensor:
         """Return, by position as `logprobs`, the entropy where there is a label, else 0, [B, S]."""
-        return self.of_labels(batch, lambda source: source.sampled_logprobs(sampling, entropy=True).entropy)
 
-    def of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None]) -> Tensor:
-        """Return `fn`'s values [B, S/cp] as [B, S] on every rank."""
-        local = self.at_head(batch, lambda source, _: fn(source))
+        def entropy(source: LogprobSource) -> Tensor | None:
+            return source.sampled_logprobs(sampling, entropy=True).entropy
+
+        return self.of_labels(batch, entropy, adapters=adapters)
+
+    def of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None], *, adapters: bool = True) -> Tensor:
+        """Return `fn`'s values [B, S/cp] as [B, S] on every rank. adapters: whether they take part."""
+        local = self.at_head(batch, lambda source, _: fn(source), adapters=adapters)
         cp = self.mesh.cp
         return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
 
     @torch.no_grad()
-    def topk_logits(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    def topk_logits(self, batch: Batch, k: int, *, adapters: bool = True) -> tuple[Tensor, Tensor]:
         """Return the k largest logits at every position of one host micro-batch and their ids, both [B, S, k], 0 on
-        padding; on the device, the same on every cp and tp rank, in the order of the batch. Under cp two all-gathers.
+        padding; on the device, the same on every cp and tp rank, in the order of the batch. adapters: whether they take
+        part. Under cp two all-gathers.
         """
         from dtrain.losses.head.topk import topk_logits_from_hidden_states
 
@@ -342,8 +372,16 @@ class Scorer:
             ]
 
         cp, length = self.mesh.cp, batch["input_ids"].shape[1]
-        values, ids = (context.gather_tokens(part, cp, length) for part in self.at_head(batch, at_head))
+        local = self.at_head(batch, at_head, adapters=adapters)
+        values, ids = (context.gather_tokens(part, cp, length) for part in local)
         return values, ids
+
+
+def _adapter_context(enabled: bool, dropout_tokens: Tensor | None) -> AdapterContext | None:
+    """Return the context of adapters. None if they take part without dropout, as in a model without adapters."""
+    if not enabled:
+        return NO_ADAPTERS
+    return None if dropout_tokens is None else AdapterContext(dropout_tokens=dropout_tokens)
 
 
 def _check_routed(batch: Batch, model: CausalLM) -> None:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain.adapters.lora import Adapter, AdapterState
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import Adapter, AdapterSettings
 from dtrain.models.common.micro_batch import AdapterContext
 
 SHARE, WIDTH, LENGTH = 0.25, 512, 8
@@ -28,11 +29,12 @@ def part(rank, size):
 
 def dropped(batch, *, seed=0, step=0, number=0, tp=None, cut=None):
     """Return ones [B, S, WIDTH], or a rank's part of them, after dropout."""
-    state = AdapterState(dropout=SHARE, seed=seed, step=step)
+    settings = AdapterSettings(AdapterConfig(dropout=SHARE), seed)
     rows, length = batch["input_ids"].shape
     ones = torch.ones(rows, length // (cut.size if cut else 1), WIDTH // (tp.size if tp else 1))
     layer = SimpleNamespace(training=True, in_features=WIDTH, tp=tp, cut=cut)
-    return Adapter(1.0, False, number, state)._dropped(layer, ones, AdapterContext(state.numbers(batch)))
+    context = AdapterContext(dropout_tokens=settings.dropout_tokens(batch, step))
+    return Adapter(1.0, False, number, settings)._dropped(layer, ones, context)
 
 
 FIRST, SECOND = list(range(LENGTH)), list(range(7, 7 + LENGTH))

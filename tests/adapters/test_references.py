@@ -5,14 +5,19 @@ import torch
 
 from dtrain import models
 from dtrain.adapters.config import AdapterConfig, is_adapter
-from dtrain.adapters.lora import adapted_layers, adapters_off, build_with_adapters, init_adapters, remove_adapters
+from dtrain.adapters.lora import adapted_layers, build_with_adapters, init_adapters, remove_adapters
+from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import NO_ADAPTERS
+from dtrain.models.read_config import parse_config
 from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.reference import Reference
 from dtrain.policy.trained import choose_trained
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
+from tests.models.test_vision_models import CASES, images_of, token_rows
+from tests.models.vision.test_training import ARCHITECTURES
 from tests.problem_lines import preflight
 from tests.running import assert_parity, metrics, run, trajectory, weights
-from tests.tiny import tiny_recipe, write_model
+from tests.tiny import FAMILIES, tiny_recipe, write_model
 
 
 def adapted(tmp_path, section):
@@ -38,10 +43,45 @@ def test_without_its_adapters_a_model_is_itself(tmp_path, section):
         for name, parameter in plain.named_parameters():
             parameter.copy_(model.get_parameter(name))
     with_adapters = model(ids)
-    with adapters_off(model):
-        assert torch.equal(model(ids), plain(ids))
+    assert torch.equal(model(ids, adapters=NO_ADAPTERS), plain(ids))
     assert torch.equal(model(ids), with_adapters) and not torch.allclose(with_adapters, plain(ids), rtol=1e-3)
     assert len(adapted_layers(model)) == 14
+
+
+def with_all_adapters(config):
+    """A model in float64 with an adapter on each layer that may have one, and the same model without adapters."""
+    every = AdapterConfig(rank=2, target=".*", parameters=("experts", "gate.weight"))
+    model = build_with_adapters(config, every, torch.float64).eval()
+    models.init_weights(model, 0)
+    assert all(layer.wrapper is not None for layer in model.modules() if isinstance(layer, Linear))
+    plain = models.build(config, torch.float64).eval()
+    plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)})
+    return model, plain
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_adapter_of_a_family_takes_part_in_a_forward_without(tmp_path, family):
+    model, plain = with_all_adapters(models.read_config(write_model(tmp_path, family)))
+    ids = torch.arange(2, 14).view(2, 6)
+    assert torch.equal(model(ids, adapters=NO_ADAPTERS), plain(ids))
+    assert not torch.allclose(model(ids), plain(ids), rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_adapter_of_a_vision_tower_takes_part_in_a_forward_without(name):
+    case = CASES[name]
+    config = parse_config(case.config().to_dict() | ARCHITECTURES[name], vision=True)
+    model, plain = with_all_adapters(config)
+    ids, grids = token_rows(case), [grid for some in case.grids for grid in some]
+    pixels = torch.rand(sum(height * width for _, height, width in grids), config.vision.values).double()
+    images = images_of(case, ids, pixels, config)
+    assert torch.equal(model(ids, images=images, adapters=NO_ADAPTERS), plain(ids, images=images))
+    (tower,), (own,) = model.model.vision, plain.model.vision
+    features, expected = tower(pixels, grids, NO_ADAPTERS), own(pixels, grids)
+    assert torch.equal(features.tokens, expected.tokens)
+    assert not torch.allclose(tower(pixels, grids).tokens, expected.tokens, rtol=1e-3)
 
 
 def test_layers_that_files_join_share_a_until_the_adapters_are_removed(tmp_path):
@@ -55,8 +95,7 @@ def test_layers_that_files_join_share_a_until_the_adapters_are_removed(tmp_path)
 
 def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path):
     model, ids = adapted(tmp_path, "{rank: 2, modules_to_save: [norm]}"), torch.arange(12).view(2, 6)
-    with adapters_off(model):
-        expected = model(ids)
+    expected = model(ids, adapters=NO_ADAPTERS)
     reference = Reference(model, Sharding(model), whole=False, adapters=False)
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in reference.tensors} <= {
         "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"
@@ -67,7 +106,7 @@ def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path
                 parameter.add_(0.5)
     trained = model(ids)
     with reference.in_place():
-        assert torch.equal(model(ids), expected)
+        assert torch.equal(model(ids, adapters=NO_ADAPTERS), expected)
     assert torch.equal(model(ids), trained)
 
 
@@ -133,5 +172,4 @@ def test_a_new_dora_adapter_changes_nothing_in_half_precision(tmp_path):
         layer.weight[3], layer.lora_magnitude[3] = 0, 0  # a row of zeros has no direction
     model.to(torch.bfloat16)  # as FSDP gathers it
     with_adapters = model(ids)
-    with adapters_off(model):
-        assert torch.equal(model(ids), with_adapters) and with_adapters.isfinite().all()
+    assert torch.equal(model(ids, adapters=NO_ADAPTERS), with_adapters) and with_adapters.isfinite().all()

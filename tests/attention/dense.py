@@ -11,7 +11,7 @@ def visible(positions, documents, window):
 
 
 def attention(q, k, v, seen, scale, sinks=None):
-    """q [B, S, H, hd], k and v [B, S, kv, hd], seen [B, S, S], sinks [H] → [B, S, H, hd]."""
+    """q [B, S, H, hd], k [B, S, kv, hd], v [B, S, kv, hd_v], seen [B, S, S], sinks [H] → [B, S, H, hd_v]."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2).double() for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
@@ -20,11 +20,12 @@ def attention(q, k, v, seen, scale, sinks=None):
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
 
 
-def tensors(rows, length, heads, kv_heads, size, dtype=torch.float64, seed=0):
-    """q, k, v and a gradient of the output, random."""
+def tensors(rows, length, heads, kv_heads, size, dtype=torch.float64, seed=0, value_size=None):
+    """q, k, v and a gradient of the output, random; value_size: of a head of v, if it is another one."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [heads, kv_heads, kv_heads, heads]
-    return [torch.randn(rows, length, n, size, generator=generator, dtype=torch.float64).to(dtype) for n in shapes]
+    value_size = value_size or size
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size)]
+    return [torch.randn(rows, length, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 def packed_rows(rows, length):

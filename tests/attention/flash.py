@@ -12,16 +12,15 @@ class WrittenFlash(Flash):
 
     calls = 0
 
-    def __call__(self, q, k, v, segments, scale, sinks=None):
-        if sinks is not None:
-            return super().__call__(q, k, v, segments, scale, sinks)
+    def attend(self, q, k, v, segments, scale):
         return self._computed(q, k, v, segments, scale)[0]
 
-    def forward(self, q, k, v, segments, scale):
+    def attend_with_lse(self, q, k, v, segments, scale):
         assert not torch.is_grad_enabled()
         return self._computed(q, k, v, segments, scale)
 
-    def backward(self, grad, q, k, v, out, lse, segments, scale):
+    def differentiate(self, grad, q, k, v, merged, segments, scale):
+        out, lse = merged
         wide = torch.promote_types(q.dtype, torch.float32)
         q_grad, k_grad, v_grad = (torch.zeros_like(one, dtype=wide) for one in (q, k, v))
         for asked, held, seen in self._segments(q, k, v, segments):

@@ -15,7 +15,7 @@ def written(store, count, layers=(0, 1)):
     """Rows whose keys and values say which row they are."""
     slots = [store.new_row(row) for row in range(count)]
     for layer in layers:
-        keys, values = slots[0].pool.layer(layer, torch.zeros(1, 2, 4))
+        keys, values = slots[0].pool.layer(layer, torch.zeros(1, 2, 4), torch.zeros(1, 2, 3))
         for slot in slots:
             keys[slot.index] = slot.owner
             values[slot.index] = -slot.owner
@@ -29,7 +29,7 @@ def check(store):
             assert slot.pool is pool and slot.index == index
             seen.append(slot.owner)
             for layer in (0, 1):
-                keys, values = pool.layer(layer, torch.zeros(1, 2, 4))
+                keys, values = pool.layer(layer, torch.zeros(1, 2, 4), torch.zeros(1, 2, 3))
                 used = min(slot.length, pool.sizes[layer])
                 assert (keys[index, :, :used] == slot.owner).all()
                 assert (values[index, :, :used] == -slot.owner).all()

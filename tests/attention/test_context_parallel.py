@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.attention.blocks import CpuFlash, Products
-from dtrain.attention.context import GatherKernel, VarlenGatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import shard_sequence
@@ -25,13 +24,13 @@ KERNELS_OF_CP = {
     "ring": lambda mesh: RingKernel(SdpaKernel(), mesh),
     "ring by products": lambda mesh: RingKernel(SdpaKernel(), mesh, Products()),
     "ring by torch's kernel": lambda mesh: RingKernel(SdpaKernel(), mesh, CpuFlash()),
-    "varlen gather": lambda mesh: VarlenGatherKernel(VarlenKernel(WrittenFlash()), mesh),
-    "varlen ring": lambda mesh: VarlenRingKernel(VarlenKernel(WrittenFlash()), mesh),
+    "varlen gather": lambda mesh: VarlenKernel(WrittenFlash(), GatherKernel(SdpaKernel(), mesh)),
+    "varlen ring": lambda mesh: VarlenKernel(WrittenFlash(), RingKernel(SdpaKernel(), mesh)),
 }
 EXTRA = 3  # tokens of sequence parallel's padding
 
 
-def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype, rtol):
+def on_ranks(rank, kernel, size, length, heads, kv_heads, value_size, packed, windows, dtype, rtol):
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))["cp"]
     kernel = KERNELS_OF_CP[kernel](mesh)
     assert kernel.is_context_parallel
@@ -44,7 +43,7 @@ def on_ranks(rank, kernel, size, length, heads, kv_heads, packed, windows, dtype
     assert torch.equal(keys[0].expand_as(positions), positions)
     assert documents is None or torch.equal(keys[1], documents)
     for window in windows:
-        q, k, v, grad = tensors(2, length, heads, kv_heads, 8, dtype)
+        q, k, v, grad = tensors(2, length, heads, kv_heads, 8, dtype, value_size=value_size)
         scores = torch.linspace(-2, 4, heads, dtype=dtype)
         wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
         sinks = [x.requires_grad_() for x in (scores.double(), scores.clone())] if window != 5 else [None, None]
@@ -78,21 +77,22 @@ CASES = covering(
         "ranks": [2, 3, 4],
         "length": [48, 24],
         "heads": [(4, 2), (4, 4), (3, 1)],
+        "value_size": [8, 5, 12],
         "packed": [True, False],
         "dtype": [torch.float64, torch.float32],
     }
 )
 # Chunks of one token.
-CASES += [dict(zip(CASES[0], (kernel, 3, 6, (4, 2), True, torch.float64), strict=True)) for kernel in KERNELS_OF_CP]
+CASES += [dict(zip(CASES[0], (kernel, 3, 6, (4, 2), 8, True, torch.float64), strict=True)) for kernel in KERNELS_OF_CP]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_numbers_of_dense_attention(size):
     cases = {}
     for case in (case for case in CASES if case["ranks"] == size):
-        kernel, _, length, heads, packed, dtype = case.values()
+        kernel, _, length, heads, value_size, packed, dtype = case.values()
         rtol = 1e-12 if dtype == torch.float64 else 5e-6
-        cases[named(case)] = kernel, size, length, *heads, packed, (None, 5, 30), dtype, rtol
+        cases[named(case)] = kernel, size, length, *heads, value_size, packed, (None, 5, 30), dtype, rtol
     run_cases(on_ranks, size, cases)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.attention.blocks import MaskedBlocks, Products
+from dtrain.attention.blocks import Gradients, MaskedBlocks, Products
 from dtrain.attention.kernels import SdpaKernel, Span
 from dtrain.attention.visibility import Visibility
 
@@ -70,18 +70,19 @@ def case(request):
     return visibility, brute_force(visibility, 3)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
-def test_sdpa_is_attention_written_out(case, heads):
+@pytest.mark.parametrize(("heads", "value_size"), [((4, 4), 8), ((4, 2), 8), ((3, 1), 8), ((4, 4), 6), ((4, 2), 11)])
+def test_sdpa_is_attention_written_out(case, heads, value_size):
     visibility, seen = case
     generator = torch.Generator().manual_seed(0)
 
-    def random(length, count):
-        return torch.randn(3, length, count, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    def random(length, count, size=8):
+        return torch.randn(3, length, count, size, dtype=torch.float64, generator=generator, requires_grad=True)
 
-    q, k, v = random(visibility.queries, heads[0]), random(visibility.keys, heads[1]), random(visibility.keys, heads[1])
+    q, k = random(visibility.queries, heads[0]), random(visibility.keys, heads[1])
+    v = random(visibility.keys, heads[1], value_size)
     kernel = SdpaKernel()
     assert torch.equal(visibility.visible(slice(0, visibility.queries), q.device).expand_as(seen), seen)
-    grad = torch.randn(q.shape, dtype=q.dtype, generator=generator)
+    grad = torch.randn(*q.shape[:3], value_size, dtype=q.dtype, generator=generator)
     scores = torch.linspace(-2, 4, heads[0], dtype=q.dtype, requires_grad=True)
     for sinks in ((), (scores,)):
         out = kernel(q, k, v, kernel.prepare(visibility, q.dtype, q.device), 0.3, *sinks)
@@ -155,12 +156,11 @@ def test_parts_of_a_mask_are_the_whole(name):
     with torch.no_grad():
         way = MaskedBlocks(Products(), 0.3, most=40 * 3 * 4 * 150 * 8)
         q, k, v, grad = (one.transpose(1, 2) for one in (q, k, v, grad))
-        kv = torch.stack([k, v])
-        assert len(list(way._parts(q, kv, visibility))) == 4
-        whole = way.forward(q, kv, visibility, None)
-        q_grad, kv_grad = torch.zeros_like(q), torch.zeros_like(kv)
-        way.backward(grad, q, kv, whole, visibility, q_grad, kv_grad)
-    of_ring = [one.transpose(1, 2) for one in (whole[0], q_grad, *kv_grad)]
+        assert len(list(way._parts(q, k, visibility))) == 4
+        merged = way.forward(q, k, v, visibility, None)
+        gradients = Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        way.backward(grad, q, k, v, merged, visibility, gradients)
+    of_ring = [one.transpose(1, 2) for one in (merged.out, *gradients)]
     for results in (found, of_ring):
         for mine, theirs in zip(results, right, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)

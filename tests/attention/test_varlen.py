@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from dtrain.attention import kernels
+from dtrain.attention.blocks import Partial
 from dtrain.attention.check_varlen import prove
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import Flash, Segments, VarlenKernel
@@ -24,7 +25,8 @@ def check(kernel, given, visibility, rows, extra=0, sinks=False):
     """The kernel, prepared from `given`, computes what `visibility` says; `extra` tokens behind see nothing."""
     draw, length = torch.Generator().manual_seed(0), visibility.queries
     q, k, v = (
-        torch.randn(rows, length + extra, n, 8, generator=draw, dtype=torch.float64).requires_grad_() for n in (6, 2, 2)
+        torch.randn(rows, length + extra, n, size, generator=draw, dtype=torch.float64).requires_grad_()
+        for n, size in ((6, 8), (2, 8), (2, 5))
     )
     asked = [q, k, v, *([torch.linspace(-2, 4, 6, dtype=q.dtype, requires_grad=True)] if sinks else [])]
     out = kernel(q, k, v, kernel.prepare(given, q.dtype, q.device), 0.3, *asked[3:])
@@ -121,16 +123,17 @@ class WithoutGradientOfValues(WrittenFlash):
     def __call__(self, q, k, v, segments, scale, sinks=None):
         return super().__call__(q, k, v.detach(), segments, scale, sinks) + 0 * v.sum()
 
-    def backward(self, *args):
-        q_grad, k_grad, v_grad = super().backward(*args)
+    def differentiate(self, *args):
+        q_grad, k_grad, v_grad = super().differentiate(*args)
         return q_grad, k_grad, 0 * v_grad
 
 
 class OwnSumInBackward(WrittenFlash):
     """Ignores the log-sum-exp that it is given."""
 
-    def backward(self, grad, q, k, v, out, lse, segments, scale):
-        return super().backward(grad, q, k, v, out, self._computed(q, k, v, segments, scale)[1], segments, scale)
+    def differentiate(self, grad, q, k, v, merged, segments, scale):
+        _, own_lse = self._computed(q, k, v, segments, scale)
+        return super().differentiate(grad, q, k, v, merged._replace(lse=own_lse), segments, scale)
 
 
 class Refuses(WrittenFlash):
@@ -177,19 +180,21 @@ def test_what_a_device_does_not_have_is_said():
     assert "varlen does not run here" in prove(Flash(), window=None, dtype=torch.bfloat16, **HEADS)
 
 
-def test_torchs_own_operations_take_these_arguments():
+@pytest.mark.parametrize("value_size", [16, 8, 24])
+def test_torchs_own_operations_take_these_arguments(value_size):
     """On tensors without numbers, forward and backward, alone and with the log-sum-exp: names, shapes and dtypes."""
     with torch.device("meta"):
-        q, k, v = (torch.empty(64, n, 16, dtype=torch.bfloat16).requires_grad_() for n in (4, 2, 2))
+        q, k = (torch.empty(64, n, 16, dtype=torch.bfloat16).requires_grad_() for n in (4, 2))
+        v = torch.empty(64, 2, value_size, dtype=torch.bfloat16).requires_grad_()
         ends = torch.empty(6, dtype=torch.int32)
     segments, flash = Segments((), (), ends, ends, 128, 128, (6, 0)), Flash()
     out = flash(q, k, v, segments, 0.25)
-    assert out.shape == q.shape and out.dtype == q.dtype
+    assert out.shape == (64, 4, value_size) and out.dtype == q.dtype
     assert [one.shape for one in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
     with torch.no_grad():
         out, lse = flash.forward(q, k, v, segments, 0.25)
-        assert out.shape == q.shape and lse.shape == (4, 64) and lse.dtype == torch.float32
-        grads = flash.backward(out, q, k, v, out, lse, segments, 0.25)
+        assert out.shape == (64, 4, value_size) and lse.shape == (4, 64) and lse.dtype == torch.float32
+        grads = flash.backward(out, q, k, v, Partial(out, lse), segments, 0.25)
     assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
 
 

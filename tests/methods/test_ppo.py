@@ -3,7 +3,6 @@ nothing but what dtrain's own objects offer."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dtrain.base.batch import IGNORE, collate
 from dtrain.base.errors import UserError
@@ -14,7 +13,9 @@ from dtrain.models import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy, load_models, save_models
+from dtrain.recipe import sizes
 from dtrain.recipe.schema import Optimizer
+from tests.cases import run_cases
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 
@@ -32,9 +33,8 @@ def reward_of(ids):
 
 
 def values_of(source):
-    """The critic's value of every position, [B, S], from its head of one output."""
-    head = source.head_input
-    return F.linear(head.hidden, head.weight).view(source.inputs.input_ids.shape)
+    """The critic's value of every position, [B, S/cp], from its head of one output."""
+    return source.token_scores().squeeze(-1)
 
 
 def critic_loss(source, batch, global_sequences, global_tokens):
@@ -80,9 +80,11 @@ def advantages_of(values, labels, rewards):
 class Ppo:
     def __init__(self, rank, recipe, world_size):
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
-        mesh = build_mesh(runtime, dp_shard=world_size)
+        shape = sizes(recipe, world_size)
+        mesh = build_mesh(runtime, dp_shard=shape.dp_shard, cp=shape.cp, tp=shape.tp)
         self.policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
-        self.critic = self.policy.another(labels=1, optimizer=Optimizer(lr=3e-3))
+        adapters = None if recipe.lora is None else True
+        self.critic = self.policy.another(labels=1, optimizer=Optimizer(lr=3e-3), adapters=adapters)
         for model in (self.policy, self.critic):
             model.init_optimizer(total_steps=100)
         self.engine = NativeEngine(self.policy)
@@ -131,23 +133,49 @@ def resumed(rank, recipe, world_size, at):
     return [first.step(2), first.step(3)], [second.step(state["step"]), second.step(3)], sorted(names)
 
 
-def recipe_at(tmp_path):
-    return tiny_recipe(
-        tmp_path, "train.global_batch=8", "train.micro_batch=2", "optimizer.lr=1e-3", "scheduler.warmup_steps=0"
-    )
+def recipe_at(tmp_path, *more):
+    fixed = "train.global_batch=8", "train.micro_batch=2", "optimizer.lr=1e-3", "scheduler.warmup_steps=0"
+    return tiny_recipe(tmp_path, *fixed, *more)
 
 
-def test_two_ranks_have_the_numbers_of_one(tmp_path):
-    recipe = recipe_at(tmp_path)
+MESHES = {
+    "dp 2": [],
+    "tp 2": ["parallel.tp=2", "parallel.sequence_parallel=false"],
+    "sequence parallel": ["parallel.tp=2", "parallel.sequence_parallel=true"],
+    "cp 2": ["parallel.cp=2"],
+}
+
+
+@pytest.mark.parametrize("trained_part", [[], ["lora={rank: 4, dropout: 0.1}"]], ids=["all weights", "adapters"])
+def test_two_ranks_have_the_numbers_of_one(tmp_path, trained_part):
+    recipe = recipe_at(tmp_path, *trained_part)
     (expected,) = run_world(trained, 1, recipe, 1, 4)
-    for found in run_world(trained, 2, recipe, 2, 4):
-        for own, others in zip(found, expected, strict=True):
-            assert own == pytest.approx(others, rel=1e-9, abs=1e-12)
     assert expected[0][4] != expected[-1][4]  # the critic learns
+    cases = {name: (recipe_at(tmp_path, *mesh, *trained_part), 2, 4) for name, mesh in MESHES.items()}
+    for name, ranks in run_cases(trained, 2, cases).items():
+        for found in ranks:
+            for own, others in zip(found, expected, strict=True):
+                assert own == pytest.approx(others, rel=1e-9, abs=1e-12), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_both_models_are_resumed_exactly(tmp_path, world_size):
-    for expected, found, names in run_world(resumed, world_size, recipe_at(tmp_path), world_size, tmp_path / "saved"):
+def refused(rank, recipe, words):
+    runtime = Runtime(rank=rank, local_rank=rank, world_size=1)
+    policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime), runtime)
+    adapters = recipe.lora is None or None
+    with pytest.raises(UserError, match=words):
+        policy.another(labels=1, adapters=adapters)
+    critic = policy.another(labels=1, adapters=False)
+    assert critic.model.adapters is None and all(weight.requires_grad for weight in critic.model.parameters())
+
+
+@pytest.mark.parametrize(("lora", "words"), [([], "the recipe has no section lora"), (["lora={}"], "Pass adapters=T")])
+def test_adapters_of_a_second_model_must_be_chosen(tmp_path, lora, words):
+    run_world(refused, 1, recipe_at(tmp_path, *lora), words)
+
+
+@pytest.mark.parametrize(("world_size", "has_adapters"), [(1, False), (2, False), (2, True)])
+def test_both_models_are_resumed_exactly(tmp_path, world_size, has_adapters):
+    recipe = recipe_at(tmp_path, *(["parallel.tp=2", "lora={rank: 4}"] if has_adapters else []))
+    for expected, found, names in run_world(resumed, world_size, recipe, world_size, tmp_path / "saved"):
         assert found == expected
         assert names == ["critic", "model", "optim"]

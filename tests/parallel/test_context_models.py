@@ -15,9 +15,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from dtrain import models
-from dtrain.attention.context import GatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
-from dtrain.attention.ring import RingKernel
 from dtrain.memory import compilation as regions
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.context import create_context_parallel_ctx, make_cp_batch_and_ctx

@@ -34,8 +34,9 @@ def built(path, dtype=torch.float64, tile="none", kind="none", memory=None, is_c
         model.use_kernel(GroupedKernel(model.model.kernel))
     if is_compiled:
         compiling.compile_layers(model)
-    computing = None if tile == "none" else tiles.tile_layers(model, tile)
-    checkpoint_activations(model, kind, computing)
+    if tile != "none":
+        tiles.tile_layers(model, tile)
+    checkpoint_activations(model, kind, is_tiled=tile != "none")
     if memory is not None:
         offload.ActivationOffloader(tuple(model.model.layers), memory)
     return model

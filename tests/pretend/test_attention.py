@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtrain.attention.context import VarlenGatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.ring import RingKernel, VarlenRingKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.parallel.runtime import Runtime
@@ -82,15 +81,21 @@ def peaks(rank, kind, lengths, dtype):
     """The most bytes that a layer's attention holds, forward and backward, and what kernels torch took."""
     device = torch.device("cuda", rank)
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))["cp"]
-    made = {"gather": VarlenGatherKernel, "ring": VarlenRingKernel, "masked ring": RingKernel}.get(kind)
-    inner = SdpaKernel() if "masked" in kind else VarlenKernel()
-    kernel = inner if made is None else made(inner, mesh)
+    kernels = {
+        "gather": VarlenKernel(masked=GatherKernel(SdpaKernel(), mesh)),
+        "ring": VarlenKernel(masked=RingKernel(SdpaKernel(), mesh)),
+        "masked ring": RingKernel(SdpaKernel(), mesh),
+        "masked": SdpaKernel(),
+    }
+    kernel = kernels[kind]
     found = []
     for length in lengths:
         packing = Packing(((0, length // 3),), length)
-        tokens = length if made is None else length // 2
+        tokens = length // 2 if kernel.is_context_parallel else length
         positions = torch.arange(length, device=device)[None]
-        mine = positions.unflatten(1, (4, -1))[:, [rank, 3 - rank]].flatten(1) if made is not None else positions
+        mine = (
+            positions.unflatten(1, (4, -1))[:, [rank, 3 - rank]].flatten(1) if kernel.is_context_parallel else positions
+        )
         if "masked" in kind:
             seen = Visibility(tokens, length, 2 * length, mine, positions)
         else:

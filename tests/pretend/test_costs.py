@@ -36,8 +36,8 @@ MEMORY = {
     ),
     "the ring's output kept wide": Cost(
         "attention.blocks",
-        "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)",
-        "ctx.save_for_backward(q, kv, out.to(q.dtype), lse, sinks)\n        ctx.wide = out",
+        "ctx.save_for_backward(q, k, v, out.to(q.dtype), lse, sinks)",
+        "ctx.save_for_backward(q, k, v, out.to(q.dtype), lse, sinks)\n        ctx.wide = out",
         "ring",
         8192,
     ),

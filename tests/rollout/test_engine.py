@@ -7,6 +7,8 @@ import torch
 import transformers
 
 from dtrain import models
+from dtrain.adapters.config import AdapterConfig
+from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import uniform
 from dtrain.inference import engine as engine_module
@@ -331,3 +333,27 @@ def test_idle_prompts_make_room():
     ]
     same(Engine(model, max_tokens=128).generate(requests), Engine(model).generate(requests))
     same(Engine(model, max_tokens=96).generate(requests), Engine(model).generate(requests))
+
+
+def test_engines_with_and_without_adapters_decode_side_by_side_on_one_model():
+    config = models.parse_config(VARIANTS["qwen3"]().to_dict())
+    model = build_with_adapters(config, AdapterConfig(rank=4), torch.float64)
+    models.init_weights(model, 0)
+    plain = models.build(config, torch.float64)
+    plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name})
+    own, adapted, without = Engine(plain), Engine(model), Engine(model)
+    without.use_adapters(False)
+    expected = [own.generate(mixed()), adapted.generate(mixed())]
+    assert [one.ids for one in expected[0]] != [one.ids for one in expected[1]]
+
+    tickets, found = {}, {}
+    for engine in (without, adapted):
+        tickets[engine] = [engine.add(request) for request in mixed()]
+        found[engine] = {}
+    with pytest.raises(ValueError, match="an engine without work"):
+        without.use_adapters(True)
+    while without.has_work or adapted.has_work:
+        for engine in (without, adapted):
+            found[engine].update(engine.step())
+    for engine, completions in zip((without, adapted), expected, strict=True):
+        same([found[engine][ticket] for ticket in tickets[engine]], completions)

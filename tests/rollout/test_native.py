@@ -10,9 +10,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain import models
-from dtrain.attention.context import GatherKernel
+from dtrain.attention.context import GatherKernel, RingKernel
 from dtrain.attention.kernels import SdpaKernel
-from dtrain.attention.ring import RingKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
 from dtrain.inference.kv_cache import Budget

@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from dtrain.attention.context import ContextKernel, GatherKernel
+from dtrain.attention.context import ContextKernel, GatherKernel, RingKernel
 from dtrain.attention.foreign.local_masks import Buffer, LocalMasks, position_buffer
 from dtrain.attention.foreign.running_modules import RunningModules, kernels_of
 from dtrain.attention.kernels import Kernel, SdpaKernel
-from dtrain.attention.ring import RingKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.base.torch_functions import without_torch_functions
 from dtrain.parallel.collectives import all_gather
-from dtrain.parallel.context.batch import gather_sequence, mesh_rank, shard_sequence
+from dtrain.parallel.context.batch import SequenceGather, gather_sequence, mesh_rank, shard_sequence
 
 CUMSUM = (torch.cumsum, Tensor.cumsum)
 SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
@@ -449,7 +448,7 @@ class ShardedAttention(TorchFunctionMode):
 
     def _attend_by_meaning(self, call: _Call, agreement: _Agreement) -> Tensor:
         """Compute attention by positions and documents, with the context's kernel. Returns [B, H, S/cp, hd_v]."""
-        rows, _, length, head_size = call.q.shape
+        rows, _, length, _ = call.q.shape
         device = call.q.device
         meaning_bit = 0
         documents = None  # of all tokens, [B, S]
@@ -465,14 +464,8 @@ class ShardedAttention(TorchFunctionMode):
             if cache_key not in self._prepared:
                 self._prepared[cache_key] = self._prepare(call, documents, documents)
             prepared = self._prepared[cache_key]
-        # The kernels take q, k and v of one head size. Added zeros change neither the scores nor the other values.
-        value_head_size = call.v.shape[3]
-        largest = max(head_size, value_head_size)
-        q = F.pad(call.q, (0, largest - head_size)).transpose(1, 2)  # [B, S/cp, H, hd]
-        k = F.pad(call.k, (0, largest - head_size)).transpose(1, 2)
-        v = F.pad(call.v, (0, largest - value_head_size)).transpose(1, 2)
-        out = self._context_kernel()(q, k, v, prepared, call.scale)
-        return out.transpose(1, 2)[..., :value_head_size]
+        q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)  # [B, S/cp, heads, ..]
+        return self._context_kernel()(q, k, v, prepared, call.scale).transpose(1, 2)
 
     def _with_padding(self, call: _Call, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Move keys that a padding mask hides to a document of their own, which no other token sees.
@@ -546,14 +539,10 @@ class ShardedAttention(TorchFunctionMode):
         """Compute attention to gathered keys under the caller's mask over all keys. Returns [B, H, S/cp, hd_v]."""
         assert call.mask is not None
         length = call.q.shape[2]
-        head_size = call.k.shape[3]
         mask = call.mask
         if mask.shape[-2] == length * self.size:  # rows for the queries of all ranks
             mask = mask.index_select(-2, self._masks.natural_positions(length, mask.device))
-        keys_and_values = torch.cat([call.k, call.v], dim=-1)  # one all-gather for both
-        gathered = gather_sequence(keys_and_values, self.mesh.get_group(), dim=2)
-        k = gathered[..., :head_size]
-        v = gathered[..., head_size:]
+        k, v = SequenceGather([call.k, call.v], self.mesh.get_group(), dim=2).wait()
         is_grouped = call.q.shape[1] != call.k.shape[1]
         return F.scaled_dot_product_attention(call.q, k, v, attn_mask=mask, scale=call.scale, enable_gqa=is_grouped)
 

@@ -127,10 +127,9 @@ class Terminal:
         elif word == "thinking" and rest in ("on", "off"):
             conversation.think(rest == "on")
         elif word == "adapter" and rest in ("on", "off"):
-            adapters = conversation.engine.model.adapters
-            if adapters is None:
+            if conversation.engine.model.adapters is None:
                 raise UserError("there is no adapter: --adapter DIR, when the command starts, has one")
-            adapters.on = rest == "on"
+            conversation.engine.use_adapters(rest == "on")
         elif word == "help":
             print(HELP)
         else:

@@ -90,7 +90,7 @@ class Adapters:
         """Give the model the adapters that `loaded` holds, under `name`, in place of its own; None for none. On the
         worker's thread, or before it starts."""
         put_in(self.updates.model, loaded)
-        self.worker.use_adapter(name, None if loaded is None else loaded.adapters)
+        self.worker.use_adapter(name)
         self.parser.adapters = () if name is None else (name,)
 
     def _check_free(self, name: str, in_place: bool) -> None:

@@ -29,7 +29,6 @@ from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
 from dtrain.inference.scores import TokenScores, score_prompts
-from dtrain.models.common.linear import WrapperState
 from dtrain.rl.routed import to_npy_text
 
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class EngineThread(threading.Thread):
         self.torn = False
         self.failure: str | None = None
         self.paused = False
-        self._adapter: tuple[str, WrapperState] | None = None  # that is loaded, beside the model
+        self._adapter: str | None = None  # that is loaded, beside the model
         self._active: str | None = None  # the adapter of the rows that the engine has
         self._engine, self._most_waiting = engine, most_waiting
         self._changed = threading.Condition()
@@ -100,6 +99,7 @@ class EngineThread(threading.Thread):
         self._rows: dict[int, _Row] = {}  # by the engine's ticket
         self._closing: str | None = None  # why no work is taken in
         self._ending = False
+        self._activate(None)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -153,9 +153,9 @@ class EngineThread(threading.Thread):
         """Decode nothing until `resume`; requests are still taken in."""
         self.between_steps(lambda: setattr(self, "paused", True), mode)
 
-    def use_adapter(self, name: str | None, state: WrapperState | None) -> None:
-        """Set the adapter beside the model from here on; None for none. For `between_steps`."""
-        self._adapter = None if name is None or state is None else (name, state)
+    def use_adapter(self, name: str | None) -> None:
+        """Set the name of the adapter beside the model from here on; None for none. For `between_steps`."""
+        self._adapter = name
         self._activate(self._active if self._active == name else None)
 
     def resume(self) -> None:
@@ -263,7 +263,7 @@ class EngineThread(threading.Thread):
                     passed_over.append(row)
                     if adapter != self._active:
                         break
-                elif adapter is not None and (self._adapter is None or self._adapter[0] != adapter):
+                elif adapter is not None and self._adapter != adapter:
                     gone.add(row.job)
                 else:
                     self._activate(adapter)
@@ -273,9 +273,10 @@ class EngineThread(threading.Thread):
         self._cancel(gone, ApiError(404, "the adapter that was asked for is not here any more", "model"))
 
     def _activate(self, adapter: str | None) -> None:
+        """Let the engine compute with the adapter of this name, or with the model alone."""
         self._active = adapter
-        if self._adapter is not None:
-            self._adapter[1].on = adapter is not None
+        # A model may have an adapter of its own, which takes part in all completions. There is none beside it then.
+        self._engine.use_adapters(adapter is not None or self._engine.model.adapters is not None)
 
     def _enter(self, row: _Row) -> None:
         try:
@@ -295,7 +296,8 @@ class EngineThread(threading.Thread):
         """Return the scores of the job's prompts by these weights."""
         if job.scores_version != self.version:
             prompts = list(dict.fromkeys(request.prompt for request in job.ask.requests))
-            scores = score_prompts(self._engine.model, prompts, self._engine.budget.prefill)
+            engine = self._engine
+            scores = score_prompts(engine.model, prompts, engine.budget.prefill, engine.adapters)
             job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
         return job.scores
 

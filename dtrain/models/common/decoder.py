@@ -22,7 +22,7 @@ from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
-from dtrain.models.common.linear import Linear, WrapperState
+from dtrain.models.common.linear import Linear, WrapperSettings
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.routing import MicroBatchRouting, Routing, RoutingRecord
@@ -180,7 +180,7 @@ class Layer(nn.Module):
 
         Args:
             hidden: The layer's input, [B, S, D].
-            adapters: Dropout of adapters.
+            adapters: Whether adapters take part, and their dropout.
             rotary: The rotary tables, [B or 1, S, 1, hd] each.
         """
         return self.mixer.project(self.input_layernorm(hidden), rotary, adapters)
@@ -192,7 +192,7 @@ class Layer(nn.Module):
 
         Args:
             hidden: The layer's input, [B, S, D].
-            adapters: Dropout of adapters.
+            adapters: Whether adapters take part, and their dropout.
             attended: The mixer's output, [B, S, H · hd].
             context: The layer's context in sparse layers. None in dense ones, whose `after` may be compiled.
         """
@@ -277,7 +277,8 @@ class Decoder(Stack):
             if not self.vision:
                 raise ValueError("images, and this model was built without its vision tower")
             cp_group = self.kernel.group if context.cache is None else None
-            placed = self.vision[0].placed(context.images, hidden.shape[1], self.tp, cp_group)
+            of_tower = None if context.adapters is None else context.adapters.of_patches()
+            placed = self.vision[0].placed(context.images, hidden.shape[1], self.tp, cp_group, of_tower)
             hidden = placed.insert(hidden)
         layer_contexts = self.layer_contexts(input_ids, context, hidden.dtype)
         return self.norm(self.through(hidden, input_ids, layer_contexts, is_bare, placed))
@@ -445,7 +446,7 @@ class CausalLM(ParallelModel):
     plan: Mapping[str, str] = DECODER_PLAN
     config: ModelConfig
     model: Decoder
-    adapters: WrapperState | None = None  # shared by the wrappers of the layers
+    adapters: WrapperSettings | None = None  # shared by the wrappers of the layers
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
@@ -506,6 +507,7 @@ class CausalLM(ParallelModel):
         seq_ids: Tensor | None = None,
         cache: Cached | None = None,
         images: Images | None = None,
+        adapters: AdapterContext | None = None,
     ) -> Tensor:
         """Compute logits, [B, S, V] in the weights' dtype. No collective of its own.
 
@@ -516,8 +518,9 @@ class CausalLM(ParallelModel):
                 padding at its right: plain causal attention.
             cache: KV cache with the keys of the tokens before. position_ids and seq_ids are then not read.
             images: Images among the tokens.
+            adapters: `micro_batch.NO_ADAPTERS` computes without the model's adapters. None: with them.
         """
-        context = MicroBatchContext(position_ids, seq_ids, cache=cache, images=images)
+        context = MicroBatchContext(position_ids, seq_ids, cache=cache, images=images, adapters=adapters)
         return self.logits(self.model(input_ids, context))
 
     def logits(self, hidden: Tensor, is_bare: bool = False) -> Tensor:
@@ -540,6 +543,7 @@ class CausalLM(ParallelModel):
         cache: Cached,
         images: Images | None = None,
         record: RoutingRecord | None = None,
+        adapters: AdapterContext | None = None,
     ) -> Tensor:
         """Compute the logits after each row's last token, [B, V] in the weights' dtype, full on every tp rank.
 
@@ -550,12 +554,14 @@ class CausalLM(ParallelModel):
             cache: KV cache.
             images: Images among the tokens.
             record: Filled by the sparse layers. None if nobody reads it.
+            adapters: Whether the model's adapters take part. None: they do.
 
         Collectives:
             Those of the layers. Under tensor parallel one all-gather of the logits.
         """
         routing = None if record is None else MicroBatchRouting(record=record)
-        hidden = self.model(input_ids, MicroBatchContext(cache=cache, images=images, routing=routing))  # [B, S, D]
+        context = MicroBatchContext(cache=cache, images=images, routing=routing, adapters=adapters)
+        hidden = self.model(input_ids, context)  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
         return gather_vocabulary(self.logits(hidden[:, 0], cache.bare))

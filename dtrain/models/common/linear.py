@@ -55,24 +55,21 @@ class LinearWrapper(Protocol):
     scale: float
 
     def __call__(self, layer: "Linear", x: Tensor, context: AdapterContext | None) -> Tensor:
-        """Return the output of `layer` in the micro-batch of `context`, [.., in] -> [.., out]."""
+        """Return the output of `layer` in the micro-batch of `context`, [.., in] -> [.., out].
+
+        If the context is not `enabled`, this is the layer's own product.
+        """
 
 
-class WrapperState(Protocol):
-    """State that the wrappers of a model share.
+class WrapperSettings(Protocol):
+    """Settings that the wrappers of a model share."""
 
-    Attributes:
-        on: Whether the wrappers take part. If not, each layer computes its own forward.
-        step: The optimizer step, from which dropout is computed.
-        dropout: Share of the inputs that the wrappers drop in training.
-    """
+    @property
+    def dropout(self) -> float:
+        """Share of the inputs that the wrappers drop in training."""
 
-    on: bool
-    step: int
-    dropout: float
-
-    def numbers(self, batch: Batch) -> Tensor:
-        """Return the number of each token from which dropout is computed, [B, S] int64."""
+    def dropout_tokens(self, batch: Batch, step: int) -> Tensor:
+        """Return the number of each token from which dropout is computed in an optimizer step, [B, S] int64."""
 
 
 class Linear(LocalParameters, nn.Linear):
@@ -97,7 +94,7 @@ class Linear(LocalParameters, nn.Linear):
 
         Args:
             x: [..., in].
-            adapters: The micro-batch's context for the wrapper. None drops nothing.
+            adapters: The micro-batch's context for the wrapper. None: the wrapper takes part without dropout.
         """
         if self.wrapper is not None:
             return self.wrapper(self, x, adapters)

@@ -3,7 +3,7 @@
 Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
 followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
 Activation checkpointing calls a layer a second time with the same arguments, so it also recomputes with the
-micro-batch's own context. So does the dropout of adapters, which `AdapterContext` describes.
+micro-batch's own context. So do adapters, whose part of the context is `AdapterContext`.
 
 Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 2 tokens of padding) on 2 cp ranks:
 
@@ -20,6 +20,18 @@ Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 
 5. A sparse layer reads `layer_context.routing` and stores its counts and its balance loss in `routing.record`.
 6. The policy reads the record after the forward.
 
+Data flow of adapters. A policy scores the same rows with LoRA (dropout 0.1, step 7) and without it, as the reference:
+
+1. `Policy` calls `Scorer.at_head(batch, loss, step=7)` and `Scorer.at_head(batch, loss, adapters=False)`.
+2. The scorer builds the contexts `AdapterContext(dropout_tokens=[2, 4])` and `AdapterContext(enabled=False)`. Without
+   dropout the first one is None, which means the same as `AdapterContext()`: every adapter takes part, nothing is
+   dropped. `inference.engine`, which has no dropout, and `CausalLM.forward` get the context from their caller.
+3. `Decoder.states` passes the context to the vision tower, without the numbers of tokens, and in each `LayerContext`
+   to the layers. Modules pass it on as their argument `adapters`, down to each layer that may have a wrapper: `Linear`,
+   `Router`, and `ExpertLinear` inside of `Experts.on_their_ranks`.
+4. The wrapper (`adapters.lora.Adapter`, `ParameterAdapter`) reads it. With `enabled=False` it returns the layer's own
+   output. Nothing else knows whether adapters take part, so both forwards may be in flight at the same time.
+
 | who | builds or reads |
 | --- | --- |
 | `policy/score.py` | builds the context of a micro-batch that is trained or scored |
@@ -27,6 +39,7 @@ Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 
 | `parallel/tensor.py` `Stack` | `padded`, `cache` |
 | `decoder.py` `Decoder` | all fields; makes the layers' contexts |
 | `adapters/lora.py` | `AdapterContext`, which `memory/tiles.py` cuts tile by tile |
+| `policy/reference.py`, `inference/engine.py` | whether the forwards that they stand for have the adapters |
 | `moe.py` `SparseMLP` | `LayerContext.is_real` and `routing`; writes the record |
 | `memory/activation_offload.py` | `LayerContext.shared_values`, which stay on the device |
 """
@@ -53,12 +66,16 @@ PADDING_POSITION = 2**30
 
 @dataclass(frozen=True, eq=False)
 class AdapterContext:
-    """What adapters of linear layers read about one micro-batch.
+    """What the adapters of a model read about one micro-batch.
+
+    In place of a context, None stands for `AdapterContext()`.
 
     Attributes:
+        enabled: Whether the adapters take part. If not, each layer computes with its own weights only.
         dropout_tokens: A number for each token, from which dropout is computed, [B, S/cp] int64. None drops nothing.
     """
 
+    enabled: bool = True
     dropout_tokens: Tensor | None = None
 
     def padded(self, missing: int) -> "AdapterContext":
@@ -66,6 +83,14 @@ class AdapterContext:
         if self.dropout_tokens is None:
             return self
         return replace(self, dropout_tokens=F.pad(self.dropout_tokens, (0, missing)))
+
+    def of_patches(self) -> "AdapterContext":
+        """Return the context for a vision tower, whose inputs are patches of images and have no dropout."""
+        return replace(self, dropout_tokens=None)
+
+
+NO_ADAPTERS = AdapterContext(enabled=False)
+"""Context of a forward without the model's adapters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +105,7 @@ class MicroBatchContext:
         images: Images among the tokens.
         cache: KV cache that attends in place of kernel and mask. `position_ids` and `seq_ids` are then not read.
         routing: Routing in the sparse layers. None lets the router decide everywhere and records nothing.
-        adapters: Dropout of adapters. None drops nothing.
+        adapters: Whether adapters take part, and their dropout. None: they do, and drop nothing.
         num_tokens: Tokens of a row without the padding that sequence parallel adds. None if it added none.
     """
 
@@ -113,7 +138,7 @@ class MicroBatchContext:
         )
 
     def of_another_model(self) -> "MicroBatchContext":
-        """Return the same rows for another model, such as a teacher, with its own router and no dropout."""
+        """Return the same rows for another model, such as a teacher: its own router and adapters, no dropout."""
         return replace(self, routing=None, adapters=None)
 
 
@@ -127,7 +152,7 @@ class LayerContext:
         cache: KV cache. None in training.
         is_real: Which tokens are not padding, [B, S] bool. None if all are.
         routing: Routing in sparse layers.
-        adapters: Dropout of adapters in the layer.
+        adapters: Whether adapters take part, and their dropout.
     """
 
     rotary: Rotary

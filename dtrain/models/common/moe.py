@@ -81,13 +81,21 @@ class OutputWrapper(Protocol):
 
     scale: float
 
-    def __call__(self, layer: "ExpertLinear | Router", x: Tensor, out: Tensor, counts: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: "ExpertLinear | Router",
+        x: Tensor,
+        out: Tensor,
+        context: AdapterContext | None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
         """Return `out` [m, out] with the addition.
 
         Args:
             layer: The layer.
             x: Its input, [m, in].
             out: Its output, [m, out].
+            context: The micro-batch's context. If it is not `enabled`, nothing is added.
             counts: Rows of each expert, [E/ep] int64. None for a router.
         """
 
@@ -112,7 +120,7 @@ class Router(LocalParameters):
     def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Compute the logits, [T, D] -> [T, E]."""
         out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
-        return out if self.wrapper is None else self.wrapper(self, x, out)
+        return out if self.wrapper is None else self.wrapper(self, x, out, adapters)
 
     def forward(
         self, x: Tensor, choose: Choose | None = None, adapters: AdapterContext | None = None
@@ -122,7 +130,7 @@ class Router(LocalParameters):
         Args:
             x: [T, D].
             choose: Replaces the router's choices. None keeps them.
-            adapters: Dropout of adapters.
+            adapters: The micro-batch's context for the wrapper.
 
         Returns:
             The experts, [T, k] int64, ascending; their weights, [T, k] in the dtype of `x`; and the probabilities of
@@ -172,19 +180,20 @@ class ExpertLinear(LocalParameters):
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, out_features)) if bias else None)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """Compute each row's product with the matrix of its expert.
 
         Args:
             x: Rows sorted by expert, [m, in].
             counts: Rows of each expert on this rank, [E/ep] int64.
+            adapters: The micro-batch's context for the wrapper. None: the wrapper takes part.
 
         Returns:
             [m, out].
         """
         out = self.weight_storage.grouped(x, counts, self.local)
         out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
-        return out if self.wrapper is None else self.wrapper(self, x, out, counts)
+        return out if self.wrapper is None else self.wrapper(self, x, out, adapters, counts)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} of {self.in_features} -> {self.out_features}"
@@ -209,12 +218,13 @@ class GatedExperts(Experts):
         if sizes.clamp is not None:
             self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """Compute rows with their experts, on the experts' ranks.
 
         Args:
             rows: Rows sorted by expert, [n, D].
             counts: Rows of each expert, [E] int64.
+            adapters: The micro-batch's context for the adapters of experts. All ranks have the same.
 
         Returns:
             [n, D].
@@ -222,11 +232,12 @@ class GatedExperts(Experts):
         Collectives:
             Those of `on_their_ranks`.
         """
-        return self.on_their_ranks(rows, counts, self.compute)
+        return self.on_their_ranks(rows, counts, partial(self.compute, adapters=adapters))
 
-    def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+    def compute(self, x: Tensor, counts: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Compute rows of this rank's experts, [m, D] -> [m, D]. counts: rows of each, [E/ep] int64."""
-        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
+        inner = self.gated(self.gate_proj(x, counts, adapters), self.up_proj(x, counts, adapters))
+        return self.down_proj(inner, counts, adapters)
 
 
 class SparseMLP(Block):
@@ -260,7 +271,7 @@ class SparseMLP(Block):
             hidden: [B, S, D].
             is_real: Which tokens are not padding, [B, S] bool. None if all are.
             micro_batch: Replayed experts and balance loss of this micro-batch, and the record that this layer writes.
-            adapters: Dropout of adapters in the shared expert and its gate. Adapters of experts have no dropout.
+            adapters: Whether adapters take part, and their dropout. Adapters of experts have no dropout.
         """
         hidden = self.enter(hidden)
         x = hidden.flatten(0, 1)  # [T, D]
@@ -271,7 +282,7 @@ class SparseMLP(Block):
         if micro_batch is not None:
             micro_batch.record.counts[self.layer] = counts
             weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
-        results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts)
+        results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts, adapters)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
         if self.shared_expert is not None and self.shared_expert_gate is not None:

@@ -21,6 +21,7 @@ from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated
 from dtrain.models.common.images import Images, PlacedFeatures
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
 from dtrain.models.vision.dealt import dealt_features
@@ -144,11 +145,18 @@ class VisionTower(nn.Module):
         views = [module.local_views for module in self.modules() if isinstance(module, LocalParameters)]
         return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
 
-    def placed(self, images: Images, length: int, tp: TensorParallel | None, cp: Any) -> PlacedFeatures:
+    def placed(
+        self,
+        images: Images,
+        length: int,
+        tp: TensorParallel | None,
+        cp: Any,
+        adapters: AdapterContext | None = None,
+    ) -> PlacedFeatures:
         """Return the features of images that several ranks hold, and where they stand among the `length` tokens of a
-        row that this rank embeds. Collectives as of `dealt_features`; under sequence parallel, where that deals nothing
-        over tp, an all-reduce backward."""
-        features, is_image = dealt_features(self, images, tp, cp), images.index >= 0
+        row that this rank embeds. adapters: as of `forward`. Collectives as of `dealt_features`; under sequence
+        parallel, where that deals nothing over tp, an all-reduce backward."""
+        features, is_image = dealt_features(self, images, tp, cp, adapters), images.index >= 0
         if tp is None or not tp.sequence:
             return PlacedFeatures(features, images.index, is_image)
         if not self.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
@@ -161,20 +169,21 @@ class VisionTower(nn.Module):
         """The layers, which FSDP gathers and checkpointing recomputes one by one."""
         raise NotImplementedError
 
-    def encode(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+    def encode(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None) -> Features:
         """Compute `forward` of images that fit. pixels [P, values]"""
         raise NotImplementedError
 
-    def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Features:
+    def forward(self, pixels: Tensor, grids: Sequence[Grid], adapters: AdapterContext | None = None) -> Features:
         """Return the features of images, each as if it were alone.
 
         pixels: [P, values] in the tower's dtype or float32, the patches of all images, in the order of the family's
         image processor. grids: host integers, one for each image; without an image all is [0, ...], with a graph
-        through every trained parameter. Where none is trained there is no graph. Features are in the tower's dtype.
+        through every trained parameter. Where none is trained there is no graph. adapters: whether the tower's adapters
+        take part, without dropout; None: they do. Features are in the tower's dtype.
         Raises ValueError as `VisionConfig.frames` does. No collective of its own.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(own.requires_grad for own in self.parameters())):
-            return self.encode(pixels, self.config.frames(pixels.shape, grids))
+            return self.encode(pixels, self.config.frames(pixels.shape, grids), adapters)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
@@ -281,7 +290,7 @@ class Encoder(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)). linear: makes a linear layer of its sizes."""
+    """down(act(gate(x)) · up(x)). linear: makes a linear layer of its sizes, called as `Linear`."""
 
     def __init__(self, config: VisionConfig, linear: Callable[[int, int], nn.Module]):
         super().__init__()
@@ -290,9 +299,10 @@ class GatedMLP(nn.Module):
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, D] -> [P, D]"""
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
+        inner = gated(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        return self.down_proj(inner, adapters)
 
 
 def vision_fields(outer: ModelFields) -> ModelFields:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dtrain.base.dealing import deal
 from dtrain.base.row_images import Grid
 from dtrain.models.common.images import Images
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.collectives import all_to_all, exchange, gather_alike, gather_along
 from dtrain.parallel.tensor import TensorParallel
 
@@ -78,15 +79,21 @@ def deal_locally(costs: Sequence[float], local: Sequence[Sequence[int]], places:
     return [sorted(share) for share in kept] if max(loads) <= most else shares
 
 
-def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | None, cp: Any) -> "Features":
+def dealt_features(
+    tower: "VisionTower",
+    images: Images,
+    tp: TensorParallel | None,
+    cp: Any,
+    adapters: AdapterContext | None = None,
+) -> "Features":
     """Return the features of this rank's images, of which each rank encodes some.
 
     Images are shared out over dp where `images.dp` has those of all dp ranks, and over the ranks of tp and cp. tp, cp:
     None: there are none beside this one; cp is a process group. Where gradients of the tower are not summed over tp,
-    images are not shared out over it. Collectives: two all-to-alls over dp, of pixels and of features, where an image
-    of this place in cp x tp moves, and one all-gather for each of tp and cp; backward an all-to-all, and a
-    reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are then those of the images that
-    this rank encoded.
+    images are not shared out over it. adapters: as of `VisionTower.forward`. Collectives: two all-to-alls over dp, of
+    pixels and of features, where an image of this place in cp x tp moves, and one all-gather for each of tp and cp;
+    backward an all-to-all, and a reduce-scatter for cp, and for tp under sequence parallel. Gradients of the tower are
+    then those of the images that this rank encoded.
     """
     tp = None if tp is None or not tower.sums_over_tp else tp
     dp, by_rank = (None, [images.grids]) if images.dp is None else (images.dp.group, images.dp.grids)
@@ -94,7 +101,7 @@ def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | No
     cp_size, cp_rank = (1, 0) if cp is None else (cp.size(), cp.rank())
     places, grids = tp_size * cp_size, [grid for of_rank in by_rank for grid in of_rank]
     if places * len(by_rank) == 1 or not grids:
-        return tower(images.pixels, images.grids)
+        return tower(images.pixels, images.grids, adapters)
     dealing = deal_images(by_rank, 0 if dp is None else dp.rank(), places, cp_rank * tp_size + tp_rank)
     patches, tokens = [math.prod(grid) for grid in grids], [tower.config.tokens(grid) for grid in grids]
 
@@ -102,7 +109,7 @@ def dealt_features(tower: "VisionTower", images: Images, tp: TensorParallel | No
     pixels = torch.cat([images.pixels[:0], *(parts[image] for of_rank in dealing.sends for image in of_rank)])
     if dp is not None and dealing.moves:
         pixels = all_to_all(pixels, _sums(patches, dealing.receives), _sums(patches, dealing.sends), dp)
-    features = tower(pixels, [grids[image] for image in dealing.encoded])
+    features = tower(pixels, [grids[image] for image in dealing.encoded], adapters)
     stacked = torch.stack([features.tokens, *features.deepstack.values()], 1)  # [t, 1 + deepstack, E]
     if dp is not None and dealing.moves:
         stacked = exchange(stacked, _sums(tokens, dealing.sends), _sums(tokens, dealing.receives), dp)

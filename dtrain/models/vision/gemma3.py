@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.functions import ACTIVATIONS, Gemma3RMSNorm
 from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import (
     Encoder,
@@ -68,12 +69,13 @@ class SiglipAttention(nn.Module):
         size, self.heads = config.hidden_size, config.num_attention_heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (Linear(size, size) for _ in range(4))
 
-    def forward(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, hidden: Tensor, lengths: Sequence[int], adapters: AdapterContext | None = None) -> Tensor:
         """hidden [P, D], lengths of the images -> [P, D]"""
         q, k, v = (
-            projection(hidden).unflatten(-1, (self.heads, -1)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(hidden, adapters).unflatten(-1, (self.heads, -1))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )  # [P, H, hd]
-        return self.out_proj(attend(q, k, v, lengths).flatten(1))
+        return self.out_proj(attend(q, k, v, lengths).flatten(1), adapters)
 
 
 class SiglipMLP(nn.Module):
@@ -85,9 +87,9 @@ class SiglipMLP(nn.Module):
         self.fc2 = Linear(config.intermediate_size, config.hidden_size)
         self.activation = ACTIVATIONS[config.hidden_act].forward
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, D] -> [P, D]"""
-        return self.fc2(self.activation(self.fc1(x)))
+        return self.fc2(self.activation(self.fc1(x, adapters)), adapters)
 
 
 class SiglipLayer(nn.Module):
@@ -100,10 +102,10 @@ class SiglipLayer(nn.Module):
         self.layer_norm2 = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.mlp = SiglipMLP(config)
 
-    def forward(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, hidden: Tensor, lengths: Sequence[int], adapters: AdapterContext | None = None) -> Tensor:
         """hidden [P, D], lengths of the images -> [P, D]"""
-        hidden = hidden + self.self_attn(self.layer_norm1(hidden), lengths)
-        return hidden + self.mlp(self.layer_norm2(hidden))
+        hidden = hidden + self.self_attn(self.layer_norm1(hidden), lengths, adapters)
+        return hidden + self.mlp(self.layer_norm2(hidden), adapters)
 
 
 class SiglipVisionModel(nn.Module):
@@ -115,11 +117,11 @@ class SiglipVisionModel(nn.Module):
         self.encoder = Encoder(SiglipLayer(config) for _ in range(config.num_hidden_layers))
         self.post_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
-    def forward(self, pixels: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward(self, pixels: Tensor, lengths: Sequence[int], adapters: AdapterContext | None = None) -> Tensor:
         """pixels [P, values], lengths of the images -> [P, D]"""
         hidden = self.embeddings(pixels)
         for layer in self.encoder.layers:
-            hidden = layer(hidden, lengths)
+            hidden = layer(hidden, lengths, adapters)
         return self.post_layernorm(hidden)
 
 
@@ -198,7 +200,7 @@ class Gemma3Vision(VisionTower):
     def layers(self) -> nn.ModuleList:
         return self.vision_tower.encoder.layers
 
-    def encode(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+    def encode(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None) -> Features:
         """Override `VisionTower.encode`: [P, values] -> [T, E]"""
-        hidden = self.vision_tower(pixels, [rows * columns for rows, columns in frames])
+        hidden = self.vision_tower(pixels, [rows * columns for rows, columns in frames], adapters)
         return Features(self.multi_modal_projector(hidden, frames), {})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.functions import rotate, unit_rms
 from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.olmo import OlmoRMSNorm
 from dtrain.models.vision.common import (
@@ -71,11 +72,11 @@ class ClippableLinear(nn.Module):
         for name in ("input_min", "input_max", "output_min", "output_max") if clipped else ():
             self.register_buffer(name, torch.empty(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, in] -> [P, out]"""
         if not self.clipped:
-            return self.linear(x)
-        out = self.linear(torch.clamp(x, self.input_min, self.input_max))
+            return self.linear(x, adapters)
+        out = self.linear(torch.clamp(x, self.input_min, self.input_max), adapters)
         return torch.clamp(out, self.output_min, self.output_max)
 
 
@@ -87,11 +88,11 @@ class Gemma4PatchEmbedder(LocalParameters):
         self.input_proj = Linear(config.values, config.hidden_size, bias=False)
         self.position_embedding_table = nn.Parameter(torch.empty(2, config.table_size, config.hidden_size))
 
-    def forward(self, pixels: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, positions: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """pixels [P, values] from 0 to 1, positions [P, 2] by column and row -> [P, D]"""
         table = self.local("position_embedding_table")
         of_columns, of_rows = (F.embedding(places, part) for places, part in zip(positions.t(), table, strict=True))
-        return self.input_proj((2 * (pixels - 0.5)).to(table.dtype)) + (of_columns + of_rows)
+        return self.input_proj((2 * (pixels - 0.5)).to(table.dtype), adapters) + (of_columns + of_rows)
 
 
 class Gemma4VisionAttention(nn.Module):
@@ -108,10 +109,12 @@ class Gemma4VisionAttention(nn.Module):
         self.q_norm = OlmoRMSNorm(self.head_dim, self.eps)
         self.k_norm = OlmoRMSNorm(self.head_dim, self.eps)
 
-    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+    ) -> Tensor:
         """hidden [P, D], turns [P, 1, 2, hd/2], lengths of the images -> [P, D]"""
         q, k, v = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim))
+            projection(hidden, adapters).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )  # [P, H or kv, hd]
         q, k = (
@@ -119,7 +122,7 @@ class Gemma4VisionAttention(nn.Module):
             for x in (self.q_norm(q), self.k_norm(k))
         )
         v = unit_rms(v, self.eps)
-        return self.o_proj(attend(q, k, v, lengths, scale=1.0).flatten(1))
+        return self.o_proj(attend(q, k, v, lengths, scale=1.0).flatten(1), adapters)
 
 
 class Gemma4VisionLayer(nn.Module):
@@ -135,11 +138,13 @@ class Gemma4VisionLayer(nn.Module):
         self.pre_feedforward_layernorm = OlmoRMSNorm(size, eps)
         self.post_feedforward_layernorm = OlmoRMSNorm(size, eps)
 
-    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+    ) -> Tensor:
         """hidden [P, D], turns [P, 1, 2, hd/2], lengths of the images -> [P, D]"""
-        attended = self.self_attn(self.input_layernorm(hidden), turns, lengths)
+        attended = self.self_attn(self.input_layernorm(hidden), turns, lengths, adapters)
         hidden = hidden + self.post_attention_layernorm(attended)
-        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden), adapters))
 
 
 class Gemma4VisionModel(nn.Module):
@@ -156,17 +161,17 @@ class Gemma4VisionModel(nn.Module):
         for name in ("std_bias", "std_scale") if config.standardize else ():
             self.register_buffer(name, torch.empty(config.hidden_size))
 
-    def forward(self, pixels: Tensor, frames: Sequence[Frame]) -> Tensor:
+    def forward(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None = None) -> Tensor:
         """pixels [P, values] -> [T, D]"""
         config = self.config
         positions = patch_positions(frames).flip(1).to(pixels.device, non_blocking=True)  # [P, 2]
-        hidden = self.patch_embedder(pixels, positions)
+        hidden = self.patch_embedder(pixels, positions, adapters)
         angles = axial_angles(positions, config.head_dim, config.theta, hidden.dtype)  # [P, 2, hd/4]
         cos, sin = turns_of(angles)
         turns = cos.to(hidden.dtype), sin.to(hidden.dtype)
         lengths = [rows * columns for rows, columns in frames]
         for layer in self.encoder.layers:
-            hidden = layer(hidden, turns, lengths)
+            hidden = layer(hidden, turns, lengths, adapters)
         return self.pooled(hidden, frames)
 
     def pooled(self, hidden: Tensor, frames: Sequence[Frame]) -> Tensor:
@@ -188,9 +193,9 @@ class Gemma4Embedder(nn.Module):
         self.eps = config.rms_norm_eps
         self.embedding_projection = Linear(config.hidden_size, config.out_hidden_size, bias=False)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[T, D] -> [T, E]"""
-        return self.embedding_projection(unit_rms(features, self.eps))
+        return self.embedding_projection(unit_rms(features, self.eps), adapters)
 
 
 class Gemma4Vision(VisionTower):
@@ -244,6 +249,6 @@ class Gemma4Vision(VisionTower):
     def layers(self) -> nn.ModuleList:
         return self.vision_tower.encoder.layers
 
-    def encode(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+    def encode(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None) -> Features:
         """Override `VisionTower.encode`: [P, values] -> [T, E]"""
-        return Features(self.embed_vision(self.vision_tower(pixels, frames)), {})
+        return Features(self.embed_vision(self.vision_tower(pixels, frames, adapters), adapters), {})

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, rotate
 from dtrain.models.common.linear import Linear
+from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import (
     Features,
@@ -81,11 +82,13 @@ class QwenAttention(nn.Module):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+    ) -> Tensor:
         """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
-        q, k, v = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [P, H, hd]
+        q, k, v = self.qkv(hidden, adapters).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [P, H, hd]
         q, k = (rotate(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (q, k))
-        return self.proj(attend(q, k, v, lengths).flatten(1))
+        return self.proj(attend(q, k, v, lengths).flatten(1), adapters)
 
 
 class QwenBlock(nn.Module):
@@ -98,10 +101,12 @@ class QwenBlock(nn.Module):
         self.attn = QwenAttention(config)
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, turns: Turns, lengths: Sequence[int]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+    ) -> Tensor:
         """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
-        hidden = hidden + self.attn(self.norm1(hidden), turns, lengths)
-        return hidden + self.mlp(self.norm2(hidden))
+        hidden = hidden + self.attn(self.norm1(hidden), turns, lengths, adapters)
+        return hidden + self.mlp(self.norm2(hidden), adapters)
 
 
 class QwenVision(VisionTower):
@@ -121,9 +126,9 @@ class QwenVision(VisionTower):
     def layers(self) -> nn.ModuleList:
         return self.visual.blocks
 
-    def encode(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+    def encode(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None) -> Features:
         """Override `VisionTower.encode`: [P, values] -> [T, E]"""
-        return self.visual(pixels, frames)
+        return self.visual(pixels, frames, adapters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +152,10 @@ class Qwen2_5VLMerger(nn.Module):
         self.ln_q = RMSNorm(config.hidden_size, 1e-6)
         self.mlp = nn.Sequential(Linear(self.size, self.size), nn.GELU(), Linear(self.size, config.out_hidden_size))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, D] -> [T, E]"""
-        return self.mlp(self.ln_q(x).view(-1, self.size))
+        first, activation, last = self.mlp
+        return last(activation(first(self.ln_q(x).view(-1, self.size), adapters)), adapters)
 
 
 class Qwen2_5VLVisionModel(nn.Module):
@@ -165,7 +171,7 @@ class Qwen2_5VLVisionModel(nn.Module):
         )
         self.merger = Qwen2_5VLMerger(config)
 
-    def forward(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+    def forward(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None = None) -> Features:
         """pixels [P, values] -> features [T, E]"""
         config, square = self.config, self.config.pool**2
         tokens = [(rows // config.pool, columns // config.pool) for rows, columns in frames]
@@ -177,8 +183,9 @@ class Qwen2_5VLVisionModel(nn.Module):
         of_windows = [count * square for count in windows]
         of_frames = [rows * columns for rows, columns in frames]
         for index, block in enumerate(self.blocks):
-            hidden = block(hidden, turns, of_frames if index in config.full_layers else of_windows)
-        return Features(self.merger(hidden)[order.argsort()], {})
+            lengths = of_frames if index in config.full_layers else of_windows
+            hidden = block(hidden, turns, lengths, adapters)
+        return Features(self.merger(hidden, adapters)[order.argsort()], {})
 
 
 def window_order(frames: Sequence[Frame], window: int) -> tuple[Tensor, list[int]]:
@@ -234,9 +241,9 @@ class Qwen3VLMLP(nn.Module):
         self.linear_fc2 = Linear(config.intermediate_size, config.hidden_size)
         self.activation = ACTIVATIONS[config.hidden_act].forward
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, D] -> [P, D]"""
-        return self.linear_fc2(self.activation(self.linear_fc1(x)))
+        return self.linear_fc2(self.activation(self.linear_fc1(x, adapters)), adapters)
 
 
 class Qwen3VLMerger(nn.Module):
@@ -250,11 +257,11 @@ class Qwen3VLMerger(nn.Module):
         self.linear_fc1 = Linear(size, size)
         self.linear_fc2 = Linear(size, config.out_hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, D] -> [T, E]"""
         size = x.shape[-1] * self.square
         x = self.norm(x.reshape(-1, size)) if self.joined else self.norm(x).view(-1, size)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        return self.linear_fc2(F.gelu(self.linear_fc1(x, adapters)), adapters)
 
 
 class Qwen3VLVisionModel(nn.Module):
@@ -271,7 +278,7 @@ class Qwen3VLVisionModel(nn.Module):
         self.merger = Qwen3VLMerger(config, joined=False)
         self.deepstack_merger_list = nn.ModuleList(Qwen3VLMerger(config, joined=True) for _ in config.deepstack)
 
-    def forward(self, pixels: Tensor, frames: Sequence[Frame]) -> Features:
+    def forward(self, pixels: Tensor, frames: Sequence[Frame], adapters: AdapterContext | None = None) -> Features:
         """pixels [P, values] -> features [T, E]"""
         config = self.config
         hidden = self.patch_embed(pixels)  # [P, D]
@@ -282,11 +289,11 @@ class Qwen3VLVisionModel(nn.Module):
         lengths = [rows * columns for rows, columns in frames]
         deepstack: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            hidden = block(hidden, turns, lengths)
+            hidden = block(hidden, turns, lengths, adapters)
             if index in config.deepstack:
                 layer = len(deepstack)
-                deepstack[layer] = self.deepstack_merger_list[layer](hidden)
-        return Features(self.merger(hidden), deepstack)
+                deepstack[layer] = self.deepstack_merger_list[layer](hidden, adapters)
+        return Features(self.merger(hidden, adapters), deepstack)
 
     def interpolated(
         self, positions: Tensor, frames: Sequence[Frame], dtype: torch.dtype, device: torch.device

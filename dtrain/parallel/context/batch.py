@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import STREAMS
-from dtrain.parallel.collectives import begin_all_gather, begin_reduce_scatter, wait
+from dtrain.parallel.collectives import begin_all_gather, begin_reduce_scatter, flat_views, wait
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
@@ -105,38 +105,48 @@ def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
     Backward the ranks' gradients are summed and cut: one reduce-scatter. That is the derivative where every rank has a
     loss of its own.
     """
-    return SequenceGather(tensor, group, dim).wait()
+    (whole,) = SequenceGather([tensor], group, dim).wait()
+    return whole
 
 
 class SequenceGather:
-    """Begin to gather a sequence. `wait` returns the whole stream, once.
+    """Begin to gather sequences of equal dtype, in one all-gather. `wait` returns the whole streams, once.
+
+    The tensors may have different shapes, as keys and values with heads of different sizes: they travel flat, behind
+    one another. On two ranks, for k of 6 numbers and v of 4 per rank:
+
+        rank 0 sends  k0 (6), v0 (4)        every rank receives [2, 10]:   k0 v0
+        rank 1 sends  k1 (6), v1 (4)                                       k1 v1
+        `wait` returns k = k0 and k1 in the order of the sequence, and v in the same way
 
     Autograd goes through nodes in the reverse order of their making: backward the reduce-scatter begins where `wait`
     stood, and is waited for where this was made, after the backward of all that was computed in between.
     """
 
-    def __init__(self, tensor: Tensor, group: Any, dim: int = 1):
-        self.dim, self.group = dim % tensor.dim(), group
-        self.sent: Any = _Begin.apply(tensor, group)
+    def __init__(self, tensors: Sequence[Tensor], group: Any, dim: int = 1):
+        self.dim, self.group = dim % tensors[0].dim(), group
+        self.shapes = [tensor.shape for tensor in tensors]
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        self.sent: Any = _Begin.apply(flat[0] if len(flat) == 1 else torch.cat(flat), group)
 
-    def wait(self) -> Tensor:
-        whole = _End.apply(*self.sent, self.dim, self.group)
-        del self.sent  # as large as the whole
-        return whole
+    def wait(self) -> tuple[Tensor, ...]:
+        wholes = _End.apply(*self.sent, self.shapes, self.dim, self.group)
+        del self.sent  # as large as the wholes
+        return wholes
 
 
 class _Begin(torch.autograd.Function):
     """Begin an all-gather; the backward waits for the reduce-scatter of the gradients.
 
-    [.., S/n, ..] -> a view of itself, by which the gradient comes back, and [n, .., S/n, ..] on its way.
+    [n] -> a view of itself, by which the gradient comes back, and [ranks, n] on its way.
     """
 
     @staticmethod
-    def forward(ctx, tensor, group):
-        parts = begin_all_gather(tensor.unsqueeze(0), group)
+    def forward(ctx, flat, group):
+        parts = begin_all_gather(flat.unsqueeze(0), group)
         ctx.mark_non_differentiable(parts)
         ctx.set_materialize_grads(False)  # no zeros for them
-        return tensor.view_as(tensor), parts
+        return flat.view_as(flat), parts
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -147,15 +157,17 @@ class _End(torch.autograd.Function):
     """Wait for an all-gather and join its parts; the backward begins the reduce-scatter of the gradients."""
 
     @staticmethod
-    def forward(ctx, tensor, parts, dim, group):
+    def forward(ctx, flat, parts, shapes, dim, group):
         ctx.dim, ctx.group = dim, group
-        return join_sequence(wait(parts).unbind(0), dim)
+        of_ranks = flat_views(wait(parts), shapes)  # [ranks, .., S/ranks, ..] each
+        return tuple(join_sequence(one.unbind(0), dim) for one in of_ranks)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         size = ctx.group.size()
-        parts = torch.stack([shard_sequence(grad, rank, size, ctx.dim) for rank in range(size)])
-        return begin_reduce_scatter(parts, ctx.group).squeeze(0), None, None, None
+        parts = [shard_sequence(grad, rank, size, ctx.dim).reshape(-1) for rank in range(size) for grad in grads]
+        summed = begin_reduce_scatter(torch.cat(parts).view(size, -1), ctx.group)
+        return summed.squeeze(0), None, None, None, None
 
 
 def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int, dim: int = 1) -> Tensor:
