@@ -200,7 +200,7 @@ class FilteredRows:
         logits = logits.masked_fill(~mask, -float("inf"))
         start, end = chunk_bounds(len(part.rows), self._exchange.size, self._exchange.rank)
         my_rows = slice(first_row + start, first_row + end)
-        return Tile(my_rows, block, logits, logits[:, :0], part._replace(logits=part.logits[:0]))
+        return Tile(my_rows, block, logits, logits[:, :0], part.without_logits())
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
         self._part.begin_gradients(needed)

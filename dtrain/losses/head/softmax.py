@@ -115,6 +115,10 @@ class Tile(NamedTuple):
     rows: Tensor
     part: "Tile | None" = None
 
+    def without_logits(self) -> "Tile":
+        """Return the tile for `add_gradient`, which does not read the logits: their memory is free for its products."""
+        return self._replace(logits=self.logits.new_empty(0))
+
 
 class LogitSource(Protocol):
     """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of what they come from.
@@ -560,6 +564,7 @@ class _SoftmaxRows(torch.autograd.Function):
                 )
                 if ctx.masks_rows:
                     grad.masked_fill_(~is_live[rows].reshape(-1, 1), 0)
+                tile = tile.without_logits()
                 source.add_gradient(tile, grad)
                 del tile, grad  # before the next ones are computed
         return *not_tensors, *source.gradients()

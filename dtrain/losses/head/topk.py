@@ -198,6 +198,7 @@ def _topk_kl_sums(
         of_rows = RowGradient(by_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), by_log_p=by_log_p)
         lse = torch.stack([stats.m, stats.l], -1)
         grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
+        tile = tile.without_logits()
         source.add_gradient(tile, grad)
 
     for rows in source.indices():

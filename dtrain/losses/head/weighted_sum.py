@@ -179,6 +179,7 @@ def _token_sums(
             lse = torch.stack([merged.stats.m, merged.stats.l], -1)
             source = tokens.source
             grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
+            tile = tile.without_logits()
             source.add_gradient(tile, grad)
 
     for index in tokens.source.indices():
