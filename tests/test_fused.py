@@ -92,7 +92,7 @@ def test_weights_in_4_bits_are_read_by_one_kernel(compile_here):
     assert generated.generated_kernel_count - before == 1
 
 
-HEAD = softmax.tile_statistics, softmax.tile_gradient
+HEAD = softmax.tile_statistics, softmax.gradient_of_exps, softmax.gradient_of_logits
 
 
 def head_problem():
@@ -171,7 +171,7 @@ def filtered_values():
 PARTS = {
     "pairs": (divergences, (*HEAD, kl._divergences, kl._gradient)),
     "statistics": (divergences, (HEAD[0], kl._divergences)),
-    "gradients": (divergences, (HEAD[1], kl._gradient)),
+    "gradients": (divergences, (*HEAD[1:], kl._gradient)),
     "filtered": (filtered_values, (*HEAD, top_p._with_digit, top_p._down_to)),
 }
 
@@ -188,7 +188,7 @@ def test_other_heads_are_exact_in_float64_whatever_of_them_is_compiled(compile_h
 
 
 GRADIENTS = {
-    "labels": (smoothed_loss, softmax.tile_gradient, 2),  # the formula, and the addition at the targets
+    "labels": (smoothed_loss, softmax.gradient_of_exps, 2),  # the formula, and the addition at the targets
     "jsd": (jensen_shannon, kl._gradient, 1),
 }
 

@@ -180,6 +180,7 @@ class FilteredRows:
         self.leading, self.columns = part.leading, sum(self._exchange.columns)
         self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self.dtype, self.device, self.scaling = part.dtype, part.device, part.scaling
+        self.has_own_tiles = True  # the filter makes a copy
 
     @property
     def gradient_dtype(self) -> torch.dtype:

@@ -16,9 +16,10 @@ E = Σ p·log p and Σ z. Their derivatives have one common form, with numbers a
     E = Σ p·log p             a = -E      b = 1
     mean of log p over V ids  a = -1      d = 1/V
 
-`tile_gradient` is this formula. Each rank evaluates it for its own ids only, from the merged m and l, so the backward
-communicates nothing. For example, three ids on two ranks, z = [1, 3 | 2], loss log p(id 2): m = 3, l = 0.408,
-p = [0.090, 0.665 | 0.245], so rank 0 computes dz = [-0.090, -0.665] and rank 1 computes dz = [1 - 0.245].
+`gradient_of_logits` and `gradient_of_exps` evaluate this formula. Each rank does it for its own ids only, from the
+merged m and l, so the backward communicates nothing. For example, three ids on two ranks, z = [1, 3 | 2] and the loss
+log p(id 2): m = 3, l = 0.408 and p = [0.090, 0.665 | 0.245], so rank 0 computes dz = [-0.090, -0.665] and rank 1
+computes dz = [1 - 0.245].
 
 If the gradient by log p is known only later, `softmax_rows` computes the tiles again in its backward. If a loss is a
 sum over tokens whose weights are known beforehand, `FormedSum` adds up the gradient during the forward, which saves
@@ -104,7 +105,7 @@ class Tile(NamedTuple):
     Attributes:
         index: Which rows of the source.
         block: Which of this rank's ids.
-        logits: [t, v] in the compute dtype. Those of `HeadLogits` are new memory, which the receiver may overwrite.
+        logits: [t, v] in the compute dtype. The receiver may overwrite them if the source `has_own_tiles`.
         rows: The hidden states [t, D] that they were computed from; [t, 0] for given logits.
         part: The tile that this one was made from, without its logits. None for most sources.
     """
@@ -130,6 +131,7 @@ class LogitSource(Protocol):
         dtype: The dtype of the tiles.
         device: Their device.
         scaling: From products to logits.
+        has_own_tiles: Whether tiles are new memory, and not a view of given logits.
     """
 
     leading: torch.Size
@@ -138,6 +140,7 @@ class LogitSource(Protocol):
     dtype: torch.dtype
     device: torch.device
     scaling: Scaling
+    has_own_tiles: bool
 
     def indices(self) -> Iterable[Index]:
         """Return an index for each tile."""
@@ -185,6 +188,7 @@ class GivenLogits:
         self.leading, self.columns = logits.shape[:-1], logits.shape[-1]
         self.dtype, self.device = compute_dtype(logits.dtype), logits.device
         self.scaling = scaling or Scaling()
+        self.has_own_tiles = False
         self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self._max_rows = max_rows or tile_rows(self.columns, self.device.type)
         self._grad: Tensor | None = None
@@ -246,6 +250,7 @@ class HeadLogits:
         self.leading, self.columns, self.device = index.shape, len(weight), hidden.device
         self.dtype = dtype or torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
         self.scaling = scaling or Scaling()
+        self.has_own_tiles = True
         self._max_rows = max_rows
         keeps_dtype = weight.is_cuda and compute_dtype(weight.dtype) == self.dtype
         self._operand = self.weight if keeps_dtype else self.weight.to(self.dtype)
@@ -360,12 +365,23 @@ class TileStatistics(NamedTuple):
 
 
 @Fused
-def tile_statistics(logits: Tensor, columns: Tensor, is_mine: Tensor, wanted: Wanted) -> TileStatistics:
-    """Compute the statistics of logits [t, v] and read them at columns [t, k] where they are mine [t, k]."""
+def tile_statistics(
+    logits: Tensor, columns: Tensor, is_mine: Tensor, wanted: Wanted, overwrite: bool = False
+) -> TileStatistics:
+    """Compute the statistics of a tile.
+
+    Args:
+        logits: [t, v].
+        columns: Columns of the ids, [t, k].
+        is_mine: Whether they are in this tile, [t, k].
+        wanted: What to compute besides.
+        overwrite: Whether to leave exp(z - m) in the memory of the logits, for `gradient_of_exps`; not together with
+            `wanted.neg_entropy`.
+    """
     at_ids = pick(logits, columns, is_mine, logits.dtype)
     logit_sum = logits.sum(-1) if wanted.logit_sum else None
     m, is_argmax = _largest(logits, columns, is_mine, wanted.is_argmax)
-    shifted = logits - finite(m)[:, None]
+    shifted = _shifted(logits, m[:, None], overwrite)
     exps = shifted.exp() if wanted.neg_entropy else shifted.exp_()
     total = exps.sum(-1)
     is_empty = total == 0  # no logit, or all of them -inf
@@ -397,8 +413,14 @@ class RowGradient(NamedTuple):
 
 
 @Fused
-def tile_gradient(
-    logits: Tensor, lse: Tensor, of_rows: RowGradient, columns: Tensor, scaling: Scaling, dtype: torch.dtype
+def gradient_of_logits(
+    logits: Tensor,
+    lse: Tensor,
+    of_rows: RowGradient,
+    columns: Tensor,
+    scaling: Scaling,
+    dtype: torch.dtype,
+    overwrite: bool = False,
 ) -> Tensor:
     """Compute the gradient by the products [t, v] behind a tile of logits.
 
@@ -409,18 +431,60 @@ def tile_gradient(
         columns: The ids' columns, [t, k].
         scaling: From products to logits.
         dtype: The dtype of the result.
+        overwrite: Whether the memory of the logits may be overwritten.
     """
+    m, l = lse.split(1, 1)  # noqa: E741
     slope = scaling.slope(logits)
-    log_p = log_softmax(logits, lse)
+    exps = _shifted(logits, m, overwrite).exp_()
+    return _gradient(exps, -l, of_rows, columns, slope, dtype)
+
+
+@Fused
+def gradient_of_exps(
+    exps: Tensor,
+    log_scale: Tensor,
+    of_rows: RowGradient,
+    columns: Tensor,
+    slope: Tensor | float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute the gradient by the products [t, v] from what `tile_statistics` left of a tile.
+
+    Args:
+        exps: exp(z - m of the tile), [t, v]. Overwritten.
+        log_scale: log p - (z - m of the tile), [t, 1].
+        of_rows: As in `gradient_of_logits`.
+        columns: As there.
+        slope: d logits / d product, as `Scaling.slope` returns it.
+        dtype: As there.
+    """
+    return _gradient(exps, log_scale, of_rows, columns, slope, dtype)
+
+
+def _gradient(
+    exps: Tensor,
+    log_scale: Tensor,
+    of_rows: RowGradient,
+    columns: Tensor,
+    slope: Tensor | float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Evaluate the formula of the module's docstring, in the memory of exps [t, v]: p = exps · exp(log_scale)."""
+    scale = log_scale.exp()
     if of_rows.by_log_p is None:
-        grad = log_p.exp_().mul_(of_rows.by_p)
+        grad = exps.mul_(of_rows.by_p * scale)
     else:
-        p = log_p.exp()
-        grad = log_p.clamp_(min=_LOG_OF_ZERO).mul_(of_rows.by_log_p).add_(of_rows.by_p).mul_(p)
+        log_p = exps.log().add_(log_scale).clamp_(min=_LOG_OF_ZERO)
+        grad = log_p.mul_(of_rows.by_log_p).add_(of_rows.by_p).mul_(exps).mul_(scale)
     if of_rows.of_each is not None:
         grad.add_(of_rows.of_each)
     add_at_(grad, columns, of_rows.at_ids)
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
+
+
+def _shifted(logits: Tensor, m: Tensor, overwrite: bool) -> Tensor:
+    """Return logits [t, v] - m [t, 1], in the logits' own memory or a new tensor."""
+    return logits.sub_(finite(m)) if overwrite else logits - finite(m)
 
 
 def log_softmax(logits: Tensor, lse: Tensor) -> Tensor:
@@ -512,7 +576,8 @@ class _SoftmaxRows(torch.autograd.Function):
             for block in source.blocks:
                 tile = source.tile(index, block)
                 rows = tile.index
-                found = tile_statistics(tile.logits, *_in_block(columns, is_mine, rows, block), wanted)
+                can_overwrite = source.has_own_tiles and not wanted.neg_entropy
+                found = tile_statistics(tile.logits, *_in_block(columns, is_mine, rows, block), wanted, can_overwrite)
                 parts.append(found.stats)
                 at_ids[rows] += found.at_ids.view(at_ids[rows].shape)
                 del tile  # before the next one is computed
@@ -559,8 +624,14 @@ class _SoftmaxRows(torch.autograd.Function):
                     at_ids=torch.where(in_block, rows_of(by_logprobs, rows), 0),
                     by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
                 )
-                grad = tile_gradient(
-                    tile.logits, rows_of(lse, rows), of_rows, block_columns, source.scaling, source.gradient_dtype
+                grad = gradient_of_logits(
+                    tile.logits,
+                    rows_of(lse, rows),
+                    of_rows,
+                    block_columns,
+                    source.scaling,
+                    source.gradient_dtype,
+                    source.has_own_tiles,
                 )
                 if ctx.masks_rows:
                     grad.masked_fill_(~is_live[rows].reshape(-1, 1), 0)

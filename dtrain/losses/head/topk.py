@@ -17,8 +17,8 @@ from dtrain.losses.head.softmax import (
     Scaling,
     Wanted,
     finite,
+    gradient_of_logits,
     head_tile_rows,
-    tile_gradient,
     tile_rows_of,
     tile_statistics,
 )
@@ -197,7 +197,9 @@ def _topk_kl_sums(
             by_p = by_lse - by_entropy[0] * stats.neg_entropy
         of_rows = RowGradient(by_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), by_log_p=by_log_p)
         lse = torch.stack([stats.m, stats.l], -1)
-        grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
+        grad = gradient_of_logits(
+            tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype, source.has_own_tiles
+        )
         tile = tile.without_logits()
         source.add_gradient(tile, grad)
 

@@ -18,7 +18,7 @@ from dtrain.losses.head.softmax import (
     Scaling,
     Wanted,
     finite,
-    tile_gradient,
+    gradient_of_exps,
     tile_rows_of,
     tile_statistics,
 )
@@ -159,30 +159,32 @@ def _token_sums(
 
     A loss of None is log p itself. Gradients are added to `tokens`.
     """
-    total = torch.zeros((), dtype=tokens.source.dtype, device=targets.device)
+    source = tokens.source
+    total = torch.zeros((), dtype=source.dtype, device=targets.device)
     correct = torch.zeros_like(total)
     wanted = Wanted(logit_sum=smoothing > 0, is_argmax=counts)
 
     def add(index: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
-        tile = tokens.source.tile(index, tokens.source.blocks[0])
-        columns, is_mine = on_shard(targets[index, None], shard.start, tokens.source.columns)  # [t, 1]
-        found = tile_statistics(tile.logits, columns, is_mine, wanted)
+        tile = source.tile(index, source.blocks[0])
+        columns, is_mine = on_shard(targets[index, None], shard.start, source.columns)  # [t, 1]
+        slope = source.scaling.slope(tile.logits) if tokens.wants_gradient else None
+        found = tile_statistics(tile.logits, columns, is_mine, wanted, True)
         sums = [found.at_ids[:, 0]] if found.logit_sum is None else [found.at_ids[:, 0], found.logit_sum]
         is_argmax = None if found.is_argmax is None else found.is_argmax[None]
-        merged = merge_over(Stats(*found.stats), tokens.source.columns, shard.group, torch.stack(sums), is_argmax)
+        merged = merge_over(Stats(*found.stats), source.columns, shard.group, torch.stack(sums), is_argmax)
         weights = token_weights[index]
         values, of_rows = _values_of_rows(merged, weights, loss, smoothing, is_mine)
         total.add_((weights * values).sum())
         if counts:
             correct.add_(merged.at_largest.sum())
         if tokens.wants_gradient:
-            lse = torch.stack([merged.stats.m, merged.stats.l], -1)
-            source = tokens.source
-            grad = tile_gradient(tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype)
+            # log p = (z - m of the tile) + log_scale
+            log_scale = (finite(found.stats[0]) - finite(merged.stats.m) - merged.stats.l)[:, None]
+            grad = gradient_of_exps(tile.logits, log_scale, of_rows, columns, slope, source.gradient_dtype)
             tile = tile.without_logits()
             source.add_gradient(tile, grad)
 
-    for index in tokens.source.indices():
+    for index in source.indices():
         add(index)
     return total, correct
 
