@@ -118,7 +118,7 @@ class Tile(NamedTuple):
 
     def without_logits(self) -> "Tile":
         """Return the tile for `add_gradient`, which does not read the logits: their memory is free for its products."""
-        return self._replace(logits=self.logits.new_empty(0))
+        return self._replace(logits=torch.empty(0, dtype=self.logits.dtype, device=self.logits.device))
 
 
 class LogitSource(Protocol):
