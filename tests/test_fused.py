@@ -235,7 +235,7 @@ def under(top_k, share):
 
 
 MOVED = {  # kernels of a tile, and bytes a logit
-    "labels": (lambda s, t, i: weighted_sum.token_loss_sums(*s[:2], i, i, weighted_sum.nll).loss, 40, 11),
+    "labels": (lambda s, t, i: weighted_sum.token_loss_sums(*s[:2], i, i, weighted_sum.nll).loss, 42, 11),
     "kl": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i).total, 26, 36),
     "mixed": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, forward_share=0.3, temperature=2).total, 28, 43),
     "jsd": (lambda s, t, i: kl.kl_sum_from_hidden_states(s, t, i, jsd_beta=0.5).total, 26, 36),
