@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for
 from dtrain.attention.visibility import Visibility, additive
+from dtrain.base.batch import Batch
+from dtrain.base.torch_functions import has_values
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
@@ -41,6 +42,9 @@ class Kernel:
         """Positions [B or 1, S] and documents [B, S] of all keys, from this rank's [B or 1, S/cp] and [B, S/cp]; once
         per forward. None: the packing says all."""
         return positions, documents
+
+    def take_rows(self, batch: Batch) -> None:
+        """Accept the rows of the next forward, on the host, [B, S] each. Only `SdpaByRow` needs them."""
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         raise NotImplementedError
@@ -131,7 +135,7 @@ class SdpaKernel(Kernel):
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
         """The run of keys that holds all that `visible` [B, q, K] of the queries in `run` shows; read on the host, on a
         CPU only."""
-        if visible.is_meta or isinstance(visible, FakeTensor):  # shapes alone: no values to cut by
+        if not has_values(visible):
             return slice(0, visibility.keys)
         seen = visible.any(0).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1)

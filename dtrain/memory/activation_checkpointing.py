@@ -22,7 +22,7 @@ def checkpoint_activations(
     kind: str,
     tiles: "TileComputing | None" = None,
     layers: Iterable[nn.Module] | None = None,
-    **options: Any,
+    determinism_check: str = "default",
 ) -> None:
     """Recompute the activations of a model's layers in the backward. Names of modules and parameters do not change.
 
@@ -32,12 +32,13 @@ def checkpoint_activations(
         tiles: State of the layers' tiles, if `memory.tiles` computes their MLPs. Tiles are recomputed anyway, so "mlp"
             leaves these layers out.
         layers: Layers to checkpoint. None: all layers of the decoder and of the vision tower.
-        **options: Further arguments of torch's `checkpoint`.
+        determinism_check: Argument of torch's `checkpoint`: how recomputed activations are compared with the stored.
 
     Collectives:
         None here. In each backward, the collectives of the recomputed parts run again, except for those whose results
         selective checkpointing stores.
     """
+    options: dict[str, Any] = {"determinism_check": determinism_check}
     if kind == "selective":
         from dtrain.memory.selective_checkpointing import contexts_of  # optional
 
