@@ -182,8 +182,9 @@ class Tracer(MetaKernels):
         if self.regions is not None and self.regions.sources is not None:
             self.regions.sources.after(func, operands.tensors, results)
         sent = self._collectives.read(func, args, out, self.current is not None)
-        if sent is not None and sent[0].on_host and self.is_forward:
-            sent = None  # sizes of images, which ranks exchange as objects before the vision tower runs
+        if sent is not None and sent[0].on_host and sent[0].dimension == "fsdp":
+            # FSDP sends no tensor of the host. These are sizes of images, which the dp ranks exchange as objects.
+            sent = None
         if sent is not None:
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
