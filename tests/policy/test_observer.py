@@ -155,7 +155,8 @@ def stepped(rank, recipe, world_size):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_state_is_as_large_as_a_step_makes_it(tmp_path, name):
-    recipe = tiny_recipe(tmp_path, "train.global_batch=8", f"optimizer.name={name}")
+    keys = "train.global_batch=8", "scheduler.warmup_steps=0", f"optimizer.name={name}"
+    recipe = tiny_recipe(tmp_path, *keys)
     for is_unchanged, allocated, after, held, on_host in run_world(stepped, 2, recipe, 2):
         assert is_unchanged
         assert allocated == after == held > 0
@@ -164,7 +165,9 @@ def test_the_state_is_as_large_as_a_step_makes_it(tmp_path, name):
 
 def without_memory(rank, recipe):
     policy = policy_of(recipe, options=BuildOptions(materialize=False))
-    return {parameter.device.type for parameter in policy.model.parameters()}
+    policy.init_reference_model(recipe.model.path)
+    tensors = [*policy.model.parameters(), *policy.reference.tensors.values()]
+    return {tensor.device.type for tensor in tensors}
 
 
 def test_a_policy_that_is_not_materialized_has_shapes_alone(tmp_path):
