@@ -11,7 +11,7 @@ import pytest
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from dtrain.commands.plan.report import as_json, text

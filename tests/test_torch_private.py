@@ -58,8 +58,7 @@ FUNCTIONS = {
 # The one file of each name; those of C++ tell no signature, and run wherever the tests do.
 HOMES = {
     "attention/foreign/sharded_attention.py": "skip_code",
-    "attention/kernels.py": "FakeTensor",
-    "base/torch_functions.py": "_C.DisableTorchFunction _C._current_graph_task_id",
+    "base/torch_functions.py": "FakeTensor _C.DisableTorchFunction _C._current_graph_task_id _cdata",
     "base/compiled.py": (
         "FailOnRecompileLimitHit TorchDynamoException _dynamo.config.recompile_limit _dynamo.maybe_mark_dynamic "
         "has_triton"
@@ -72,7 +71,7 @@ HOMES = {
     "commands/plan/tracer.py": "_resolve_process_group",
     "launch/devices.py": "_C._accelerator_setAllocatorSettings",
     "losses/logits/groups.py": "_assert_async",
-    "memory/activation_offload.py": "_cdata tree_leaves",
+    "memory/activation_offload.py": "tree_leaves",
     "memory/activation_checkpointing.py": "checkpoint",
     "parallel/collectives.py": "_c10d_functional",
     "parallel/context/train_context.py": "maybe_enable_compiled_autograd",
@@ -84,7 +83,7 @@ HOMES = {
     "policy/offloader.py": "_buffers",
     "policy/weight_buckets.py": "_Options _devices",
 }
-# Of Python's standard library.
+# Of Python's standard library, and of modules.
 OTHERS = {
     "_actions",
     "_asdict",
@@ -92,6 +91,7 @@ OTHERS = {
     "_exit",
     "_field_defaults",
     "_option_string_actions",
+    "_parameters",  # of torch.nn.Module, in many files
     "_replace",
     "_serve",
 }

@@ -11,7 +11,7 @@ import torch
 
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.commands.plan.beside import Peak
+from dtrain.commands.plan.background import Peak
 from dtrain.parallel.runtime import Runtime
 from dtrain.training.spec import resolve
 from dtrain.training.trainer import train

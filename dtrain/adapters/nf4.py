@@ -274,17 +274,17 @@ def _levels(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS, dtype=torch.float32, device=device)
 
 
-def _pairs(device: torch.device, is_planned: bool) -> Tensor:
+def _pairs(device: torch.device, is_meta: bool) -> Tensor:
     """Return the levels of the two weights of each byte, [256, 2] float32.
 
     Args:
         device: Device of the result.
-        is_planned: Whether the codes are meta tensors. In a plan such a tensor may report a real device.
+        is_meta: Whether the codes are on the meta device. Function modes may report another device for them.
     """
-    return _pairs_once(device, is_planned)
+    return _pairs_once(device, is_meta)
 
 
 @cache  # making them waits for the device
-def _pairs_once(device: torch.device, is_planned: bool) -> Tensor:
+def _pairs_once(device: torch.device, is_meta: bool) -> Tensor:
     levels = _levels(device)
     return torch.cartesian_prod(levels, levels)

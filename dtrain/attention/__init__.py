@@ -3,6 +3,7 @@
 visibility     the keys that a query sees
 kernels        the kernels that compute attention, and the choice of one
 packing        cu_seqlens of a micro-batch on the host, and the kernel calls that they make
+sdpa_by_row    SDPA for tensors without values
 varlen         variable-length flash attention, on CUDA
 blocks         queries over one block of keys, and merging blocks
 context        context parallel: keys gathered, or passed from rank to rank

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
 from dtrain.attention.visibility import Visibility, additive
+from dtrain.base.batch import Batch
+from dtrain.base.torch_functions import has_values
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Call, Packing
@@ -71,6 +72,9 @@ class Kernel:
             None if the kernel computes from the packing and needs no tensors.
         """
         return positions, documents
+
+    def take_rows(self, batch: Batch) -> None:
+        """Accept the rows of the next forward, on the host, [B, S] each. Only `SdpaByRow` needs them."""
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
         """Return the kernel's own form of a visibility, for all layers of a kind."""
@@ -190,7 +194,7 @@ class SdpaKernel(Kernel):
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
         """The run of keys that holds all that `visible` [B, q, K] of the queries in `run` shows; read on the host, on a
         CPU only."""
-        if visible.is_meta or isinstance(visible, FakeTensor):  # shapes alone: no values to cut by
+        if not has_values(visible):
             return slice(0, visibility.keys)
         seen = visible.any(0).any(0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1)

@@ -45,6 +45,11 @@ class DeviceFacts:
     free: int | None = None
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Whether the GPU computes in bfloat16, and has flash attention."""
+        return self.capability >= BFLOAT16_CAPABILITY
+
+    @property
     def words(self) -> str:
         major, minor = self.capability
         return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
@@ -182,7 +187,7 @@ def _unfit(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -
                 f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a "
                 "build of torch that names this capability"
             )
-        if dtype in ("auto", "bfloat16") and device.capability < BFLOAT16_CAPABILITY:
+        if dtype in ("auto", "bfloat16") and not device.has_bfloat16:
             reasons.append(
                 f"{device.words} does not compute in bfloat16 (train.dtype={dtype}), which takes compute "
                 "capability 8.0: an A100 or later. Set train.dtype=float16 or float32"

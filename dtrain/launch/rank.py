@@ -39,7 +39,7 @@ Train = Callable[[Recipe, "Runtime"], None]
 PlanBeside = Callable[[Recipe, int, str], AbstractContextManager[Any]]
 """(recipe, world size, device type) -> the run's plan, computed in a process of its own while the run starts.
 
-It is `commands.plan.beside.PlannedPeak`."""
+It is `commands.plan.background.PlannedPeak`."""
 
 
 @dataclass(frozen=True)

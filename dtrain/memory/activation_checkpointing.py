@@ -19,7 +19,7 @@ def checkpoint_activations(
     kind: str,
     is_tiled: bool = False,
     layers: Iterable[nn.Module] | None = None,
-    **options: Any,
+    determinism_check: str = "default",
 ) -> None:
     """Recompute the activations of a model's layers in the backward. Names of modules and parameters do not change.
 
@@ -29,12 +29,13 @@ def checkpoint_activations(
         is_tiled: Whether `memory.tiles` computes the layers' MLPs. Tiles are recomputed anyway, so "mlp" leaves these
             layers out.
         layers: Layers to checkpoint. None: all layers of the decoder and of the vision tower.
-        **options: Further arguments of torch's `checkpoint`.
+        determinism_check: Argument of torch's `checkpoint`: how recomputed activations are compared with the stored.
 
     Collectives:
         None here. In each backward, the collectives of the recomputed parts run again, except for those whose results
         selective checkpointing stores.
     """
+    options: dict[str, Any] = {"determinism_check": determinism_check}
     if kind == "selective":
         from dtrain.memory.selective_checkpointing import AS_WRITTEN  # optional
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dtrain.base.torch_functions import in_backward
+from dtrain.base.torch_functions import in_backward, storage_key
 from dtrain.models.common.micro_batch import LayerContext
 from dtrain.parallel.placement import local_tensor
 
@@ -337,8 +337,3 @@ def _shared_tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
         values = argument.shared_values() if isinstance(argument, LayerContext) else argument
         tensors += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return tensors
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage among all that exist."""
-    return tensor.untyped_storage()._cdata

@@ -33,7 +33,14 @@ NUM_VARYING_SIZES = 2
 
 
 def compile_model(
-    model: CausalLM, train: Train, device: torch.device, *, is_deterministic: bool, lora_dropout: float
+    model: CausalLM,
+    train: Train,
+    device: torch.device,
+    *,
+    is_deterministic: bool,
+    lora_dropout: float,
+    compile_part: Callable[..., Callable[..., Any]] | None = None,
+    determinism_check: str = "default",
 ) -> None:
     """Compile the parts of the layers of `model`, or set `model.uncompiled` to the reason why they are not.
 
@@ -43,14 +50,34 @@ def compile_model(
         device: Device of the run.
         is_deterministic: The recipe's `run.deterministic`.
         lora_dropout: Dropout of the adapters. 0 without adapters.
+        compile_part: As of `compile_layers`. If it is given, `device` need not have a compiler.
+        determinism_check: As of `compile_layers`.
     """
-    recipe_obstacle = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
-    model.uncompiled = recipe_obstacle or compiler_obstacle(device.type)
+    model.uncompiled = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
+    if model.uncompiled is None and compile_part is None:
+        model.uncompiled = compiler_obstacle(device.type)
     if model.uncompiled is None:
-        compile_layers(model, is_selective_inside(train), computes_again(train))
+        is_selective, is_outside = is_selective_inside(train), computes_again(train)
+        compile_layers(model, is_selective, is_outside, compile_part or _compiled, determinism_check)
 
 
-def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: bool = False) -> None:
+def _compiled(part: Callable[..., Any], is_selective: bool = False) -> Compiled:
+    """Return a part of a layer that is compiled when it is first called.
+
+    Args:
+        part: The part.
+        is_selective: Whether it has selective checkpointing inside.
+    """
+    return Compiled(selective(part) if is_selective else part, NAME, NUM_VARYING_SIZES)
+
+
+def compile_layers(
+    model: CausalLM,
+    is_selective: bool = False,
+    computes_again: bool = False,
+    compile_part: Callable[..., Callable[..., Any]] = _compiled,
+    determinism_check: str = "default",
+) -> None:
     """Set the compiled parts of every layer. Nothing is compiled before the first forward. No collective.
 
     The part after attention of a mixture of experts runs as written, because its sizes depend on values.
@@ -61,26 +88,23 @@ def compile_layers(model: CausalLM, is_selective: bool = False, computes_again: 
         computes_again: Whether a checkpoint around each layer recomputes its parts. If not, keys are no longer
             projected before queries (`models.common.keys_first`): between two compiled parts for the projections, a
             layer would store one more tensor [B, S, D].
+        compile_part: Compiles a part, called with the part and `is_selective`.
+        determinism_check: Argument of torch's `checkpoint`, for parts that run as written.
     """
     # torch warns about in-place operations inside a checkpoint. Layers have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in cast(list[Layer], model.model.layers):
-        before: Callable[..., Any] = _compiled(selective(layer.before) if is_selective else layer.before)
+        before: Callable[..., Any] = compile_part(layer.before, is_selective)
         after: Callable[..., Any]
         if not layer.is_sparse:
-            after = _compiled(selective(layer.after) if is_selective else layer.after)
+            after = compile_part(layer.after, is_selective)
         elif is_selective:
-            after = selective(layer.after, AS_WRITTEN)
+            after = selective(layer.after, AS_WRITTEN, determinism_check=determinism_check)
         else:
             after = layer.after
         layer.regions = before, after
         if layer.keys_first is not None:
-            layer.keys_first = layer.keys_first.compiled_by(_compiled) if computes_again else None
-
-
-def _compiled(part: Callable[..., Any]) -> Compiled:
-    """Return a part of a layer that is compiled when it is first called."""
-    return Compiled(part, NAME, NUM_VARYING_SIZES)
+            layer.keys_first = layer.keys_first.compiled_by(compile_part) if computes_again else None
 
 
 def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dtrain.base.torch_functions import has_values
 from dtrain.parallel.fsdp import MasterTensor
 from dtrain.parallel.placement import chunk_bounds, cut_by, local_bounds, local_tensor, replace_local_tensor
 
@@ -68,10 +69,10 @@ def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
             moved[each] = local_tensor(each)
     for parameter, local in moved.items():
         size = _largest_shard_size(parameter)
-        if local.is_meta:
-            memory = local.new_zeros(size)
-        else:
+        if has_values(local):
             memory = torch.zeros(size, dtype=local.dtype, pin_memory=True)
+        else:
+            memory = local.new_zeros(size)
         if local.numel():
             memory[: len(local)] = local
         replace_local_tensor(parameter, memory)
@@ -82,7 +83,7 @@ def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
         master = memory[: len(local)].as_subclass(HostMaster)
         master.rounded = torch.zeros(memory.shape, dtype=dtype, device=local.device)
         replace_local_tensor(parameter, master)
-        if not local.is_meta:
+        if has_values(local):
             master.refresh()
 
 

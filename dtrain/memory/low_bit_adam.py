@@ -52,8 +52,8 @@ class LowBitAdam(ShardOptimizer):
         eps: Added to the denominator.
         weight_decay: Weight decay.
         decoupled: Whether the decay multiplies the weights (AdamW), or is added to the gradient (Adam).
-        offload: Device of the parameters if the state is in pinned host memory: a CUDA device, or meta in a plan, where
-            the state is on meta too. None: the state is on the parameters' device.
+        offload: Device of the parameters if the state is in pinned host memory: a CUDA device, or meta, where the state
+            is on meta too. None: the state is on the parameters' device.
         slice_elements: Elements of a parameter that are stepped at once.
 
     Collectives:
@@ -77,6 +77,7 @@ class LowBitAdam(ShardOptimizer):
         slice_elements: int = MAX_SLICE_ELEMENTS,
     ):
         super().__init__(groups, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self.state_is_on_host = offload is not None
         self._seed = seed
         self._is_decoupled = decoupled
         self._slice_elements = slice_elements
@@ -109,13 +110,19 @@ class LowBitAdam(ShardOptimizer):
             [each.state for each in slices], lambda index, state: slices[index].step(state, can_compile=False)
         )
 
-    def ring_bytes(self) -> int:
-        """Return the bytes on the device that a step takes for state in host memory.
+    def allocate_state(self) -> None:
+        """Override `ShardOptimizer.allocate_state`: no step is computed."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._allocate(parameter)
 
-        For `dtrain plan`, in place of a step: it allocates the state of the parameters that have gradients and counts a
-        step, but updates nothing.
-        """
-        return ring_bytes(each.state for each in self._slices())
+    def step_buffer_bytes(self) -> int:
+        """Override `ShardOptimizer.step_buffer_bytes`: the ring of `optimizer_offload`, for the state so far."""
+        return ring_bytes(part for parameter in self.state for part in self._parts_of(parameter))
+
+    def is_fused_on(self, device_type: str) -> bool:
+        """Override `ShardOptimizer.is_fused_on`: the update is compiled on CUDA."""
+        return device_type == "cuda"
 
     def _slices(self) -> list["_Slice"]:
         """Count a step, allocate state that is missing, and return the slices of parameters that have gradients."""
@@ -128,11 +135,9 @@ class LowBitAdam(ShardOptimizer):
 
     def _slices_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator["_Slice"]:
         """Yield the slices of a parameter. Ranks that share blocks make the same number."""
-        layout, state = self._layouts[parameter], self.state[parameter]
+        layout = self._layouts[parameter]
         shard = layout.shard
-        if not state:
-            state.update(self._zero_moments(parameter, layout))
-            state["step"] = torch.zeros(())
+        state = self._allocate(parameter)
         state["step"] += 1
         step = int(state["step"].item())
         scalars = adam_scalars(group, step, is_decoupled=self._is_decoupled)
@@ -140,28 +145,46 @@ class LowBitAdam(ShardOptimizer):
 
         assert parameter.grad is not None
         weights, gradient = shard.as_matrix(parameter), shard.as_matrix(parameter.grad)
-        matrices: State = {}
-        for moment in layout.moments:
-            for key in moment.keys:
-                matrices[key] = _state_matrix(state[key], shard)
         local = local_tensor(parameter)
         if isinstance(local, HostMaster):
-            matrices[MASTER] = weights
             weights = shard.as_matrix(local.device_copy)
         if layout.has_full_blocks:
             weights, gradient = _in_blocks(weights), _in_blocks(gradient)
-            matrices = {key: layout.in_blocks(key, matrix) for key, matrix in matrices.items()}
-        for rows in shard.row_slices(self._slice_elements, BLOCK_SIZE):
+        slices = shard.row_slices(self._slice_elements, BLOCK_SIZE)
+        for rows, part in zip(slices, self._parts_of(parameter), strict=True):
             yield _Slice(
                 layout=layout,
                 weights=weights[rows],
                 gradient=gradient[rows],
-                state={key: matrix[rows] for key, matrix in matrices.items()},
+                state=part,
                 scalars=scalars,
                 positions=bit_positions(shard, rows, sequence),
             )
 
-    def _zero_moments(self, parameter: nn.Parameter, layout: "_Layout") -> State:
+    def _parts_of(self, parameter: Tensor) -> Iterator[State]:
+        """Yield the state of each slice of a parameter, with its float32 weights if they are in host memory."""
+        layout, state = self._layouts[parameter], self.state[parameter]
+        shard = layout.shard
+        matrices: State = {}
+        for moment in layout.moments:
+            for key in moment.keys:
+                matrices[key] = _state_matrix(state[key], shard)
+        if isinstance(local_tensor(parameter), HostMaster):
+            matrices[MASTER] = shard.as_matrix(parameter)
+        if layout.has_full_blocks:
+            matrices = {key: layout.in_blocks(key, matrix) for key, matrix in matrices.items()}
+        for rows in shard.row_slices(self._slice_elements, BLOCK_SIZE):
+            yield {key: matrix[rows] for key, matrix in matrices.items()}
+
+    def _allocate(self, parameter: Tensor) -> State:
+        """Return the state of a parameter, which is allocated at its first step."""
+        state = self.state[parameter]
+        if not state:
+            state.update(self._zero_moments(parameter, self._layouts[parameter]))
+            state["step"] = torch.zeros(())
+        return state
+
+    def _zero_moments(self, parameter: Tensor, layout: "_Layout") -> State:
         """Return the moments of a parameter before its first step."""
         local = local_tensor(parameter).detach()
         state: State = {}

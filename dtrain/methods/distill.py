@@ -4,7 +4,7 @@ data, or of completions that it draws itself."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,18 +14,16 @@ from dtrain.base.errors import UserError
 from dtrain.base.problems import Problem
 from dtrain.base.ranges import at_least, shown
 from dtrain.data import Rows
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
-from dtrain.methods.method import Method
+from dtrain.methods.method import AttachedModels, Method
 from dtrain.methods.run_context import RunContext
 from dtrain.policy import Policy
 from dtrain.policy.score import LogprobSource
 from dtrain.policy.teacher import Teacher
 from dtrain.recipe.ranges import DIVISOR, SHARE, UP_TO_1
 from dtrain.recipe.rollouts import Sampling
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -76,6 +74,7 @@ class DistillMethod(Method):
 
     Section = Distill
     section: Distill
+    teacher: Teacher
     about = "distillation"
     models = ("teacher",)
     measures = ("forward_kl", "reverse_kl", "topk_mass", "completion_len", "truncated_frac", "rollout_time")
@@ -123,9 +122,6 @@ class DistillMethod(Method):
     def other_models(self) -> list[tuple[str, str]]:
         return [("distill.teacher", self.section.teacher)] if self.section.teacher else []
 
-    def teacher_path(self) -> str | None:
-        return self.section.teacher
-
     def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if the checkpoint was saved with the other value of `distill.samples`, too."""
         saved = "student" if "rollout" in state else "data"
@@ -138,8 +134,14 @@ class DistillMethod(Method):
         super().refuse_state(state, changed)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        if self.section.teacher is not None:  # without one the recipe is refused
-            self.teacher = Teacher(policy, self.section.teacher)
+        self.attach_models(policy, run.others)
+
+    def attach_models(self, policy: Policy, others: Mapping[str, ModelDirectory]) -> AttachedModels:
+        """Override `Method.attach_models`: the teacher."""
+        if self.section.teacher is None:  # the recipe is refused
+            return AttachedModels()
+        self.teacher = Teacher(policy, self.section.teacher)
+        return AttachedModels(teacher=self.teacher)
 
     @property
     def _beta(self) -> float | None:

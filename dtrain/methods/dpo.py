@@ -246,7 +246,7 @@ class DpoMethod(MethodWithReference):
         if not self.needs_reference():
             return
         if not self.section.precompute:
-            self.keep_reference(policy)
+            self.attach_models(policy, run.others)
             return
         tables = {}
         for split, rows in splits.items():

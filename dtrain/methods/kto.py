@@ -111,7 +111,7 @@ class KtoMethod(MethodWithReference):
                 which = "is wanted" if True in kinds else "is one that is not wanted"
                 run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
         self._splits = splits
-        self.keep_reference(policy)
+        self.attach_models(policy, run.others)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """The rows, and behind them as many documents of prompts with other rows' replies."""

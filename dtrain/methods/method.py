@@ -25,8 +25,37 @@ from dtrain.recipe.world import automatic_batch
 if TYPE_CHECKING:
     from dtrain.data.formats.labels import Label
     from dtrain.data.formats.prompts import PromptOptions
+    from dtrain.data.model_directory import ModelDirectory
     from dtrain.models.common.config import ModelConfig
+    from dtrain.policy.reference import Reference
+    from dtrain.policy.reward_model import RewardModel
     from dtrain.policy.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class AttachedModels:
+    """Frozen models on the policy's mesh that a method needs in its steps.
+
+    Attributes:
+        reference: The weights that the loss compares with.
+        teacher: The model whose distribution is learned.
+        reward_model: The model that rates completions.
+    """
+
+    reference: "Reference | None" = None
+    teacher: "Teacher | None" = None
+    reward_model: "RewardModel | None" = None
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tensors of each model by its name: "reference", "teacher" or "reward model"."""
+        tensors: dict[str, list[Tensor]] = {}
+        if self.reference is not None:
+            tensors["reference"] = list(self.reference.tensors.values())
+        if self.teacher is not None:
+            tensors["teacher"] = list(self.teacher.model.parameters())
+        if self.reward_model is not None:
+            tensors["reward model"] = list(self.reward_model.model.parameters())
+        return tensors
 
 
 @dataclass(eq=False)
@@ -127,7 +156,6 @@ class Method:
     best: tuple[str, ...] = ("val_loss", "loss")
     more_steps: str | None = None
     adapter_rates = (5e-5, "2e-4")
-    teacher: "Teacher"  # where `teacher_path` names one
     models: tuple[str, ...] = ()
     references = "start, base"
 
@@ -224,14 +252,6 @@ class Method:
         """Return whether the reference's weights stay on the devices beside the policy's."""
         return self.needs_reference()
 
-    def teacher_path(self) -> str | None:
-        """The path of a teacher that stays on the devices beside the policy."""
-        return None
-
-    def reward_model(self) -> str | None:
-        """The path of a reward model that stays on the devices beside the policy."""
-        return None
-
     def sends_weights(self) -> bool:
         """Return whether updated weights leave the run over a process group that reaches beyond this host."""
         return False
@@ -278,6 +298,23 @@ class Method:
 
     def refuse_device(self, device: torch.device) -> None:
         """Raise UserError where the method's section asks for what `device` does not do."""
+
+    def attach_models(self, policy: Policy, others: Mapping[str, "ModelDirectory"]) -> AttachedModels:
+        """Build the frozen models that the method needs in its steps, and keep them.
+
+        Called by `begin`, and by a plan, whose policy has no weights.
+
+        Args:
+            policy: The policy, with the weights that training starts from.
+            others: The directories of `other_models`, by key.
+
+        Raises:
+            UserError: If a model cannot be read.
+
+        Collectives:
+            Those of building and reading the models.
+        """
+        return AttachedModels()
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Called once, when `policy` holds the weights that training starts from, before the first step and before a
@@ -387,6 +424,13 @@ class MethodWithReference(Method):
         method = self.recipe.method
         text = f"data.loss_on={loss_on} has no effect with method={method}, which trains {trained}"
         return [Problem("data.loss_on", text, "Leave it out")]
+
+    def attach_models(self, policy: Policy, others: Mapping[str, "ModelDirectory"]) -> AttachedModels:
+        """Override `Method.attach_models`: the reference, if its weights stay on the devices."""
+        if self.holds_reference():
+            self.keep_reference(policy)
+            return AttachedModels(reference=policy.reference)
+        return AttachedModels()
 
     def keep_reference(self, policy: Policy) -> None:
         """Give `policy` the reference that the section names: its weights as they are, those without adapters, or those

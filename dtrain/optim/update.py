@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -22,7 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.parallel.placement import clip_grads_, grad_norm, nonfinite_names, scale_grads_
+from dtrain.optim.shard_optimizer import ShardOptimizer, allocate_state
+from dtrain.parallel.fsdp import masters_of
+from dtrain.parallel.placement import bytes_of, clip_grads_, grad_norm, local_tensor, nonfinite_names, scale_grads_
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -236,7 +238,19 @@ class LossScale:
 
 @dataclass(eq=False)
 class Updater:
-    """Second half of a step: from the gradients to the new weights."""
+    """Second half of a step: from the gradients to the new weights.
+
+    Attributes:
+        model: The model that is trained.
+        optimizer: The optimizer of its parameters, or of `local_shards`.
+        scheduler: The schedule of the learning rates.
+        max_grad_norm: Norm to which gradients are clipped. None: they are not.
+        skip_nonfinite: Steps in a row that may be skipped because their gradient norm is not finite.
+        loss_scale: The loss scale of float16; None in other dtypes.
+        local_shards: Plain tensors that the optimizer steps in place of the model's trained parameters, by parameter.
+            Each shares the memory of the parameter's local shard. Empty if the optimizer steps the parameters.
+        skipped_in_row: Steps that were skipped since the last finite norm.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -244,7 +258,51 @@ class Updater:
     max_grad_norm: float | None
     skip_nonfinite: int
     loss_scale: LossScale | None
+    local_shards: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     skipped_in_row: int = 0
+
+    @torch.no_grad()
+    def allocate_state(self) -> None:
+        """Allocate the optimizer's state, as the first step would. Weights keep their values."""
+        allocate_state(self.optimizer)
+
+    def device_state_bytes(self) -> int:
+        """Return the bytes on the device that this rank's optimizer state takes during a step.
+
+        If the state is on the host, these are the buffers through which it is copied.
+        """
+        if self._state_is_on_host and isinstance(self.optimizer, ShardOptimizer):
+            return self.optimizer.step_buffer_bytes()
+        return bytes_of(self.state_tensors())
+
+    def host_state_bytes(self) -> int:
+        """Return the bytes of this rank's optimizer state and float32 weights that are copied to the device at a step.
+
+        0 if the state is on the device.
+        """
+        if not self._state_is_on_host:
+            return 0
+        moments = [tensor for tensor in self.state_tensors() if tensor.dim()]
+        return bytes_of([*moments, *masters_of(self.model)])
+
+    def is_fused_step(self, device_type: str) -> bool:
+        """Check whether the optimizer's step reads and writes each of its tensors about once.
+
+        Args:
+            device_type: "cuda" or "cpu". Some optimizers of dtrain are fused on CUDA only.
+        """
+        if isinstance(self.optimizer, ShardOptimizer):
+            return self.optimizer.is_fused_on(device_type)
+        return True
+
+    def state_tensors(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state so far."""
+        states = self.optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    @property
+    def _state_is_on_host(self) -> bool:
+        return isinstance(self.optimizer, ShardOptimizer) and self.optimizer.state_is_on_host
 
     def update(self, sums: Tensor) -> tuple[float, Tensor]:
         """Clip, step, clear, and go on in the schedule. Returns the norm before clipping, and `sums` on the host.
@@ -271,10 +329,18 @@ class Updater:
         if finite:
             if self.max_grad_norm is not None:
                 clip_grads_(parameters, self.max_grad_norm, norm)
-            self.optimizer.step()
+            self._step()
         self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.local_shards:
+            parameter.grad = None
         self.scheduler.step()
         return value, read[1:]
+
+    def _step(self) -> None:
+        """Step the optimizer, with the gradients of the local shards if it has these."""
+        for parameter, shard in self.local_shards.items():
+            shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+        self.optimizer.step()
 
     def _nonfinite_message(self, norm: float) -> str:
         names = nonfinite_names(self.model.named_parameters())

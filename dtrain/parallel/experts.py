@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dtrain.base.torch_functions import has_values
 from dtrain.parallel.collectives import all_to_all, exchange
 from dtrain.parallel.mesh import joined_meshes
 from dtrain.parallel.placement import chunk_bounds, distributed, local_tensor
@@ -39,7 +40,7 @@ class Experts(nn.Module):
         each = [len(counts) // ranks] * ranks
         theirs = all_to_all(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
         both = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
-        sends, receives = [on_host(each, len(rows)) for each in both] if both.is_meta else both.tolist()
+        sends, receives = both.tolist() if has_values(both) else [on_host(each, len(rows)) for each in both]
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -79,11 +80,11 @@ def _cut_by_expert(held: nn.Parameter, mesh: DeviceMesh, ep: DeviceMesh) -> nn.P
 
 
 def on_host(counts: Tensor, total: int) -> list[int]:
-    """counts [n] int64 whose sum is `total`, for which the host waits; of stand-ins without values (`dtrain plan`) even
-    shares of it."""
-    if counts.is_meta:
-        return [(total + index) // len(counts) for index in range(len(counts))]
-    return counts.tolist()
+    """Return counts [n] int64 whose sum is `total` as a list. The host waits for them. Without values, as on the meta
+    device, the shares are even."""
+    if has_values(counts):
+        return counts.tolist()
+    return [(total + index) // len(counts) for index in range(len(counts))]
 
 
 def spread(x: Tensor, order: Tensor, copies: int) -> Tensor:

@@ -54,6 +54,12 @@ def masters_of(model: nn.Module) -> list[MasterTensor]:
     return [tensor for tensor in local_tensors if isinstance(tensor, MasterTensor)]
 
 
+def on_device(parameter: Tensor) -> Tensor:
+    """Return `parameter` [..], or the device's rounded copy of its shard if the parameter is in host memory."""
+    local = local_tensor(parameter)
+    return local.rounded if isinstance(local, MasterTensor) else parameter
+
+
 @dataclass(frozen=True)
 class Units:
     """The modules of a model that FSDP gathers each by itself, without those within them that are units too.

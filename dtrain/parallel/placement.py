@@ -33,6 +33,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of this rank's local shards of `tensors`. None counts as 0."""
+    return sum(local_tensor(tensor).nbytes for tensor in tensors if tensor is not None)
+
+
 def replace_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Make `local` [..] what this rank holds of `tensor`. No collective."""
     tensor._local_tensor = local

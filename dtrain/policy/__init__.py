@@ -9,9 +9,12 @@ trained               which of its parameters are trained, a vision tower's too
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 results               what a step returns
+observer              events of a step, for code that measures it
+options               how a model is built besides what its recipe says
 reference, teacher    frozen weights of the same model; another model
 reward_model          another model with a head of one output, which rates texts
 checkpoint            saving and loading, of one model or of several under their names
+weight_memory         the bytes of a rank's weights
 offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
 weights, weight_buckets  full tensors for an engine; the buckets in which they travel
 worker                the policy under NeMo-RL's name and keywords, which training never loads
@@ -23,7 +26,9 @@ from dtrain.base.exports import late_names
 from dtrain.parallel.fsdp import unshard_fsdp2_model
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
 from dtrain.policy.checkpoint import load_models, save_models
+from dtrain.policy.observer import StepObserver
 from dtrain.policy.offloader import get_cpu_state_dict
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.policy import Policy
 from dtrain.policy.results import StepResult, UpdateResult
 from dtrain.policy.weight_buckets import WeightReceiver
@@ -35,11 +40,13 @@ else:  # a type checker would accept any name from __getattr__
 
 __all__ = [
     "Batching",
+    "BuildOptions",
     "DTensorPolicyWorker",
     "DynamicShapes",
     "Fixed",
     "Packed",
     "Policy",
+    "StepObserver",
     "StepResult",
     "UpdateResult",
     "WeightReceiver",

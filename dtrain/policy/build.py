@@ -10,8 +10,7 @@
 7. memory for this rank's shards, and their values: read slice by slice, or drawn by logical position.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -29,12 +28,12 @@ from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.optimizer import place_masters
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.precision import Precision
 from dtrain.policy.trained import choose_trained
 
 if TYPE_CHECKING:
     from dtrain.attention.linear.flash import FlashDelta
-    from dtrain.memory.activation_offload import HostMemory
 
 ALONE = Ranks(alone=True)
 LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
@@ -46,18 +45,36 @@ def build_model(
     mesh: Mesh,
     precision: Precision,
     device: torch.device,
-    longest_row: int | None = None,
+    options: BuildOptions | None = None,
 ) -> CausalLM:
-    """Return the recipe's model, sharded over `mesh`, its trained parameters in `precision.master`, frozen ones in
-    `precision.compute`, on `device`.
+    """Build the recipe's model, sharded over a mesh.
 
-    longest_row: tokens of the longest row that it will be given; None: data.max_length.
-    Collective: every rank of the mesh calls it.
+    Trained parameters are in `precision.master`, and frozen ones in `precision.compute`.
+
+    Args:
+        recipe: The recipe.
+        config: Config of the model.
+        mesh: The mesh.
+        precision: The dtypes of the model.
+        device: Device of the model's parameters.
+        options: How it is built, besides what the recipe says. None: the defaults.
+
+    Collectives:
+        Those of `lay_out`. Every rank of the mesh calls this.
     """
+    options = BuildOptions() if options is None else options
     if device.type == "cuda":
         # cuDNN builds a graph for each new shape, and the rows of a micro-batch are as long as its longest.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = lay_out(recipe, config, mesh, precision, device, longest_row=longest_row)
+    model = lay_out(recipe, config, mesh, precision, device, options)
+    if options.materialize:
+        _materialize(model, recipe, config, device)
+    place_masters(model, recipe, precision, device)
+    return model
+
+
+def _materialize(model: CausalLM, recipe: PolicyConfig, config: ModelConfig, device: torch.device) -> None:
+    """Give the parameters memory and values: those of the recipe's files, or random ones."""
     model.to_empty(device="cpu" if offloads(recipe, device) else device)
     model.tie_weights()  # memory is given parameter by parameter where FSDP does not hold them
     if recipe.model.init == "scratch":
@@ -70,8 +87,6 @@ def build_model(
         from dtrain.adapters.lora import init_adapters
 
         init_adapters(model, recipe.run.seed)
-    place_masters(model, recipe, precision, device)
-    return model
 
 
 def lay_out(
@@ -80,18 +95,26 @@ def lay_out(
     mesh: Mesh,
     precision: Precision,
     device: torch.device,
-    kernel: Kernel | None = None,
-    longest_row: int | None = None,
-    keep: Callable[[CausalLM, PolicyConfig, torch.device], None] | None = None,
+    options: BuildOptions | None = None,
 ) -> CausalLM:
-    """Return the model as `build_model` lays it out, but for the last step: its parameters, sharded, are on meta.
+    """Lay out the model of `build_model` on its mesh. The sharded parameters are on meta.
 
-    kernel: in place of the one that the recipe and the device ask for, for one cp rank; it is taken over the exchange
-    of the recipe. keep: in place of `keep_for_backward`. One rank that computes in its masters' dtype goes without
-    FSDP: the same bits, and no copies. Collective over cp on CUDA in half precision, unless a kernel is given: the
-    ranks agree on one.
+    One rank that computes in its masters' dtype goes without FSDP: the same bits, and no copies.
+
+    Args:
+        recipe: As of `build_model`, like the other arguments.
+        config: Config of the model.
+        mesh: The mesh.
+        precision: The dtypes of the model.
+        device: Device of the run.
+        options: A kernel in it is used with the exchange of the recipe over cp.
+
+    Collectives:
+        On CUDA in half precision, the ranks of cp agree on a kernel, unless `options` has one.
     """
     parallel = recipe.parallel
+    options = BuildOptions() if options is None else options
+    kernel = options.kernel
     model = models.build(config, dtype=precision.master, device="meta")
     choose_trained(model, recipe, precision.compute)
     if mesh.tp.size() > 1:
@@ -105,7 +128,8 @@ def lay_out(
         spread_experts(model, mesh.ep, mesh.tp)
     if kernel is None:
         ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else ALONE
-        kernel = choose_attention(recipe, config, precision, device, longest_row or recipe.data.max_length, ranks)
+        longest_row = options.longest_row or recipe.data.max_length
+        kernel = choose_attention(recipe, config, precision, device, longest_row, ranks)
         model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
@@ -127,8 +151,10 @@ def lay_out(
             device,
             is_deterministic=recipe.run.deterministic,
             lora_dropout=0.0 if recipe.lora is None else recipe.lora.dropout,
+            compile_part=options.compile_part,
+            determinism_check=options.determinism_check,
         )
-    (keep or keep_for_backward)(model, recipe, device)
+    _keep_for_backward(model, recipe, device, options)
     if mesh.size > 1 or precision.is_mixed or offloads(recipe, device):
         dtypes = mixed_precision(precision.compute, precision.reduce)
         offload = CPUOffloadPolicy() if offloads(recipe, device) else None
@@ -136,15 +162,8 @@ def lay_out(
     return model
 
 
-def keep_for_backward(
-    model: CausalLM,
-    recipe: PolicyConfig,
-    device: torch.device,
-    memory: "HostMemory | None" = None,
-    **options: Any,
-) -> None:
-    """Settle what layers keep for the backward, what they compute again, and where it lies, as `train` says. No
-    collective. memory: of the host, in place of its own; options: of torch's `checkpoint`."""
+def _keep_for_backward(model: CausalLM, recipe: PolicyConfig, device: torch.device, options: BuildOptions) -> None:
+    """Apply tiles, activation checkpointing and activation offload, as `train` says. No collective."""
     train = recipe.train
     is_tiled = train.tile != "none"
     if is_tiled:
@@ -156,10 +175,11 @@ def keep_for_backward(
         from dtrain.memory.compilation import checkpointed_outside
 
         layers = checkpointed_outside(model, recipe.train)
-    checkpoint_activations(model, train.activation_checkpointing, is_tiled, layers, **options)
+    checkpoint_activations(model, train.activation_checkpointing, is_tiled, layers, options.determinism_check)
     if train.activation_offload:
         from dtrain.memory import activation_offload as offload
 
+        memory = options.host_memory
         if memory is None:
             memory = offload.PinnedMemory(device) if device.type == "cuda" else offload.HostMemory()
         for stack in (model.model.layers, model.model.vision_layers):
@@ -171,6 +191,34 @@ def wants_varlen(recipe: PolicyConfig, precision: Precision, device_type: str) -
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
     return recipe.model.attention == "varlen"
+
+
+def longest_row_under_mask(recipe: PolicyConfig, precision: Precision, device_type: str) -> int | None:
+    """Return the tokens of the longest row that attention computes with a mask over queries and keys.
+
+    None if attention needs no mask, because `VarlenKernel` is wanted.
+    """
+    return None if wants_varlen(recipe, precision, device_type) else LONGEST_UNDER_MASK
+
+
+def kernel_without_values(recipe: PolicyConfig, precision: Precision, device_type: str, mesh: Mesh) -> Kernel:
+    """Return the attention kernel of `choose_attention` for a model without values.
+
+    Nothing is tried out, because the device need not be there.
+
+    Args:
+        recipe: The recipe.
+        precision: The dtypes of the model.
+        device_type: "cuda" or "cpu".
+        mesh: The mesh.
+    """
+    if wants_varlen(recipe, precision, device_type):
+        from dtrain.attention.varlen import VarlenKernel
+
+        return VarlenKernel()
+    from dtrain.attention.sdpa_by_row import SdpaByRow
+
+    return SdpaByRow(mesh.cp.get_local_rank(), mesh.cp.size())
 
 
 def choose_attention(

@@ -19,8 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
-from dtrain.optim.update import import_named, parameter_groups
+from dtrain.optim.shard_optimizer import ShardOptimizer
+from dtrain.optim.update import LossScale, Updater, build_scheduler, import_named, parameter_groups
+from dtrain.parallel.placement import local_tensor
 from dtrain.policy.config import PolicyConfig
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.precision import Precision
 from dtrain.recipe.schema import Optimizer as OptimizerSection
 
@@ -98,6 +101,51 @@ def build_optimizer(
         return build(groups, **{"lr": section.lr, **settings, **kwargs})
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optimizer.name={section.name} refuses its settings: {error}. See optimizer.kwargs") from error
+
+
+def build_updater(
+    recipe: PolicyConfig,
+    precision: Precision,
+    model: nn.Module,
+    device: torch.device,
+    total_steps: int,
+    options: BuildOptions,
+) -> Updater:
+    """Build the optimizer of a model, its schedule, and what else an optimizer step needs. No collective.
+
+    Args:
+        recipe: The recipe.
+        precision: The dtypes of the model.
+        model: The sharded model.
+        device: Device of the run.
+        total_steps: Optimizer steps of the schedule.
+        options: How the model was built.
+
+    Raises:
+        UserError: As `build_optimizer`.
+    """
+    gradient_device = None
+    if offloads_optimizer(recipe, device):
+        gradient_device = device if options.materialize else torch.device("meta")
+    optimizer = build_optimizer(recipe.optimizer, model.named_parameters(), recipe.run.seed, gradient_device)
+    local_shards: dict[nn.Parameter, nn.Parameter] = {}
+    # dtrain's own optimizers step local shards anyway.
+    if options.step_local_shards and not isinstance(optimizer, ShardOptimizer):
+        named_shards = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                shard = local_shards[parameter] = nn.Parameter(local_tensor(parameter).detach())
+                named_shards.append((name, shard))
+        optimizer = build_optimizer(recipe.optimizer, named_shards, recipe.run.seed)
+    return Updater(
+        model,
+        optimizer,
+        build_scheduler(recipe.scheduler, optimizer, total_steps),
+        max_grad_norm=recipe.train.max_grad_norm,
+        skip_nonfinite=recipe.train.skip_nonfinite,
+        loss_scale=LossScale() if precision.compute == torch.float16 else None,
+        local_shards=local_shards,
+    )
 
 
 def build_gradient_sums(

@@ -23,10 +23,9 @@ from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths,
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTotals
 from dtrain.models.read_config import read_config
-from dtrain.optim.update import LossScale, Updater, build_scheduler
+from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import Sharding
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
@@ -34,8 +33,10 @@ from dtrain.policy.batching import Batching, Fixed, MicroBatch, StepRows, all_re
 from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
+from dtrain.policy.observer import StepObserver
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
-from dtrain.policy.optimizer import build_gradient_sums, build_optimizer, offloads_optimizer
+from dtrain.policy.optimizer import build_gradient_sums, build_updater, offloads_optimizer
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.precision import Precision, choose_precision
 from dtrain.policy.reference import Reference
 from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
@@ -61,8 +62,9 @@ class Policy:
         config: Config of the model.
         mesh: The mesh. Every rank of it builds the policy.
         runtime: This rank and its device.
-        build: Builds the sharded model from `build_model`'s arguments.
         precision: The dtypes of the model. None: those that the recipe means on this device.
+        options: How the model is built, besides what the recipe says.
+        observer: Receives the events of each step. None if nobody observes.
 
     Attributes:
         model: The model, sharded over `mesh`.
@@ -93,8 +95,9 @@ class Policy:
         config: ModelConfig,
         mesh: Mesh,
         runtime: Runtime,
-        build: Callable[..., CausalLM] = build_model,
         precision: Precision | None = None,
+        options: BuildOptions | None = None,
+        observer: StepObserver | None = None,
     ):
         self.runtime = runtime
         rank, device = self.rank, self.device = runtime.rank, runtime.device
@@ -103,15 +106,16 @@ class Policy:
         if precision is None:
             precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
         self.precision = precision
-        model = self.model = build(recipe, config, mesh, self.precision, device)
+        self.options = BuildOptions() if options is None else options
+        self._observer = StepObserver() if observer is None else observer
+        model = self.model = build_model(recipe, config, mesh, self.precision, device, self.options)
         self.sharding = Sharding(model)
-        self.scorer = Scorer(model, mesh, device)
+        self.scorer = Scorer(model, mesh, device, self._observer)
         self.updater: Updater | None = None
         self.sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
         self._unread: list[Totals] = []  # of the steps since the last update
         is_on_host = offloads_optimizer(recipe, device)
-        self.gradient_device = device if is_on_host else None
         self.checkpoint = PolicyCheckpoint(
             model,
             self.sharding,
@@ -127,7 +131,8 @@ class Policy:
         self.monitor = DeviceMonitor(rank, device)
         if recipe.lora is not None and recipe.lora.path is not None:
             self.checkpoint.keep_base()
-            self._read_adapter(recipe.lora.path)
+            if self.options.materialize:
+                self._read_adapter(recipe.lora.path)
 
     def another(
         self,
@@ -166,7 +171,7 @@ class Policy:
             lora=self._lora_of_another(adapters, has_new_head=labels is not None),
         )
         config = read_config(recipe.model.directory, labels=labels)
-        return Policy(recipe, config, self.mesh, self.runtime)
+        return Policy(recipe, config, self.mesh, self.runtime, options=self.options)
 
     def _lora_of_another(self, adapters: bool | None, has_new_head: bool) -> Lora | None:
         """Return the section `lora` of a second model. See `another`."""
@@ -199,18 +204,10 @@ class Policy:
 
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
-        recipe = self.recipe
+        recipe, options = self.recipe, self.options
         self.sums = build_gradient_sums(recipe, self.precision, self.model.named_parameters())
-        named = self.model.named_parameters()
-        optimizer = build_optimizer(recipe.optimizer, named, recipe.run.seed, self.gradient_device)
-        self.updater = self.checkpoint.updater = self.offloader.updater = Updater(
-            self.model,
-            optimizer,
-            build_scheduler(recipe.scheduler, optimizer, total_steps),
-            max_grad_norm=recipe.train.max_grad_norm,
-            skip_nonfinite=recipe.train.skip_nonfinite,
-            loss_scale=LossScale() if self.precision.compute == torch.float16 else None,
-        )
+        updater = build_updater(recipe, self.precision, self.model, self.device, total_steps, options)
+        self.updater = self.checkpoint.updater = self.offloader.updater = updater
 
     def forward_backward(
         self, batch: Batch, loss_fn: Loss, micro_batch_size: int | Batching | None = None
@@ -256,6 +253,7 @@ class Policy:
             One all-reduce of the norm, a scalar.
         """
         updater = self._required_updater("optimizer_step")
+        self._observer.update_begins()
         lr = updater.scheduler.get_last_lr()[0]
         unread, self._unread = self._unread, []
         # The host waits for the norm, so it reads the totals of the steps in the same copy.
@@ -265,6 +263,7 @@ class Policy:
         grad_norm, on_host = updater.update(torch.cat(on_device))
         for totals, values in zip(unread, on_host.split([len(each.on_device) for each in unread]), strict=True):
             totals.set(values)
+        self._observer.update_ends()
         return UpdateResult(grad_norm, lr)
 
     def evaluate(self, batch: Batch, loss_fn: Loss, micro_batch_size: int | Batching | None = None) -> StepResult:
@@ -407,8 +406,9 @@ class Policy:
         """
         if path is not None:
             self.reference = Reference(self.model, self.sharding, whole=True, adapters=False)
-            with self.reference.in_place():
-                read_weights(self.model, path)
+            if self.options.materialize:
+                with self.reference.in_place():
+                    read_weights(self.model, path)
         elif base and self.checkpoint.base is not None:
             self.reference = self.checkpoint.base
         else:
@@ -462,6 +462,7 @@ class Policy:
         batches = self._micro_batches(step, micro_batch_size)
         counts = all_reduced(self._counts(step.batch, batches), self.mesh.dp)
         loss, metrics, routing_totals = self._backward(updater, batches, loss_fn, self._divisors(counts))
+        self._observer.gradients_complete(self.model)
         totals = Totals(self._summed(loss, metrics, routing_totals))
         self._unread.append(totals)
         return StepResult(StepCounts(*counts.tolist()), totals, list(metrics[0]), self.model.routing, metrics)
@@ -601,7 +602,9 @@ class Policy:
                 adapters=self._has_adapters,
                 step=updater.scheduler.steps,
             )
+            self._observer.backward_begins()
             (loss * scale if scale != 1.0 else loss).backward()
+            self._observer.backward_ends()
             total = total + loss.detach()
             metrics.append(measured)
             if routing is not None:

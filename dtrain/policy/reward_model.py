@@ -1,6 +1,7 @@
 """A reward model beside the policy: another model, frozen, on the policy's mesh, that rates texts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,13 +12,11 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranges import LARGEST_REWARD
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.model_directory import ModelDirectory
-from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import Sharding
 from dtrain.policy.batching import DynamicShapes, gather_rows, micro_batches
-from dtrain.policy.build import build_model
 from dtrain.policy.policy import Policy
 from dtrain.policy.score import Scorer
-from dtrain.policy.teacher import beside
+from dtrain.policy.teacher import build_frozen
 
 
 class RewardModel:
@@ -27,14 +26,19 @@ class RewardModel:
     the policy's will do. Its weights lie on the mesh as a teacher's do. Raises UserError where it cannot be read.
     """
 
-    def __init__(self, policy: Policy, source: ModelDirectory, build: Callable[..., CausalLM] = build_model):
-        self._policy, config = policy, source.config
-        self.model = beside(policy, str(source.path), config, build)
+    def __init__(self, policy: Policy, source: ModelDirectory):
+        self._policy, self._source, config = policy, source, source.config
+        self.model = build_frozen(policy, str(source.path), config)
         self._sharding = Sharding(self.model)
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
         self._pad, recipe = config.pad_token_id, policy.recipe
-        self._encoder = PairEncoder(source.tokenizer, source.template, max_length=config.max_position_embeddings)
         self._batching = DynamicShapes(recipe.train.micro * recipe.data.max_length)
+
+    @cached_property
+    def _encoder(self) -> PairEncoder:
+        """Encoder of texts, by the model's own tokenizer and template, which are read at the first use."""
+        source = self._source
+        return PairEncoder(source.tokenizer, source.template, max_length=source.config.max_position_embeddings)
 
     def rate(self, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:
         """Return the scores [N], float64 on the CPU, the same on every rank, of N prompts (texts or lists of messages)

@@ -25,6 +25,7 @@ from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, pad_right
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
+from dtrain.policy.observer import StepObserver
 
 if TYPE_CHECKING:
     from dtrain.losses.head.logprobs import HeadLogprobs, TrainingSamplingParams
@@ -215,10 +216,18 @@ class Head:
 
 
 class Scorer:
-    """Losses and log-probabilities of micro-batches on a model that lies on a mesh."""
+    """Losses and log-probabilities of micro-batches on a model that lies on a mesh.
 
-    def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device):
+    Args:
+        model: The model.
+        mesh: Its mesh.
+        device: Its device.
+        observer: Receives the events of each forward. None if nobody observes.
+    """
+
+    def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device, observer: StepObserver | None = None):
         self.model, self.mesh, self.device = model, mesh, device
+        self._observer = StepObserver() if observer is None else observer
         self._head = Head.of(model, mesh)
 
     def at_head(
@@ -246,6 +255,7 @@ class Scorer:
             adapters: Whether the model's adapters take part.
             step: The optimizer step, from which the dropout of adapters is computed in training.
         """
+        self._observer.forward_begins(batch)
         is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
         if self.model.config.experts is not None:  # padding is not routed
             is_packed |= self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_DOCUMENT).any())
@@ -281,9 +291,15 @@ class Scorer:
         inputs = Inputs(local["input_ids"], context)
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
-            return fn(LogprobSource(hidden, head_weight, local, inputs, count, self._head), local, *more)
+            source = LogprobSource(hidden, head_weight, local, inputs, count, self._head)
+            self._observer.head_begins()
+            result = fn(source, local, *more)
+            self._observer.head_ends()
+            return result
 
-        return self.model.with_head(within, inputs.input_ids, inputs.context)
+        result = self.model.with_head(within, inputs.input_ids, inputs.context)
+        self._observer.forward_ends()
+        return result
 
     def _images(self, batch: Batch, local: Batch) -> Images | None:
         """Return the images of a host micro-batch, and their places among this rank's tokens; of a model without a

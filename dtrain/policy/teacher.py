@@ -28,12 +28,11 @@ class Teacher:
     computation: no optimizer, no gradient, no master copy. A forward gathers one layer at a time, and the head
     (tied: with the embedding) while the student's loss reads it; nothing stays gathered after it.
     Raises UserError where the model cannot be read, or is cut over tp in another way than the policy's.
-    build: what makes the model, with `build_model`'s arguments.
     """
 
-    def __init__(self, policy: Policy, path: str, build: Callable[..., CausalLM] = build_model):
+    def __init__(self, policy: Policy, path: str):
         mesh, config = policy.mesh, read_config(path)
-        self.model = beside(policy, path, config, build)
+        self.model = build_frozen(policy, path, config)
         self._head = Head.of(self.model, mesh)
         cut_alike = (self._head.shard is None) == (Head.of(policy.model, mesh).shard is None)
         if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
@@ -58,8 +57,17 @@ class Teacher:
             return self.model.with_head(at_head, inputs.input_ids, inputs.context.of_another_model())
 
 
-def beside(policy: Policy, path: str, config: ModelConfig, build: Callable[..., CausalLM] = build_model) -> CausalLM:
-    """Return another model, frozen, that lies on the mesh as the policy's, in the dtype of computation. Collective."""
+def build_frozen(policy: Policy, path: str, config: ModelConfig) -> CausalLM:
+    """Build another model on the mesh of a policy, frozen, in the dtype of computation.
+
+    Args:
+        policy: The policy, whose recipe and options decide how the model is laid out.
+        path: Directory of the model.
+        config: Its config.
+
+    Collectives:
+        Those of `build_model`.
+    """
     recipe, compute = policy.recipe, policy.precision.compute
     own = replace(
         recipe,
@@ -69,5 +77,6 @@ def beside(policy: Policy, path: str, config: ModelConfig, build: Callable[..., 
         lora=None,
     )
     precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
-    model = build(own, config, policy.mesh, precision, policy.device)
+    options = replace(policy.options, longest_row=None)
+    model = build_model(own, config, policy.mesh, precision, policy.device, options)
     return model.eval().requires_grad_(False)

@@ -17,16 +17,15 @@ from dtrain.base.gpus import free_memory
 from dtrain.base.randomness import key
 from dtrain.models.building import fill_normal
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel import context
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, take
-from dtrain.policy.build import build_model
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.config import PolicyConfig
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.policy import Policy
 from dtrain.policy.results import StepResult, UpdateResult
 from dtrain.policy.weights import WeightSender
@@ -78,7 +77,7 @@ class DTensorPolicyWorker(Policy):
         config: ModelConfig | None = None,
         mesh: Mesh | None = None,
         runtime: Runtime | None = None,
-        build: Callable[..., CausalLM] = build_model,
+        options: BuildOptions | None = None,
         *,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
@@ -94,7 +93,7 @@ class DTensorPolicyWorker(Policy):
             )
         if init_optimizer and recipe.train.steps is None:
             raise ValueError("train.steps=null gives the schedule no length: set it, or init_optimizer=False here")
-        super().__init__(recipe, config, mesh, runtime, build)
+        super().__init__(recipe, config, mesh, runtime, options=options)
         self._temperature = _temperature_of(recipe)
         if init_reference_model:
             self.init_reference_model()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -16,10 +16,11 @@ from dtrain.base.problems import Problem
 from dtrain.base.ranges import at_least, is_number
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.formats.prompts import PromptOptions
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.methods.method import MethodWithReference
+from dtrain.methods.method import AttachedModels, MethodWithReference
 from dtrain.methods.run_context import RunContext, RunLog
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy import DynamicShapes, Packed, Policy
@@ -147,7 +148,7 @@ class GrpoMethod(MethodWithReference):
 
     def other_models(self) -> list[tuple[str, str]]:
         is_another = self.needs_reference() and self.section.reference not in ("start", "base")
-        rates = self.reward_model()
+        rates = self.section.reward_model.path
         named = [("grpo.reference", self.section.reference)] if is_another else []
         return named + ([("grpo.reward_model.path", rates)] if rates else [])
 
@@ -155,9 +156,6 @@ class GrpoMethod(MethodWithReference):
         if model.experts is not None or not self.section.router_replay:
             return []
         return [Problem("grpo.router_replay", "grpo.router_replay=true: this model has no experts", "Leave it out")]
-
-    def reward_model(self) -> str | None:
-        return self.section.reward_model.path
 
     def code(self) -> list[tuple[str, str | None, str]]:
         named = [(f"grpo.rewards[{i}].fn", reward.fn, "reward") for i, reward in enumerate(self.section.rewards)]
@@ -245,21 +243,24 @@ class GrpoMethod(MethodWithReference):
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.section
         self.refuse_device(policy.device)
-        if self.needs_reference():
-            self.keep_reference(policy)
+        attached = self.attach_models(policy, run.others)
         tokenizer = run.source.tokenizer
         self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section)
         engine = open_engine(section, policy, tokenizer, run)
         rewards = open_rewards(section, run)
-        rates = None
-        if section.reward_model.path is not None:
-            rates = RewardModel(policy, run.others["grpo.reward_model.path"])
         episodes = open_episodes(section, self.recipe.data, run)
         length, seed = self.recipe.data.max_length, self.recipe.run.seed
         sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop, episodes)
         self.source.data = splits["train"]
-        self.collector = Collector(section, sampler, splits["train"], rewards, rates)
+        self.collector = Collector(section, sampler, splits["train"], rewards, attached.reward_model)
+
+    def attach_models(self, policy: Policy, others: Mapping[str, ModelDirectory]) -> AttachedModels:
+        """Override `Method.attach_models`: also the reward model."""
+        attached = super().attach_models(policy, others)
+        if self.section.reward_model.path is None:
+            return attached
+        return replace(attached, reward_model=RewardModel(policy, others["grpo.reward_model.path"]))
 
     def before_step(self, cursor: Cursor) -> None:
         """Draws a rollout where the updates of the last one are done; measures what its updates need of the weights as

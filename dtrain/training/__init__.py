@@ -6,6 +6,9 @@ inputs                a recipe in a world, with everything that follows before a
 setup, checks         a module per topic: its checks and its facts; the table of all checks
 spec                  the frozen spec of a run, and `resolve`, which builds it on each rank
 dry_run, host         the same functions in one process, which collects problems
+step_spec             the spec of one optimizer step, for devices that need not be there
+model_facts           facts about a model that follow from its shapes
+full_rows             rows of the largest size that a recipe allows
 preflight, hub_files  a recipe before a run: its problems, and files that the run would fetch first
 sizing                sizes that a recipe leaves to `auto`, the same on all ranks
 eval_sets             the sets of `eval`

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe as `load_recipe` does; its RecipeError also lists what `preflight` finds in the rest."""
-    loaded, problems = recipe_and_problems(recipe, overrides)
-    local = with_local_model(loaded)
+    local, problems = load_with_problems(recipe, overrides)
     if problems:
         raise RecipeError(preflight(local, local.launch.processes, refused=problems))
     return local
+
+
+def load_with_problems(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Problem]]:
+    """Load a recipe, with paths in place of the hub ids of models that are on this machine, and its text's problems."""
+    loaded, problems = recipe_and_problems(recipe, overrides)
+    return with_local_model(loaded), problems
 
 
 def preflight(

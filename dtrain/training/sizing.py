@@ -18,6 +18,7 @@ from dtrain.recipe.automatic import AUTO, USUAL, Config, as_choices, changed, op
 from dtrain.recipe.world import dp_of
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
+from dtrain.training.registry import REWARD_MODEL, TEACHER
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,7 +65,7 @@ def usual_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     """Return the usual values for processes of a CPU with `memory` bytes each, where a closed form that is far too
     large shows that they fit; None where it takes a plan."""
     method, shape = inputs.method, inputs.source.config
-    if method.teacher_path() is not None or method.reward_model() is not None:
+    if any(key.endswith((TEACHER, REWARD_MODEL)) for key, _ in method.other_models()):
         return None
     model = models.build(shape, device="meta")
     weights = sum(parameter.numel() for parameter in model.parameters())

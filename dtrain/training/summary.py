@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from dtrain import __version__
-from dtrain.models.common.flops import weights_in
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import Recipe
@@ -18,6 +16,7 @@ from dtrain.recipe.schema import DataSource
 from dtrain.training import eval_sets
 from dtrain.training.metrics import Recorder, records
 from dtrain.training.metrics.terminal import one_line, plot
+from dtrain.training.model_facts import count_weights
 from dtrain.training.setup import schedule as scheduling
 from dtrain.training.setup import sizes as sizing
 from dtrain.training.sizing import MACHINE
@@ -59,7 +58,7 @@ def opening(run: BuiltRun) -> Iterator[str]:
     """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it."""
     written = run.spec.written
     recipe, sizes, policy, rows = run.spec.recipe, run.spec.sizes, run.policy, run.spec.rows["train"]
-    count, trained = _parameters(policy.model)
+    count, trained = count_weights(policy.model)
     of_it = "" if trained == count else f" ({_short(trained)} of them trained)"
     yield labelled("model", f"{recipe.model.path}, {_short(count)} parameters{of_it}, init {recipe.model.init}")
     if policy.model.config.vision is not None:
@@ -98,7 +97,7 @@ def opening(run: BuiltRun) -> Iterator[str]:
 
 def about(run: BuiltRun, planned: int = 0) -> dict[str, Any]:
     """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
-    device, (parameters, trained) = run.policy.device, _parameters(run.policy.model)
+    device, (parameters, trained) = run.policy.device, count_weights(run.policy.model)
     is_cuda = device.type == "cuda"
     return {
         "dtrain": __version__,
@@ -118,19 +117,12 @@ def about(run: BuiltRun, planned: int = 0) -> dict[str, Any]:
     }
 
 
-def _parameters(module: nn.Module) -> tuple[int, int]:
-    """Count the parameters of `module`, and those of them that are trained."""
-    parameters = list(module.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return sum(map(weights_in, parameters)), trained
-
-
 def _short(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 
 
 def _vision(run: BuiltRun) -> str:
-    count, trained = _parameters(*run.policy.model.model.vision)
+    count, trained = count_weights(*run.policy.model.model.vision)
     part = "trained" if trained == count else f"{_short(trained)} of them trained" if trained else "not trained"
     key = "lora.target" if trained and run.spec.recipe.lora else f"train.vision={run.spec.recipe.train.vision}"
     return f"{_short(count)} parameters, {part} ({key})"

@@ -18,7 +18,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from dtrain.models.common.flops import text_flops
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
-from dtrain.policy.build import build_model
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.results import StepResult, UpdateResult
 from dtrain.recipe.schema import Recipe
 from dtrain.training import metrics, resume
@@ -121,8 +120,8 @@ class Trainer:
         self._recipe_text = config.to_yaml(spec.written)
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
-        build = partial(build_model, longest_row=self.method.longest_row())
-        self.policy = Policy(recipe, spec.model_config, mesh, runtime, build, spec.precision)
+        options = BuildOptions(longest_row=self.method.longest_row())
+        self.policy = Policy(recipe, spec.model_config, mesh, runtime, spec.precision, options)
         self._built = BuiltRun(spec, self.policy, runtime, self.metrics, self.before_gib)
         self._text_flops = text_flops(self.policy.model)
         self.policy.init_optimizer(self.total_steps)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.base.errors import UserError
-from dtrain.commands.plan.beside import Peak, PlannedPeak
+from dtrain.commands.plan.background import Peak, PlannedPeak
 from dtrain.commands.plan.hardware import USABLE
 from dtrain.launch import devices
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device

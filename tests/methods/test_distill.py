@@ -131,7 +131,7 @@ def gradients_of_one_step(rank, recipe, batch):
     """The largest relative error of the loss and of any parameter's gradient, against dense logits."""
     policy = policy_of(recipe)
     method = DistillMethod(recipe)
-    method.begin(policy, {}, None)
+    method.attach_models(policy, {})
     dense = models.build(policy.model.config, torch.float64)
     dense.load_state_dict(policy.model.state_dict())
     teacher = models.from_pretrained(recipe.distill.teacher, torch.float64)
@@ -239,7 +239,7 @@ def test_a_student_that_is_the_teacher_has_no_loss(tmp_path):
 def teacher_after_a_step(rank, recipe, world_size):
     policy = policy_of(recipe, rank, world_size)
     method = DistillMethod(recipe)
-    method.begin(policy, {}, None)
+    method.attach_models(policy, {})
     train_step(policy, *method.prepare(policy, collate(rows(4)[rank::world_size])))
     parameters = list(method.teacher.model.parameters())
     assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in parameters)

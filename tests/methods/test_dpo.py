@@ -67,7 +67,7 @@ def steps(rank, recipe, world_size, count=2):
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(8)
     method = DpoMethod(recipe)
-    method.begin(policy, {}, None)
+    method.attach_models(policy, {})
     found = []
     for number in range(count):
         rows = rows_of(mesh.dp_rank, mesh.dp_size, recipe.data.packing)

@@ -224,7 +224,7 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
     move(slices, optimizer, 3)
     assert torch.equal(slices["w"], whole["w"])
     # 10 rows at a time, each of which fills one block: codes [10, 16] and scales [10] take 256 bytes each, per moment.
-    assert optimizer.ring_bytes() == RING * 2 * (256 + 256)
+    assert optimizer.step_buffer_bytes() == RING * 2 * (256 + 256)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
 from dtrain.optim.local_shard import LocalShard
 from dtrain.optim.stochastic_rounding import random_16_bits, random_bits
@@ -106,7 +105,7 @@ def held_bytes(rank, recipe, world_size):
     policy = policy_on(recipe, rank, world_size)
     give_gradients(policy, 0)
     policy.optimizer.step()
-    return state_bytes(policy.optimizer), sum(local_tensor(one).nbytes for one in policy.model.parameters())
+    return policy.updater.device_state_bytes(), sum(local_tensor(one).nbytes for one in policy.model.parameters())
 
 
 def test_a_plan_counts_states_scales_and_masters(tmp_path):

@@ -6,7 +6,6 @@ from torch import nn
 
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.policy import state_bytes
 from dtrain.commands.plan.step import plan_step
 from dtrain.optim.muon import is_matrix
 from dtrain.policy.optimizer import build_optimizer
@@ -143,7 +142,7 @@ def held(rank, recipe, world_size):
     policy = policy_on(recipe, rank, world_size)
     give_gradients(policy, 0)
     policy.optimizer.step()
-    return state_bytes(policy.optimizer)
+    return policy.updater.device_state_bytes()
 
 
 def test_a_plan_counts_one_moment_of_matrices(tmp_path):

@@ -66,8 +66,8 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
 def given(recipe, rank, size):
     """Return the weights that a policy gives out before and after a step, with another's in place, and off the card."""
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.step import full_rows
     from dtrain.training import method_of
+    from dtrain.training.full_rows import full_rows
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)

@@ -9,7 +9,7 @@ import torch
 from dtrain.base.gpus import peak_flops
 from dtrain.base.problems import RecipeError
 from dtrain.commands.cli import main
-from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS, hardware_of
 from dtrain.commands.plan.plan import make_plan
 from dtrain.launch.devices import DeviceFacts

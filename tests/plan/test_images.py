@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from dtrain.commands.plan.hardware import GPUS
-from dtrain.commands.plan.images import densest, split
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.report import text
 from dtrain.commands.plan.step import plan_step
 from dtrain.data.images.processor import Layout
 from dtrain.recipe.schema import DataSource
+from dtrain.training.full_rows import split
+from dtrain.training.setup.row_images import densest
 from tests.data.makers import write_jsonl
 from tests.pictures import picture_recipe, write_model
 

@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from dtrain import recipe as config
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.step import batch_of, full_rows, images_of, plan_step
+from dtrain.commands.plan.step import plan_step
 from dtrain.memory import tiles
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.training import method_of
+from dtrain.training.full_rows import batch_of, full_rows, images_of
 from tests.cases import run_cases
 from tests.pictures import picture_recipe
 from tests.stepping import train_step

@@ -9,6 +9,7 @@ from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.runtime import Runtime
 from dtrain.policy import build
+from dtrain.policy.options import BuildOptions
 from dtrain.policy.precision import choose_precision
 from tests.tiny import tiny_recipe
 from tests.world import run_world
@@ -20,7 +21,7 @@ def kernel_of(recipe, device, **more):
 
     mesh: Mesh = build_mesh(Runtime(), dp_replicate=1, dp_shard=1, cp=1, tp=1)
     precision = choose_precision(recipe.train.dtype, device.type)
-    model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, device, **more)
+    model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, device, BuildOptions(**more))
     (kernel,) = {id(layer.self_attn.kernel): layer.self_attn.kernel for layer in model.model.layers}.values()
     return kernel
 

@@ -10,11 +10,12 @@ from dtrain import recipe as config
 from dtrain.base.batch import collate
 from dtrain.base.fused import Fused
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.step import full_rows, plan_step
+from dtrain.commands.plan.step import plan_step
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy
 from dtrain.training import method_of
+from dtrain.training.full_rows import full_rows
 from tests.policy.test_compile import by_aot_eager
 from tests.pretend.runs import runtime_of
 from tests.pretend.worlds import run_pretend

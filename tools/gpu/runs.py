@@ -92,12 +92,12 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
     import torch
 
     from dtrain.base.batch import collate
-    from dtrain.commands.plan.step import full_rows
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh, init_one_process_group
     from dtrain.parallel.runtime import Runtime
     from dtrain.policy import Policy
     from dtrain.training import method_of
+    from dtrain.training.full_rows import full_rows
 
     if size == 1:
         init_one_process_group("cuda")

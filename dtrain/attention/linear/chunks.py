@@ -23,6 +23,7 @@ from torch.linalg import vecdot
 
 from dtrain.attention.linear.context import Pieces
 from dtrain.base.deterministic import cumsum
+from dtrain.base.torch_functions import has_values
 
 CHUNK = 64
 GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds
@@ -195,9 +196,9 @@ def _one_by_one(x: Tensor) -> Sequence[Tensor]:
 
 
 def _in_place(x: Tensor) -> Sequence[Tensor]:
-    """Compute what `_one_by_one` does, where results go into memory that is there. On meta, which has no values to
-    carry, all chunks are one [N · X, ..], of the same sizes in a plan."""
-    if not x.is_meta:
+    """Compute what `_one_by_one` does, where results go into memory that is there. Without values nothing is
+    carried, and all chunks are one [N · X, ..], of the same sizes."""
+    if has_values(x):
         return _one_by_one(x)
     each = x.flatten(1, 3)  # a copy where it is one elsewhere
     whole = (each.shape[:2].numel(), *each.shape[2:])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.recipe.schema import Checkpoint
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> int:
@@ -58,6 +59,21 @@ def saves_at_once(retention: Retention, saves: int | None = None) -> int | None:
     if retention.keep_best is not None:
         largest += 1
     return largest if saves is None else min(largest, saves)
+
+
+def planned_saves_line(size: int, keep: Checkpoint, steps: int | None, directory: Path) -> str:
+    """Return a line about the saves that a run will write, and the free space in their directory.
+
+    Args:
+        size: Bytes of one save, about.
+        keep: The recipe's section `checkpoint`, whose `every` is not null.
+        steps: Steps of the run. None if they are not known.
+        directory: The directory of the saves, which need not exist yet.
+    """
+    assert keep.every is not None, "the run saves nothing"
+    saves = None if steps is None else -(-steps // keep.every)
+    line = space_line(size, Retention(keep.keep_last, keep.keep_every, keep.keep_best), saves)
+    return f"{line}; {shown_bytes(free_bytes(directory))} are free in {directory}"
 
 
 def space_line(size: int, retention: Retention, saves: int | None) -> str:

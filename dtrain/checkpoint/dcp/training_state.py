@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
-from dtrain.optim.shard_optimizer import ShardOptimizer
+from dtrain.optim.shard_optimizer import ShardOptimizer, allocate_state
 from dtrain.parallel.placement import local_tensor
 
 SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
@@ -160,27 +160,6 @@ def restore_optimizer(
     for group, (_, values) in zip(optimizer.param_groups, groups, strict=True):
         for key in values.keys() - set(keep):
             group[key] = _like(group.get(key), values[key])
-
-
-@torch.no_grad()
-def allocate_state(optimizer: Optimizer) -> None:
-    """Give a new `optimizer` the state that it has after a step, without changing a parameter: a step with zero
-    gradients at lr 0. Its contents mean nothing until they are loaded. Does nothing where there is state already."""
-    if optimizer.state:
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter.grad is not None for parameter in parameters):
-        raise ValueError("allocate_state is for an optimizer between steps: there are gradients")
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter, device=parameter.device) if parameter.requires_grad else None
-    for group, rate in rates:
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    optimizer.step()
-    for group, rate in rates:
-        group["lr"] = rate
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:

@@ -1,10 +1,8 @@
 """`dtrain plan`: the memory and traffic of each rank of a mesh, at any size, in one process without a GPU.
 
-    spec                    everything that decides a planned step
     plan.make_plan          a recipe, resolved in a world that is not here, as a plan: memory by part, traffic, time
     step.plan_step          one rank's step, from a few layers of it: the trainer's own, traced on full rows
-    images                  the images of its rows, by the first rows of the data
-    policy                  the policy that steps, on tensors without memory
+    observer                tells the tracer which part of the step is under way; host memory without bytes
     planned_device          how tensors without memory answer as the planned device's would
     meta_kernels            operations on them
     tracer                  sees every operation of the step, and counts its cost and its messages
@@ -15,7 +13,24 @@
     search                  other meshes and micro-batches, and what would fit
     units                   bytes and seconds as text
     command, report         the command's arguments; its output: a plan as text and as JSON
-    beside                  the plan that a run shows of itself; children, the processes that all of these work in
+    background              the plan that a run shows of itself; children, the processes that all of these work in
+
+How a step is planned. Nothing of the step is written a second time; the plan observes the trainer's own.
+
+    recipe, world
+      -> training.step_spec.resolve_step      StepSpec: what decides the step, with the model's facts (`spec.facts`)
+      -> training.full_rows.FullRows          rows of the largest size
+      -> policy.Policy(options, observer)     on meta: BuildOptions(materialize=False, kernel, host_memory, ...)
+      -> Method.attach_models                 reference, teacher and reward model
+      -> Updater.allocate_state               the state of a second step
+      -> Method.prepare, Policy.forward_backward, Policy.optimizer_step, under the dispatch mode `Tracer`
+           Tracer          each operation: memory, messages, arithmetic
+           PlanObserver    events of `policy.observer.StepObserver`: micro-batches, head, backward, update;
+                           torch's hooks of layers and of the optimizer's step
+      -> Trace -> Step -> Plan                for all layers and micro-batches; then text, JSON, search, choice
+
+Code below `commands` does not know that it is planned. It is called with options, or it finds that a tensor has no
+values (`base.torch_functions.has_values`) and takes the general way.
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
 operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are

@@ -20,15 +20,14 @@ from dtrain.base.host_memory import host_memory, num_cores
 from dtrain.base.problems import RecipeError
 from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
-from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
 from dtrain.commands.plan.units import gib
-from dtrain.policy.build import LONGEST_UNDER_MASK, wants_varlen
-from dtrain.policy.config import PolicyConfig
-from dtrain.recipe import sizes
+from dtrain.policy.build import longest_row_under_mask
+from dtrain.recipe import Recipe, sizes
 from dtrain.recipe.automatic import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
 from dtrain.training.sizing import Sizing
+from dtrain.training.step_spec import StepSpec
 
 FREE = 0.1
 """Share of a device's memory that a choice leaves free."""
@@ -61,7 +60,7 @@ class _Tried:
     time: float
 
 
-def choose(spec: PlanSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
+def choose(spec: StepSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
     """Return values for the open keys of a spec of `resolve_plan`, on devices with `memory` bytes each.
 
     hardware: whose numbers decide what is fast; None: the first of the table. host: bytes of the host's memory for each
@@ -83,7 +82,7 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
 
 
 class _Search:
-    def __init__(self, spec: PlanSpec, memory: int, hardware: Hardware | None, host: int | None):
+    def __init__(self, spec: StepSpec, memory: int, hardware: Hardware | None, host: int | None):
         self.spec, self.recipe, self.world_size = spec, spec.written, spec.world.size
         self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE))
         self.host_budget = inf if host is None else host * (1 - FREE)
@@ -100,8 +99,8 @@ class _Search:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
         recipe, device = self.spec.recipe, self.spec.world.device_type
         length = type(self.spec.method)(changed(recipe, {MICRO_BATCH: micro})).longest_row()
-        is_under_mask = device == "cuda" and not wants_varlen(recipe, self.spec.precision, device)
-        return micro == 1 or not is_under_mask or length <= LONGEST_UNDER_MASK
+        longest = longest_row_under_mask(recipe, self.spec.precision, device) if device == "cuda" else None
+        return micro == 1 or longest is None or length <= longest
 
     def choice(self) -> Choice:
         ladder, offloaded = self.ladder, self.offloaded
@@ -134,7 +133,7 @@ class _Search:
                 ladder.append(base)
         return ladder
 
-    def _means(self, recipe: PolicyConfig) -> Iterator[dict[str, Any]]:
+    def _means(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         """Yield changes in the order in which they are made, each beside those before."""
         shards = self.spec.sizes.dp_shard * self.spec.sizes.cp
         # Sums of masters in bfloat16 are rounded at random, each micro-batch's under reduce_each.
@@ -149,7 +148,7 @@ class _Search:
     def _refused(self, values: Values) -> bool:
         return bool(problems(changed(self.spec.recipe, values), self.world_size))
 
-    def _at(self, spec: PlanSpec, values: Values, micro: int) -> PlanSpec:
+    def _at(self, spec: StepSpec, values: Values, micro: int) -> StepSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
         recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
         return with_keys(spec, recipe, sizes(recipe, spec.world.size))
@@ -163,7 +162,7 @@ class _Search:
             self.known[key] = _Tried(values, micro, step, self._time(step, spec) if self.is_gpu else 0.0)
         return [self.known[key] for key in keys]
 
-    def _time(self, step: Step, spec: PlanSpec) -> float:
+    def _time(self, step: Step, spec: StepSpec) -> float:
         time = estimate(step, spec.sizes, self.hardware)
         return max(time.total, step.kernels * LAUNCH + time.exposed + time.optimizer)
 
@@ -270,14 +269,16 @@ class _Search:
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
         nf4 = replace(lora, quantize="nf4")
-        masks = not wants_varlen(self.spec.recipe, self.spec.precision, self.spec.world.device_type)
+        has_mask = (
+            longest_row_under_mask(self.spec.recipe, self.spec.precision, self.spec.world.device_type) is not None
+        )
         groups = [
             [("lora={}", replace(recipe, lora=lora), world)] if recipe.lora is None else [],
             [("lora.quantize=nf4", replace(recipe, lora=nf4), world)] if nf4 != recipe.lora else [],
             [
                 (f"data.max_length={length // part}", changed(recipe, {"data.max_length": length // part}), world)
                 for part in (2, 4, 8)
-                if max(held, always + (peak - always) / part ** (2 if masks else 1)) <= self.budget
+                if max(held, always + (peak - always) / part ** (2 if has_mask else 1)) <= self.budget
             ],
             [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8) if held <= times * self.budget],
         ]

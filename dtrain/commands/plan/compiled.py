@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtrain.base.torch_functions import in_backward
+from dtrain.base.torch_functions import in_backward, storage_key
 from dtrain.commands.plan.memory import Allocation, OpOverload
-from dtrain.memory.activation_offload import storage_key
 from dtrain.memory.selective_checkpointing import KEPT_COMPILED
 
 

@@ -21,7 +21,7 @@ import torch
 
 from dtrain.base.gpus import BOARDS, board_of
 from dtrain.commands.plan.step import Step
-from dtrain.launch.devices import BFLOAT16_CAPABILITY, DeviceFacts
+from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Sizes
 
 BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
@@ -69,7 +69,7 @@ def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:
         return GPUS[board], ()
     first = next(iter(GPUS.values()))
     arithmetic = dict(first.arithmetic)
-    if device.capability < BFLOAT16_CAPABILITY:
+    if not device.has_bfloat16:
         del arithmetic[torch.bfloat16]
     hardware = replace(first, name=device.name, memory_gib=device.memory / 2**30, arithmetic=arithmetic)
     return hardware, (f"{device.name} is not in the table of GPUs: times are those of an {first.name}",)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from dtrain.memory.activation_offload import storage_key
+from dtrain.base.torch_functions import storage_key
 
 LEFT_OUT = ""  # the part of what is counted elsewhere
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.base.torch_functions import without_torch_functions
+from dtrain.base.torch_functions import storage_key, without_torch_functions
 from dtrain.commands.plan.memory import OpOverload
-from dtrain.memory.activation_offload import storage_key
 
 META = torch.device("meta")
 
@@ -65,6 +65,8 @@ class MetaKernels(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it comes again as operations on plain tensors
         with without_torch_functions():  # torch's own kernels for meta tensors ask where these are, too
             if func.is_view:
                 self.before_view(args[0])

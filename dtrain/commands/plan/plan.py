@@ -5,40 +5,22 @@ files that the recipe names it reads each model's config.json and no other, but 
 one also the first rows of the data, the tokenizer and the image processor, where these are here.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from dtrain.base.gpus import OF_FREE
-from dtrain.base.problems import Problem, RecipeError
-from dtrain.base.row_images import RowImages
+from dtrain.base.problems import Problem
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
-from dtrain.commands.plan.images import images_of_first_rows
-from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.inference.kv_cache import position_bytes, slot_size
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.flops import flops_per_token, weights_in
-from dtrain.models.read_config import read_config
-from dtrain.parallel.apply import find_plan, in_words
 from dtrain.parallel.fits import mesh_problems_of_model
-from dtrain.policy.optimizer import is_torchs
-from dtrain.policy.precision import choose_precision
+from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.automatic import changed
-from dtrain.recipe.schema import OPTIMIZERS, Recipe, Scheduler
-from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, Sizes
-from dtrain.training import method_of
-from dtrain.training.eval_sets import longest_answer
-from dtrain.training.host import DryHost
-from dtrain.training.inputs import RunInputs, World
+from dtrain.recipe.world import LARGEST_AUTO
 from dtrain.training.preflight import shapes
-from dtrain.training.setup import model as model_setup
-from dtrain.training.setup import sizes as sizes_setup
-from dtrain.training.setup.data import DataFacts
+from dtrain.training.step_spec import StepSpec, config_of, resolve_step
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class Plan:
     between two steps; 0 without. assumed: in place of the code that the recipe names. chosen: lines on what `auto` is.
     """
 
-    spec: PlanSpec
+    spec: StepSpec
     hardware: Hardware
     budget: int
     step: Step
@@ -85,32 +67,28 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
     """Return the plan of `recipe` on `world_size` ranks. Raises RecipeError if it cannot run there, whatever the
     memory."""
     spec = resolve_plan(recipe, world_size, "cpu" if recipe.launch.device == "cpu" else "cuda", hardware)
-    recipe, model, method = spec.recipe, spec.model, method_of(spec.recipe)
+    recipe, method, facts = spec.recipe, spec.method, spec.facts
     step = plan_step(spec)
+    grids = [image.grid for image in spec.row_images]
+    answer_bytes = facts.longest_answer_bytes(spec.precision.compute, spec.sizes.tp)
     return Plan(
         spec=spec,
         hardware=hardware,
         budget=hardware.budget if budget is None else budget,
         step=step,
         time=estimate(step, spec.sizes, hardware),
-        table={
-            re.sub(r"\.\d+(?=\.)", ".*", pattern): in_words(style)  # a tower's layers are one
-            for pattern, style in find_plan(recipe.parallel.custom_plan, model).items()
-        },
-        total_parameters=sum(map(weights_in, model.parameters())),
-        trained_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        table=facts.tensor_parallel_styles(),
+        total_parameters=facts.weights.total,
+        trained_parameters=facts.weights.trained,
         tokens=recipe.train.batch * method.rows_of_a_sample() * method.row_length(),
-        flops_per_token=flops_per_token(model, recipe.data.max_length) + _vision_flops(spec) / method.row_length(),
-        evaluation=_evaluation(spec, step),
+        flops_per_token=facts.row_flops_per_token(method.row_length(), grids),
+        evaluation=step.parameters + step.state + answer_bytes if answer_bytes else 0,
         assumed=tuple(_assumed(spec)),
     )
 
 
-def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Hardware | None = None) -> PlanSpec:
-    """Return the spec of a step of `recipe`.
-
-    Code that the recipe names by import path is replaced by dtrain's own, because only a run imports it: a plan may be
-    of a stranger's recipe. torch's own optimizers are used.
+def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Hardware | None = None) -> StepSpec:
+    """Return the spec of a step of `recipe`, by `training.step_spec`.
 
     Args:
         recipe: The recipe.
@@ -122,70 +100,13 @@ def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Ha
         RecipeError: If the recipe cannot run there, whatever the memory.
     """
     recipe = ready(recipe)
-    if recipe.train.global_batch == "auto":
-        few, many = map(method_of(recipe).automatic_batch, (0, LARGEST_AUTO * STEPS_OF_A_PASS))
-        if few == many:  # a rollout, whatever the data
-            recipe = changed(recipe, {"train.global_batch": few})
-    awaited = ["model.path", *(key for key, _ in method_of(recipe).other_models())]  # no weights are read
-    inputs = RunInputs.of(recipe, World(world_size, device_type, is_here=False), awaited)
-    found = problems(inputs.recipe, world_size)
-    if found:
-        raise RecipeError(found)
-    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
-    if hardware is not None and device_type == "cuda" and torch.bfloat16 not in hardware.arithmetic:
-        if precision.compute is torch.bfloat16:
-            text = f"train.dtype={recipe.train.dtype} means bfloat16, in which a {hardware.name} does not compute"
-            raise RecipeError([Problem("train.dtype", text, "Set train.dtype=float16 or float32")])
-        without_varlen = changed(inputs.recipe, {"model.attention": "sdpa"})  # flash attention needs bfloat16 too
-        inputs = replace(inputs, recipe=without_varlen)
-    images = images_of_first_rows(inputs)
-    has_images = bool(images.layouts)
-    host = DryHost()
-    meta = host.attempt("model", lambda: model_setup.build(inputs, precision, has_images))
-    decided = sizes_setup.decide(inputs, DataFacts(inputs.recipe), host)
-    if meta is None or decided is None:
-        raise RecipeError(host.problems)
-    recipe = _without_foreign_code(decided.recipe, decided.sizes)
-    return PlanSpec(
-        written=inputs.written,
-        recipe=recipe,
-        world=inputs.world,
-        source=inputs.source,
-        method=decided.method,
-        precision=precision,
-        model=meta.model,
-        model_config=inputs.model_config(has_images),
-        sizes=decided.sizes,
-        row_images=images.layouts,
-        notes=(*images.notes, *sizes_setup.position_notes(inputs.recipe, inputs.source), *decided.notes),
-    )
+    lacks_bfloat16 = hardware is not None and device_type == "cuda" and torch.bfloat16 not in hardware.arithmetic
+    without_bfloat16 = hardware.name if hardware is not None and lacks_bfloat16 else None
+    return resolve_step(recipe, world_size, device_type, without_bfloat16, _unplanned_problems(recipe))
 
 
-def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
-    """Return the recipe with dtrain's own code in place of import paths, and a number for the global batch."""
-    overrides: dict[str, Any] = {}
-    if recipe.optimizer.name not in OPTIMIZERS and not is_torchs(recipe.optimizer.name):
-        overrides = {"optimizer.name": "adamw", "optimizer.kwargs": {}}
-    if isinstance(recipe.parallel.custom_plan, str):
-        overrides["parallel.custom_plan"] = None
-    if sizes.is_open:
-        overrides["train.global_batch"] = sizes.global_batch
-    # What a schedule does to the rate changes nothing here.
-    return replace(changed(recipe, overrides), scheduler=Scheduler("constant"))
-
-
-def _vision_flops(spec: PlanSpec) -> float:
-    """Return the FLOPs of the vision tower for the images of a row; 0 without."""
-    if not spec.has_images:
-        return 0.0
-    from dtrain.models.vision.flops import ImageFlops
-
-    grids = [image.grid for image in spec.row_images]
-    return ImageFlops(*spec.model.model.vision).of(RowImages([], [grids]))
-
-
-def _assumed(spec: PlanSpec) -> Iterator[str]:
-    """Yield notes of what `resolve_plan` put in place of what was written."""
+def _assumed(spec: StepSpec) -> Iterator[str]:
+    """Yield notes of what `resolve_step` put in place of what was written."""
     name, tensor_plan = spec.written.optimizer.name, spec.written.parallel.custom_plan
     if name != spec.recipe.optimizer.name:
         yield f"optimizer.name={name} is not imported: its state is taken to be as large as AdamW's"
@@ -194,18 +115,6 @@ def _assumed(spec: PlanSpec) -> Iterator[str]:
     if spec.sizes.is_open:
         yield (f"train.global_batch=auto is taken to be {spec.sizes.global_batch}; data of few rows make it smaller")
     yield from spec.notes
-
-
-def _evaluation(spec: PlanSpec, step: Step) -> int:
-    """Return `Plan.evaluation`, for a prompt that fills `data.max_length`."""
-    recipe, config = spec.recipe, spec.model_config
-    if recipe.eval is None:
-        return 0
-    longest = config.max_position_embeddings
-    answer = max(evaluation.sampling.max_new_tokens or longest_answer(longest) for evaluation in recipe.evals.values())
-    slots = slot_size(answer) + slot_size(max(1, min(recipe.data.max_length, longest) - answer))
-    of_position = position_bytes(config, spec.precision.compute, spec.sizes.tp)
-    return step.parameters + step.state + int(slots * of_position / OF_FREE)
 
 
 def ready(recipe: Recipe) -> Recipe:
@@ -219,7 +128,12 @@ def ready(recipe: Recipe) -> Recipe:
 
 def problems(recipe: Recipe, world_size: int) -> list[Problem]:
     """Return the errors of `recipe` on `world_size` ranks, except for memory and the files that only a run reads."""
-    errors = shapes(recipe, world_size)
+    return [*shapes(recipe, world_size), *_unplanned_problems(recipe)]
+
+
+def _unplanned_problems(recipe: Recipe) -> list[Problem]:
+    """Return the errors of a recipe for what a run can do and a plan cannot follow."""
+    errors = []
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
         text = "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow"
         fix = "Plan with parallel.cpu_offload=false, which needs more memory of the device"
@@ -233,7 +147,7 @@ def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     return changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
 
 
-def with_keys(spec: PlanSpec, recipe: Recipe, sizes: Sizes) -> PlanSpec:
+def with_keys(spec: StepSpec, recipe: Recipe, sizes: Sizes) -> StepSpec:
     """Return `spec` with the keys of `recipe`, on other sizes."""
     return replace(spec, recipe=recipe, sizes=sizes)
 
@@ -245,8 +159,7 @@ def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recip
         return recipe
     if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
         return recipe
-    config = read_config(recipe.model.path, method_of(recipe).labels())
-    tried = candidates(recipe, config, world_size, per_node, Counter())
+    tried = candidates(recipe, config_of(recipe), world_size, per_node, Counter())
     fitting = (with_mesh(recipe, world) for world in tried)
     return next((other for other in fitting if not problems(other, world_size)), recipe)
 

@@ -12,7 +12,6 @@ scores [B, H, S, S]; for the backward they keep what those keep: q, k, v, the ou
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,49 +21,13 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dtrain.attention.kernels import HALF, SdpaKernel
-from dtrain.attention.visibility import Visibility
-from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.fused import Fused, rounds
 from dtrain.commands.plan.meta_kernels import META
-from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 aten = torch.ops.aten
 
 
-class PlannedSdpa(SdpaKernel):
-    """The CPU's kernel, which cuts each run of queries to the keys that they see.
-
-    Stand-ins have no values, so a row of the micro-batch on the host says which keys these are; the other rows must be
-    like it. It is cut over cp and padded for tp as they are. rank, size: of cp.
-    """
-
-    def __init__(self, rank: int, size: int):
-        super().__init__()
-        self._rank, self._size = rank, size
-        self._parts: list[Tensor] = []
-
-    def take(self, batch: Batch) -> None:
-        """Take the rows of the forward that follows."""
-        length, cut = batch["input_ids"].shape[1], 2 * self._size if self._size > 1 else 1
-        padded = -(-length // cut) * cut
-        names = [name for name in ("position_ids", "seq_ids", "image_ends") if name in batch]
-        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in names])  # [2 or 3, S]
-        ranks = range(self._size)
-        self._parts = [shard_sequence(row, rank, self._size) for rank in ranks] if self._size > 1 else [row]
-
-    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
-        """Return the keys that the queries `run` of the host's row see; visible [B, q, K] of stand-ins is not read."""
-        missing = visibility.queries - self._parts[0].shape[1]
-        pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
-        parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]
-        keys = join_sequence(parts)
-        row = replace(visibility, query_positions=parts[self._rank][:1], key_positions=keys[:1])
-        if row.query_documents is not None:
-            row = replace(row, query_documents=parts[self._rank][1:2], key_documents=keys[1:2])
-        if row.query_ends is not None:
-            row = replace(row, query_ends=parts[self._rank][2:])
-        return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
+_HALF = torch.bfloat16, torch.float16
 
 
 def attention(
@@ -87,7 +50,7 @@ def attention(
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if device_type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=attn_mask, **options)[0]
-    if q.dtype in HALF and attn_mask is None:
+    if q.dtype in _HALF and attn_mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, **options)[0]
     bias = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     options["compute_log_sumexp"] = True

@@ -9,16 +9,14 @@ from typing import Any
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.problems import RecipeError
-from dtrain.checkpoint.dcp.retention import Retention
-from dtrain.checkpoint.dcp.space import free_bytes, shown_bytes, space_line
+from dtrain.checkpoint.dcp.space import planned_saves_line
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
 from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
 from dtrain.commands.plan.units import gib, seconds
 from dtrain.launch.devices import with_processes
-from dtrain.training import recipe_and_problems
-from dtrain.training.hub_files import with_local_model
+from dtrain.training.preflight import load_with_problems
 
 
 def answer(arguments: Namespace) -> None:
@@ -28,8 +26,8 @@ def answer(arguments: Namespace) -> None:
     Raises RecipeError with all errors that a plan sees, and UserError if the plan does not fit, with a change that
     would.
     """
-    loaded, errors = recipe_and_problems(arguments.recipe, arguments.overrides)
-    recipe, known = with_local_model(with_processes(loaded)), GPUS[arguments.gpu]
+    loaded, errors = load_with_problems(arguments.recipe, arguments.overrides)
+    recipe, known = with_processes(loaded), GPUS[arguments.gpu]
     world_size = arguments.world_size or recipe.launch.processes
     hardware = replace(
         known,
@@ -220,10 +218,8 @@ def _saves(plan: Plan) -> str:
     recipe, keep, size = plan.spec.recipe, plan.spec.recipe.checkpoint, _bytes_of_a_save(plan)
     if size is None or keep.every is None:
         return ""
-    saves = None if recipe.train.steps is None else -(-recipe.train.steps // keep.every)
-    line = space_line(size, Retention(keep.keep_last, keep.keep_every, keep.keep_best), saves)
-    directory = recipe.run.directory / "checkpoints"
-    return f"Saves, about {line}; {shown_bytes(free_bytes(directory))} are free in {directory} on this machine"
+    line = planned_saves_line(size, keep, recipe.train.steps, recipe.run.directory / "checkpoints")
+    return f"Saves, about {line} on this machine"
 
 
 def _traffic(plan: Plan) -> str:

@@ -13,13 +13,8 @@ from typing import Any
 
 from dtrain.commands.plan.hardware import Time, estimate, wire_time
 from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
-from dtrain.commands.plan.policy import bytes_of
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.models.common.config import LINEAR
-from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import units_of
-from dtrain.policy.config import PolicyConfig
-from dtrain.recipe import Sizes, sizes
+from dtrain.recipe import Recipe, Sizes, sizes
 from dtrain.recipe.automatic import USUAL, as_overrides, changed, value_of
 
 
@@ -73,7 +68,7 @@ class ClosedForms:
     def __init__(self, plan: Plan):
         self.plan, recipe = plan, plan.spec.recipe
         self.precision = plan.spec.precision
-        self.fsdp = self._messages_of_fsdp(plan.spec.model)
+        self.fsdp = plan.spec.facts.fsdp_messages(self.precision.compute)
         self.computes_again = recipe.train.activation_checkpointing == "full"
         self.held = plan.step.held * _shards(plan.spec.sizes)
 
@@ -98,11 +93,11 @@ class ClosedForms:
         compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
         tokens, shards = self._tokens(world), world.dp_shard * world.cp
         trained, layers = self.plan.trained_parameters / world.tp, config.num_hidden_layers
-        heads = [config.heads_of(kind) for kind in config.layer_types if kind != LINEAR]
-        keeping = len(heads)  # linear layers send states, whose size is that of no row
-        width = sum(max(1, layer.count / world.tp) * layer.size for layer in heads) / max(keeping, 1)
+        widths = self.plan.spec.facts.key_widths(world.tp)
+        keeping = len(widths)  # linear layers send states, whose size is that of no row
+        width = sum(widths) / max(keeping, 1)
         keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
-        gathers, gathered, reduces = self.fsdp
+        gathers, gathered, reduces = self.fsdp.num_gathers, self.fsdp.gathered_bytes, self.fsdp.num_reduces
         sums = passes if self.plan.spec.recipe.parallel.reduce_each else 1  # of gradients over shards, in a step
         in_layers = passes * (5 if self.computes_again else 4) * layers  # all-reduces over tp
         exchanges = passes * (3 if self.computes_again else 2)  # of a layer's keys
@@ -118,21 +113,6 @@ class ClosedForms:
         """Return the tokens of a pass on a rank."""
         method = self.plan.spec.method
         return world.micro_batch * method.rows_of_a_sample() * method.row_length() / world.cp
-
-    def _messages_of_fsdp(self, model: CausalLM) -> tuple[int, float, int]:
-        """Return the all-gathers of a pass, their bytes without tp, and the units with a gradient to reduce."""
-        units = units_of(model)
-        again = units.gathered_again(self.plan.spec.recipe.parallel.reshard_after_forward)
-        gathers, gathered, reduces = 0, 0.0, 0
-        for unit, weights in units.parameters():
-            times = 2 if unit in again else 1
-            trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-            frozen = bytes_of(weight for weight in weights if not weight.requires_grad)
-            gathers += times
-            gathered += times * (trained * self.precision.compute.itemsize + frozen)
-            if trained:
-                reduces += 1
-        return gathers, gathered, reduces
 
 
 def _shards(world: Sizes) -> int:
@@ -166,7 +146,7 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
 _LESS_KEPT = {"none": ["selective", "full"], "mlp": ["selective", "full"], "selective": ["full"], "full": []}
 
 
-def _changes(recipe: PolicyConfig, world_size: int, per_node: int) -> Iterator[tuple[dict[str, Any], int]]:
+def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[dict[str, Any], int]]:
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)

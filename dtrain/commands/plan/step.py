@@ -10,42 +10,31 @@ more for each further layer. Two traces, a period of the layer types apart, give
 distance from the first layer or from the last. Of the micro-batches the first and the last differ from those between.
 """
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
-from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dtrain.adapters.config import LoraLayer
-from dtrain.base.batch import IGNORE, Row, collate
-from dtrain.base.row_images import RowImages
-from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.commands.plan.children import side_by_side
-from dtrain.commands.plan.images import is_packed, split, streams_of
 from dtrain.commands.plan.memory import LEFT_OUT, Phase
+from dtrain.commands.plan.meta_kernels import MetaKernels
+from dtrain.commands.plan.observer import PlannedMemory, PlanObserver
 from dtrain.commands.plan.planned_device import PlannedDevice, PlannedStream
-from dtrain.commands.plan.policy import PlannedPolicy, bytes_of, mark_layers, on_device
-from dtrain.commands.plan.spec import PlanSpec
 from dtrain.commands.plan.tracer import Collective, Tracer
-from dtrain.data.images.reader import ImageReader
-from dtrain.memory.activation_offload import ON_THEIR_WAY
-from dtrain.methods import Method
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.shapes import adaptable, modules
 from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.placement import local_bounds
+from dtrain.parallel.placement import bytes_of
 from dtrain.parallel.runtime import Runtime
-from dtrain.policy.config import PolicyConfig
+from dtrain.policy import BuildOptions, Policy
+from dtrain.policy.build import kernel_without_values
+from dtrain.policy.weight_memory import weight_memory
 from dtrain.recipe import Sizes
+from dtrain.training.full_rows import FullRows
+from dtrain.training.step_spec import StepSpec
 
 TRACED = 3  # micro-batches: a first, a last, and one like all between them
 
@@ -66,7 +55,7 @@ class Trace:
     held: Counter[str]
 
 
-def trace_step(spec: PlanSpec, config: ModelConfig, rank: int = 0) -> Trace:
+def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
     """Trace a step of `spec` on the model of `config`, as rank `rank` of its world computes it. Nothing is sent: no
     other rank is in the process group.
 
@@ -83,102 +72,61 @@ def trace_step(spec: PlanSpec, config: ModelConfig, rank: int = 0) -> Trace:
     mesh = build_mesh(Runtime(), **sizes.shape, ep=sizes.ep)  # FSDP on stand-ins is FSDP on a CPU
     planned = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tracer = Tracer(mesh, on_host=device == "cpu")
-    policy = PlannedPolicy(spec, config, mesh, Runtime(rank=rank, device=planned), tracer)
-    mark_layers(policy.model.model.layers, tracer)
+    memory = PlannedMemory(tracer.memory, is_pinned=device == "cuda")
+    kernel = kernel_without_values(spec.recipe, spec.precision, device, mesh)
+    observer = PlanObserver(tracer, kernel)
+    options = BuildOptions(
+        materialize=False,
+        kernel=kernel,
+        host_memory=memory,
+        compile_part=tracer.compile_part,
+        determinism_check="none",
+        step_local_shards=True,
+    )
+    runtime = Runtime(rank=rank, device=planned)
+    policy = Policy(spec.recipe, config, mesh, runtime, options=options, observer=observer)
+    weights = weight_memory(policy.model)
+    tracer.see_all(weights.on_device, "parameters")
+    tracer.see_all(weights.on_host, LEFT_OUT)
+    observer.watch_layers(policy.model.model.layers)
     method = type(spec.method)(spec.recipe)
-    policy.keep_beside(method)
+    for name, tensors in method.attach_models(policy, spec.others).tensors().items():
+        tracer.see_all(tensors, name)
     micro_batches = min(sizes.accumulation, TRACED)
-    rows = full_rows(method, micro_batches, spec)
-    images = images_of(spec, len(rows), "meta")
-    pixels = images.pixels if images is not None else []
-    policy.see_all(pixels, LEFT_OUT)  # the host's, which are counted as its rows
+    rows = FullRows.of(spec, method, micro_batches, "meta")
+    tracer.see_all(rows.pixels, LEFT_OUT)  # the host's, which are counted as its rows
     with PlannedDevice(planned, tracer.few, tracer.as_one_kernel):
         policy.init_optimizer(total_steps=10)
+        updater = policy.updater
+        assert updater is not None
+        with MetaKernels():  # a step as it is from the second one on
+            updater.allocate_state()
+        tracer.see_all((tensor for tensor in updater.state_tensors() if tensor.is_meta), LEFT_OUT)
+        observer.watch_optimizer(policy, device)
         with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))
-            batch, loss = method.prepare(policy, batch_of(rows, images))
+            batch, loss = method.prepare(policy, rows.batch())
             policy.forward_backward(batch, loss, method.micro_rows)
             policy.optimizer_step()
-    parameters = list(policy.model.parameters())
-    table = getattr(policy.model.model, "embed_tokens_per_layer", None)
     held = Counter(
-        parameters=bytes_of(map(on_device, parameters)),
-        trained=bytes_of(on_device(parameter) for parameter in parameters if parameter.requires_grad),
-        table=0 if table is None else bytes_of([on_device(table.weight)]),
-        tower=bytes_of(on_device(weight) for tower in policy.model.model.vision for weight in tower.parameters()),
-        gradients=policy.gradient_bytes,
-        state=policy.state_bytes,
-        lightest=_min_shard_bytes(parameters),
-        host=policy.memory.bytes,
-        visiting=policy.visiting_bytes,
-        offloaded=policy.memory.copied // micro_batches,
+        parameters=weights.total_bytes,
+        trained=weights.trained_bytes,
+        table=weights.layer_table_bytes,
+        tower=weights.tower_bytes,
+        gradients=observer.gradient_bytes,
+        state=updater.device_state_bytes(),
+        lightest=weights.smallest_rank_bytes,
+        host=memory.bytes,
+        visiting=updater.host_state_bytes(),
+        offloaded=memory.copied // micro_batches,
     )
     if tracer.on_host:
-        held["rows"] = policy.scorer.host + bytes_of(pixels)
-        held["micro rows"] = policy.scorer.micro_rows
+        held["rows"] = observer.host_bytes + bytes_of(rows.pixels)
+        held["micro rows"] = observer.micro_batch_bytes
     return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), tracer.counts, held)
 
 
-def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
-    """Return the batch of rows as full as `full_rows` makes them. images: of the rows."""
-    batch: dict[str, Any] = collate(rows, list(rows[0]))
-    return batch if images is None else batch | {"images": images}
-
-
-def images_of(spec: PlanSpec, rows: int, device: str = "cpu") -> RowImages | None:
-    """Return the images of so many planned rows, with pixels of zeros on `device`; None without images."""
-    if not spec.row_images or (tower := spec.model_config.vision) is None:
-        return None
-    shape = sum(image.patches for image in spec.row_images), tower.values
-    grids = [image.grid for image in spec.row_images]
-    return RowImages([torch.zeros(shape, device=device) for _ in range(rows)], [grids] * rows)
-
-
-def full_rows(method: Method, micro_batches: int, spec: PlanSpec | None = None) -> list[Row]:
-    """Return a rank's rows of a step, as full as the recipe allows: every row of `data.max_length` tokens (a packed row
-    of pairs twice as many), every token trained that has one before it; packed rows hold two documents, so that the
-    masks are those of packing. spec: with the images of a row, for which every row has the streams."""
-    recipe = method.recipe
-    length = method.row_length()
-    count = micro_batches * recipe.train.micro * method.rows_of_a_sample()
-    documents = split(spec.row_images if spec else (), length, 2 if is_packed(method) else 1)
-    places = torch.arange(length)
-    seq_ids = torch.arange(len(documents)).repeat_interleave(torch.tensor([tokens for tokens, _ in documents]))
-    begins = torch.searchsorted(seq_ids, seq_ids)
-    streams = {
-        "input_ids": torch.ones_like(places),
-        "labels": torch.where((begins.roll(-1) == places + 1) | (places == length - 1), IGNORE, 1),
-        "position_ids": places - begins,
-        "seq_ids": seq_ids,
-    }
-    if spec is not None and spec.row_images:
-        streams |= streams_of(documents, ImageReader(spec.source.tokenizer, spec.source.path).processor)
-    if method.kind == "prompts":
-        of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
-        names = of_rollouts if method.needs_reference() else of_rollouts[:-1]
-        streams |= {name: torch.zeros(length, dtype=torch.float64) for name in names}
-    if method.kind == "labelled":  # the second half are replies that do not belong to their prompts
-        streams["desirable"] = torch.where(streams["labels"] == IGNORE, 0.0, 1.0).double()
-    rows: list[Row] = [{name: stream.clone() for name, stream in streams.items()} for _ in range(count)]
-    others = rows if method.kind == "labelled" else []
-    return [*rows, *({**row, "desirable": torch.zeros_like(row["desirable"])} for row in others)]
-
-
-def _min_shard_bytes(parameters: Sequence[Tensor]) -> int:
-    """Return the bytes of `parameters` on the rank that holds fewest. Chunks fall off towards the last rank of a
-    dimension, so it is last in some of them; rank 0 holds most."""
-    ndim = max((p.device_mesh.ndim for p in parameters if isinstance(p, DTensor)), default=0)
-
-    def size(parameter: Tensor, is_last: tuple[bool, ...]) -> int:
-        bounds = local_bounds(parameter, lambda mesh, dim: mesh.size(dim) - 1 if is_last[dim] else 0)
-        return prod(end - start for start, end in bounds) * on_device(parameter).element_size()
-
-    corners = product((False, True), repeat=ndim)
-    return min(sum(size(parameter, corner) for parameter in parameters) for corner in corners)
-
-
 _QUESTION = 16  # bytes: two numbers
-_MARGIN = 2  # layers at either end that differ from those between: prefetched, kept gathered
 
 
 @dataclass(frozen=True)
@@ -220,7 +168,7 @@ class Step:
         return self.parameters + self.gradients + self.state
 
 
-def plan_step(spec: PlanSpec, *, rank: int = 0, whole: bool = False) -> Step:
+def plan_step(spec: StepSpec, *, rank: int = 0, whole: bool = False) -> Step:
     """Return the step of rank `rank` in the world of `spec`, whose devices are of type cpu or cuda.
 
     whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
@@ -229,7 +177,7 @@ def plan_step(spec: PlanSpec, *, rank: int = 0, whole: bool = False) -> Step:
     return plan_steps([spec], rank=rank, whole=whole)[0]
 
 
-def plan_steps(specs: Sequence[PlanSpec], *, rank: int = 0, whole: bool = False) -> list[Step]:
+def plan_steps(specs: Sequence[StepSpec], *, rank: int = 0, whole: bool = False) -> list[Step]:
     """Return the steps of `specs`, each as of `plan_step`, traced side by side."""
     cuts = [_cuts(spec, whole) for spec in specs]
     calls = [partial(trace_step, spec, cut, rank) for spec, own in zip(specs, cuts, strict=True) for cut in own]
@@ -241,47 +189,22 @@ def plan_steps(specs: Sequence[PlanSpec], *, rank: int = 0, whole: bool = False)
     return steps
 
 
-def traces_of(spec: PlanSpec) -> int:
+def traces_of(spec: StepSpec) -> int:
     """Return how many traces a step takes, as many processes side by side."""
     return len(_cuts(spec, whole=False))
 
 
-def _cuts(spec: PlanSpec, whole: bool) -> list[ModelConfig]:
+def _cuts(spec: StepSpec, whole: bool) -> list[ModelConfig]:
     """Return the model of `spec` with the numbers of layers that are traced: all of them, or two numbers."""
     config = spec.model_config
-    layers, period = config.num_hidden_layers, _period(config.layer_types)
-    deepstack = len(getattr(config.vision, "deepstack", ()))  # of as many first layers, which add the tower's features
-    leaving = ON_THEIR_WAY + 1 if spec.recipe.train.activation_offload else 0
-    few = 2 * max(_MARGIN, period + 1 if period > 1 else 0, deepstack + 1 if deepstack else 0, leaving)
+    layers, period = config.num_hidden_layers, spec.facts.layer_period
+    few = 2 * spec.facts.num_end_layers
     few += (layers - few) % period
-    is_whole = whole or not _alike(spec.recipe, config) or few + 2 * period > layers
+    is_whole = whole or not spec.facts.layers_train_alike() or few + 2 * period > layers
     return [
         replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
         for count in ([layers] if is_whole else [few, few + period])
     ]
-
-
-def _alike(recipe: PolicyConfig, config: ModelConfig) -> bool:
-    """Return whether all layers of a type train the same parameters, and no layer needs another's keys."""
-    if config.shared_layers:
-        return False
-    if recipe.lora is None:
-        patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
-        return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
-    adapter = adapter_of(asdict(recipe.lora))
-    layers: list[dict[str, LoraLayer | None]] = [{} for _ in config.layer_types]
-    whole = dict.fromkeys(adapter.saved(modules(config)))
-    for name, low in {**whole, **adapter.adapted(adaptable(config))}.items():
-        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
-            layers[int(match[1])][match[2]] = low
-    of_type = dict(zip(config.layer_types, layers, strict=True))
-    return all(of_type[kind] == layer for kind, layer in zip(config.layer_types, layers, strict=True))
-
-
-def _period(types: tuple[str, ...]) -> int:
-    """Return the number of layers after which their types repeat; all of them if they never do."""
-    fits = (n for n in range(1, len(types)) if all(kind == types[i % n] for i, kind in enumerate(types)))
-    return next(fits, len(types))
 
 
 def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:

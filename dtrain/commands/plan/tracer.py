@@ -5,7 +5,7 @@ all-to-all takes in, the tensor of an all-reduce, what is sent to the next rank 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,17 +15,17 @@ import torch.distributed as dist
 import torch.nn.attention.varlen  # enters its formulas in flop_registry
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry, mm_flop, sdpa_backward_flop, sdpa_flop
 
 from dtrain.base.fused import tensors_in
+from dtrain.base.torch_functions import storage_key
 from dtrain.commands.plan.compiled import CompiledRegions
 from dtrain.commands.plan.memory import MemoryTimeline, OpOverload
 from dtrain.commands.plan.meta_kernels import MetaKernels, Operands
 from dtrain.commands.plan.planned_device import flash_workspace
-from dtrain.memory.activation_offload import storage_key
 from dtrain.parallel.collectives import wait
 from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.placement import local_tensor
 
 _KINDS = {
     "_allgather_base_": "all-gather",
@@ -153,10 +153,10 @@ class Tracer(MetaKernels):
         self._collectives = CollectiveReader(mesh)
         self._under_way: dict[int, tuple[Collective, list[Tensor]]] = {}  # with what it sends, by what it gives
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # it comes again as operations on plain tensors
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def see_all(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Count this rank's shards of `tensors`, each [...], as `part` of the device's memory."""
+        for tensor in tensors:
+            self.memory.see(local_tensor(tensor).detach(), part)
 
     def before_view(self, tensor: Tensor) -> None:
         """Override `MetaKernels.before_view`: all that it costs is the memory of `tensor`."""
@@ -181,7 +181,11 @@ class Tracer(MetaKernels):
                     self.host.see(tensor)
         if self.regions is not None and self.regions.sources is not None:
             self.regions.sources.after(func, operands.tensors, results)
-        if sent := self._collectives.read(func, args, out, self.current is not None):
+        sent = self._collectives.read(func, args, out, self.current is not None)
+        if sent is not None and sent[0].on_host and sent[0].dimension == "fsdp":
+            # FSDP sends no tensor of the host. These are sizes of images, which the dp ranks exchange as objects.
+            sent = None
+        if sent is not None:
             self.counts[self.current, "messages", sent[0]] += 1
             self.counts[self.current, "bytes", sent[0]] += sent[1]
             if sent[0].dimension == "cp" and func.namespace == "_c10d_functional":
@@ -211,6 +215,17 @@ class Tracer(MetaKernels):
             self.counts[self.current, "kernels"] += 1
             self.counts[self.current, "moved"] += sum(sizes.values())
         return out
+
+    def compile_part(self, part: Callable[..., Any], is_selective: bool = False) -> Callable[..., Any]:
+        """Return a part of a layer as a compiled region, as written. What the compiler would move and keep is counted.
+
+        Args:
+            part: Function of tensors.
+            is_selective: Whether it has selective checkpointing inside.
+        """
+        if self.regions is None:
+            self.regions = CompiledRegions()
+        return self.regions.region(part, is_selective)
 
     def few(self, rounds: Sequence[Any]) -> Iterator[Any]:
         """Yield three `rounds` of a loop, the first two and the last. What the second one costs is counted for those

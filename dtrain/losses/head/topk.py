@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.base.torch_functions import has_values
 from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
 from dtrain.losses.head.softmax import (
     FormedSum,
@@ -236,7 +237,7 @@ def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda or k == logits.shape[-1]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
-    if logits.is_meta:  # shapes alone, as a plan has: no values to look at
+    if not has_values(logits):
         return logits.topk(k, -1)
     # On the CPU a look is free: only rows with equal values are sorted, and of these what is no less than the k-th.
     values, columns = logits.topk(k + 1, -1)

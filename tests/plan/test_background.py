@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dtrain.commands.plan.beside import PlannedPeak
+from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.children import Child, side_by_side
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.report import gib
@@ -27,7 +27,7 @@ def test_what_cannot_be_planned_does_not_end_the_run(tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path)
     with PlannedPeak(recipe, 3, "cpu") as refused:
         assert "no plan (the recipe has a problem" in refused.peak(wait=300).words
-    monkeypatch.setattr("dtrain.commands.plan.beside.make_plan", lambda *_: os._exit(3))
+    monkeypatch.setattr("dtrain.commands.plan.background.make_plan", lambda *_: os._exit(3))
     with PlannedPeak(recipe, 2, "cpu") as died:
         assert died.peak(wait=300).words == "no plan (a process that worked on a plan died (3))"
 
@@ -74,7 +74,7 @@ def test_whatever_a_call_raises_is_told(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="Particular: this\nthat") as caught:
         side_by_side([fails])
     assert "in fails" in caught.value.__notes__[0]
-    monkeypatch.setattr("dtrain.commands.plan.beside.make_plan", fails)
+    monkeypatch.setattr("dtrain.commands.plan.background.make_plan", fails)
     with PlannedPeak(tiny_recipe(tmp_path), 1, "cpu") as planned:
         assert planned.peak(wait=300).words == "no plan (Particular: this that)"
 

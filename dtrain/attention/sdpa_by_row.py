@@ -1,0 +1,56 @@
+"""SDPA for tensors without values, whose keys are cut as the CPU's kernel cuts them.
+
+On a CPU, `SdpaKernel` computes a run of queries with the keys that these see, and reads the mask to find them. Meta
+tensors have no values to read. `SdpaByRow` reads a row of the micro-batch on the host instead; the other rows must be
+like it.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dtrain.attention.kernels import SdpaKernel
+from dtrain.attention.visibility import Visibility
+from dtrain.base.batch import Batch, pad_stream
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
+
+
+class SdpaByRow(SdpaKernel):
+    """`SdpaKernel` that knows from a row on the host which keys queries see.
+
+    The row is divided over cp, and padded for tp, as the rows of the micro-batch are.
+
+    Args:
+        rank: This rank's number in cp.
+        size: Number of cp ranks.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__()
+        self._rank, self._size = rank, size
+        self._parts: list[Tensor] = []
+
+    def take_rows(self, batch: Batch) -> None:
+        """Override `Kernel.take_rows`: the first row decides which keys are seen."""
+        length = batch["input_ids"].shape[1]
+        multiple = 2 * self._size if self._size > 1 else 1
+        padded = -(-length // multiple) * multiple
+        names = [name for name in ("position_ids", "seq_ids", "image_ends") if name in batch]
+        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in names])  # [2 or 3, S]
+        self._parts = [row]
+        if self._size > 1:
+            self._parts = [shard_sequence(row, rank, self._size) for rank in range(self._size)]
+
+    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        """Override `SdpaKernel.seen_keys`: the mask `visible` [B, q, K] is not read."""
+        missing = visibility.queries - self._parts[0].shape[1]
+        pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
+        parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]
+        own, keys = parts[self._rank], join_sequence(parts)
+        row = replace(visibility, query_positions=own[:1], key_positions=keys[:1])
+        if row.query_documents is not None:
+            row = replace(row, query_documents=own[1:2], key_documents=keys[1:2])
+        if row.query_ends is not None:
+            row = replace(row, query_ends=own[2:])
+        return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)

@@ -1,0 +1,193 @@
+"""Facts about a model that follow from its shapes: counts of weights, FLOPs, messages of FSDP, memory of an answer.
+
+The lines that a run prints at its start use `count_weights`, and `dtrain plan` uses `ModelFacts`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dtrain.base.gpus import OF_FREE
+from dtrain.base.row_images import Grid, RowImages
+from dtrain.models.common.config import LINEAR, ModelConfig
+from dtrain.models.common.decoder import CausalLM
+from dtrain.models.common.flops import flops_per_token, weights_in
+from dtrain.parallel.apply import find_plan, in_words
+from dtrain.parallel.fsdp import units_of
+from dtrain.parallel.placement import bytes_of
+from dtrain.recipe import Recipe
+from dtrain.training.eval_sets import longest_answer
+
+
+class WeightCounts(NamedTuple):
+    """Numbers of weights.
+
+    Attributes:
+        total: All weights, with those of adapters. A byte of 4-bit codes is two weights.
+        trained: Those that are trained.
+    """
+
+    total: int
+    trained: int
+
+
+def count_weights(module: nn.Module) -> WeightCounts:
+    """Count the weights of a model or of a part of it, on any device."""
+    parameters = list(module.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return WeightCounts(sum(map(weights_in, parameters)), trained)
+
+
+@dataclass(frozen=True)
+class FsdpMessages:
+    """Messages of FSDP in one pass, a forward and a backward, without tensor parallel.
+
+    Attributes:
+        num_gathers: All-gathers.
+        gathered_bytes: Their bytes.
+        num_reduces: Units with gradients to reduce.
+    """
+
+    num_gathers: int
+    gathered_bytes: float
+    num_reduces: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a recipe's model.
+
+    Attributes:
+        recipe: The recipe.
+        config: Config of the model.
+        model: The model, unsharded, on any device.
+    """
+
+    recipe: Recipe
+    config: ModelConfig
+    model: CausalLM
+
+    @property
+    def weights(self) -> WeightCounts:
+        """The numbers of weights."""
+        return count_weights(self.model)
+
+    def row_flops_per_token(self, num_tokens: int, images: Sequence[Grid]) -> float:
+        """Return the training FLOPs per token of a full row, whose documents have `data.max_length` tokens.
+
+        Args:
+            num_tokens: Tokens of the row.
+            images: Grids of the row's images, which the vision tower encodes.
+        """
+        flops = flops_per_token(self.model, self.recipe.data.max_length)
+        if not images:
+            return flops
+        from dtrain.models.vision.flops import ImageFlops  # a model of text alone loads no tower
+
+        return flops + ImageFlops(*self.model.model.vision).of(RowImages([], [list(images)])) / num_tokens
+
+    def tensor_parallel_styles(self) -> dict[str, str]:
+        """Return the tensor-parallel plan: module pattern to style in words. A vision tower's layers are one."""
+        plan = find_plan(self.recipe.parallel.custom_plan, self.model)
+        return {re.sub(r"\.\d+(?=\.)", ".*", pattern): in_words(style) for pattern, style in plan.items()}
+
+    def longest_answer_bytes(self, compute: torch.dtype, tp: int) -> int:
+        """Return the least bytes that keys and values of an evaluation take on a rank.
+
+        They are those of the longest answer of `eval` to a prompt with which it fills `data.max_length`. 0 without
+        `eval`.
+
+        Args:
+            compute: Dtype of computation.
+            tp: Number of tensor-parallel ranks.
+        """
+        recipe, positions = self.recipe, self.config.max_position_embeddings
+        if recipe.eval is None:
+            return 0
+        from dtrain.inference.kv_cache import position_bytes, slot_size  # only runs with `eval` generate
+
+        answer = max(each.sampling.max_new_tokens or longest_answer(positions) for each in recipe.evals.values())
+        prompt = max(1, min(recipe.data.max_length, positions) - answer)
+        num_positions = slot_size(answer) + slot_size(prompt)
+        return int(num_positions * position_bytes(self.config, compute, tp) / OF_FREE)
+
+    def fsdp_messages(self, compute: torch.dtype) -> FsdpMessages:
+        """Return the messages of FSDP in one pass.
+
+        Args:
+            compute: Dtype in which trained weights are gathered. Frozen weights are gathered as they are stored.
+        """
+        units = units_of(self.model)
+        again = units.gathered_again(self.recipe.parallel.reshard_after_forward)
+        num_gathers, gathered_bytes, num_reduces = 0, 0.0, 0
+        for unit, weights in units.parameters():
+            times = 2 if unit in again else 1
+            trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+            frozen_bytes = bytes_of(weight for weight in weights if not weight.requires_grad)
+            num_gathers += times
+            gathered_bytes += times * (trained * compute.itemsize + frozen_bytes)
+            if trained:
+                num_reduces += 1
+        return FsdpMessages(num_gathers, gathered_bytes, num_reduces)
+
+    def key_widths(self, tp: int) -> list[float]:
+        """Return the elements of a token's keys on a tp rank, for each layer that keeps keys.
+
+        Layers of linear attention keep none. A rank has at least one head.
+        """
+        heads = [self.config.heads_of(kind) for kind in self.config.layer_types if kind != LINEAR]
+        return [max(1, each.count / tp) * each.size for each in heads]
+
+    @property
+    def layer_period(self) -> int:
+        """The number of layers after which their types repeat. All layers if they never do."""
+        types = self.config.layer_types
+        for period in range(1, len(types)):
+            if all(kind == types[index % period] for index, kind in enumerate(types)):
+                return period
+        return len(types)
+
+    @property
+    def num_end_layers(self) -> int:
+        """The number of layers at either end whose memory or messages may differ from those between them.
+
+        FSDP gathers the next layer ahead and keeps the last one gathered. The first layers may add features of the
+        vision tower. The last layers keep activations that have not left for the host yet.
+        """
+        num_layers = [2]
+        if self.layer_period > 1:
+            num_layers.append(self.layer_period + 1)
+        deepstack = len(getattr(self.config.vision, "deepstack", ()))
+        if deepstack:
+            num_layers.append(deepstack + 1)
+        if self.recipe.train.activation_offload:
+            from dtrain.memory.activation_offload import ON_THEIR_WAY  # optional
+
+            num_layers.append(ON_THEIR_WAY + 1)
+        return max(num_layers)
+
+    def layers_train_alike(self) -> bool:
+        """Check whether all layers of a type train the same parameters, and no layer needs the keys of another."""
+        recipe, config = self.recipe, self.config
+        if config.shared_layers:
+            return False
+        if recipe.lora is None:
+            patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
+            return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
+        from dtrain.checkpoint.peft.config import adapter_of  # optional
+        from dtrain.models.shapes import adaptable, modules
+
+        adapter = adapter_of(asdict(recipe.lora))
+        adapted: Mapping[str, object] = adapter.adapted(adaptable(config))
+        full = dict.fromkeys(adapter.saved(modules(config)))
+        layers: list[dict[str, object]] = [{} for _ in config.layer_types]
+        for name, low_rank in {**full, **adapted}.items():
+            match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+            if match is not None:
+                layers[int(match[1])][match[2]] = low_rank
+        of_type = dict(zip(config.layer_types, layers, strict=True))
+        return all(of_type[kind] == layer for kind, layer in zip(config.layer_types, layers, strict=True))

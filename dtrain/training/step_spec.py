@@ -1,0 +1,162 @@
+"""The spec of one optimizer step: the part of a run's spec that decides what the step stores and computes.
+
+`resolve_step` builds it in any process, for devices that need not be there. Of the files that the recipe names it reads
+each model's config.json. For a model that takes images it also reads the first rows of the data, the tokenizer and the
+image processor, if they are on this machine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtrain.base.problems import Problem, RecipeError
+from dtrain.data.images.processor import Layout
+from dtrain.data.model_directory import ModelDirectory
+from dtrain.models.common.config import ModelConfig
+from dtrain.policy.optimizer import is_torchs
+from dtrain.policy.precision import Precision, choose_precision
+from dtrain.recipe import Recipe, Sizes
+from dtrain.recipe.automatic import changed
+from dtrain.recipe.schema import OPTIMIZERS, Scheduler
+from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS
+from dtrain.training.host import DryHost
+from dtrain.training.inputs import RunInputs, World
+from dtrain.training.model_facts import ModelFacts
+from dtrain.training.preflight import shapes
+from dtrain.training.registry import method_of
+from dtrain.training.setup import model as model_setup
+from dtrain.training.setup import sizes as sizes_setup
+from dtrain.training.setup.data import DataFacts
+from dtrain.training.setup.row_images import images_of_first_rows
+
+if TYPE_CHECKING:
+    from dtrain.methods import Method
+    from dtrain.models.common.decoder import CausalLM
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Everything that decides what one optimizer step stores and computes.
+
+    Attributes:
+        written: The recipe as it was given.
+        recipe: The recipe with values in place of `auto`.
+        world: The processes that are planned for.
+        source: The directory of model.path.
+        others: The directories of the method's other models, by key.
+        method: The method of the recipe.
+        precision: Dtypes of the weights and of the computation.
+        model: The model on the meta device.
+        model_config: Its config, with the vision tower if rows have images.
+        sizes: The mesh and the batch.
+        row_images: Layouts of the images of each row.
+        notes: Lines on what is assumed.
+    """
+
+    written: Recipe
+    recipe: Recipe
+    world: World
+    source: ModelDirectory
+    others: Mapping[str, ModelDirectory]
+    method: "Method"
+    precision: Precision
+    model: "CausalLM"
+    model_config: ModelConfig
+    sizes: Sizes
+    row_images: Sequence[Layout] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts about the model."""
+        return ModelFacts(self.recipe, self.model_config, self.model)
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.row_images)
+
+
+def resolve_step(
+    recipe: Recipe,
+    world_size: int,
+    device_type: str,
+    without_bfloat16: str | None = None,
+    problems: Sequence[Problem] = (),
+) -> StepSpec:
+    """Build the spec of a step of a recipe.
+
+    Code that the recipe names by import path is replaced by dtrain's own, because only a run imports it: the recipe may
+    be a stranger's. torch's own optimizers are used.
+
+    Args:
+        recipe: The recipe. It needs no data, but `data.train` and `train.steps` or `train.epochs` must be set.
+        world_size: Number of devices.
+        device_type: "cpu" or "cuda".
+        without_bfloat16: Name of the devices, if they do not compute in bfloat16.
+        problems: Problems of the recipe that are known already. They are reported with the others.
+
+    Raises:
+        RecipeError: If the recipe cannot run there, whatever the memory.
+    """
+    if recipe.train.global_batch == "auto":
+        few, many = map(method_of(recipe).automatic_batch, (0, LARGEST_AUTO * STEPS_OF_A_PASS))
+        if few == many:  # a rollout, whatever the data
+            recipe = changed(recipe, {"train.global_batch": few})
+    awaited = ["model.path", *(key for key, _ in method_of(recipe).other_models())]  # no weights are read
+    inputs = RunInputs.of(recipe, World(world_size, device_type, is_here=False), awaited)
+    found = [*shapes(inputs.recipe, world_size), *problems]
+    if found:
+        raise RecipeError(found)
+    precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
+    if without_bfloat16 is not None:
+        if precision.compute is torch.bfloat16:
+            text = f"train.dtype={recipe.train.dtype} means bfloat16, in which a {without_bfloat16} does not compute"
+            raise RecipeError([Problem("train.dtype", text, "Set train.dtype=float16 or float32")])
+        without_varlen = changed(inputs.recipe, {"model.attention": "sdpa"})  # flash attention needs bfloat16 too
+        inputs = replace(inputs, recipe=without_varlen)
+    images = images_of_first_rows(inputs)
+    has_images = bool(images.layouts)
+    host = DryHost()
+    meta = host.attempt("model", lambda: model_setup.build(inputs, precision, has_images))
+    decided = sizes_setup.decide(inputs, DataFacts(inputs.recipe), host)
+    if meta is None or decided is None:
+        raise RecipeError(host.problems)
+    return StepSpec(
+        written=inputs.written,
+        recipe=_without_foreign_code(decided.recipe, decided.sizes),
+        world=inputs.world,
+        source=inputs.source,
+        others=inputs.others,
+        method=decided.method,
+        precision=precision,
+        model=meta.model,
+        model_config=inputs.model_config(has_images),
+        sizes=decided.sizes,
+        row_images=images.layouts,
+        notes=(*images.notes, *sizes_setup.position_notes(inputs.recipe, inputs.source), *decided.notes),
+    )
+
+
+def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
+    """Return the recipe with dtrain's own code in place of import paths, and a number for the global batch."""
+    overrides: dict[str, Any] = {}
+    if recipe.optimizer.name not in OPTIMIZERS and not is_torchs(recipe.optimizer.name):
+        overrides = {"optimizer.name": "adamw", "optimizer.kwargs": {}}
+    if isinstance(recipe.parallel.custom_plan, str):
+        overrides["parallel.custom_plan"] = None
+    if sizes.is_open:
+        overrides["train.global_batch"] = sizes.global_batch
+    # What a schedule does to the rate changes nothing here.
+    return replace(changed(recipe, overrides), scheduler=Scheduler("constant"))
+
+
+def config_of(recipe: Recipe) -> ModelConfig:
+    """Return the config of a recipe's model without a vision tower, with the head that its method trains.
+
+    Raises:
+        UserError: If config.json cannot be read.
+    """
+    return ModelDirectory(recipe.model.directory, method_of(recipe).labels()).config
