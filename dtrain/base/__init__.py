@@ -7,6 +7,7 @@ batch, row_images               the batch contract; images of the rows of a batc
 dealing                         work of known costs, dealt to places
 randomness, top_p               random numbers by logical position; the tokens that top-p keeps, without a sort
 deterministic                   torch's deterministic algorithms, and cumulative sums under them
+devices                         the kind of device that a setting selects
 ranks                           agreement of ranks: on errors, on values, on the content of files
 compiled, fused                 functions of tensors that torch.compile makes kernels of
 torch_functions                 calls of torch that no TorchFunctionMode sees

@@ -1,6 +1,5 @@
 """The kind of device that a setting such as `launch.device` or `--device` selects. CUDA is not started."""
 
-import os
 from collections.abc import Mapping
 
 from dtrain.base.errors import UserError
@@ -9,13 +8,13 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_TYPES = ("cpu", "cuda")
 
 
-def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] = os.environ) -> str:
+def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] | None = None) -> str:
     """Return "cpu" or "cuda".
 
     Args:
         setting: The setting's name, for messages, such as "launch.device".
         wanted: Its value. "auto" is "cuda" if torch sees a CUDA device.
-        environ: The environment of the process that uses the device.
+        environ: The environment of the process that uses the device, to explain why it has none. None: not known.
 
     Raises:
         UserError: If `wanted` is unknown, or "cuda" without a CUDA device.
@@ -34,7 +33,9 @@ def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] = o
         return "cuda"
     if wanted == "auto":
         return "cpu"
-    reason = hidden_gpu_reason(environ) or "torch sees no CUDA device here (`nvidia-smi` shows what the driver sees)"
+    reason = hidden_gpu_reason(environ or {})
+    if reason is None:
+        reason = "torch sees no CUDA device here (`nvidia-smi` shows what the driver sees)"
     raise UserError(f"{setting}=cuda: {reason}; or set {setting}=cpu")
 
 

@@ -236,6 +236,26 @@ def test_no_target_at_all_gives_zeros():
     assert (hidden.grad == 0).all() and (weight.grad == 0).all()
 
 
+def values_without_targets(rank):
+    hidden, weight, targets = problem(CASES[0], torch.float32, 0)
+    start, end = dense.cut(len(weight), 2, rank, "chunk")
+    shard = VocabShard(start, dist.group.WORLD)
+    hidden.requires_grad_()
+    index = torch.zeros(0, dtype=torch.int64)
+    values = logprobs_from_hidden_states(
+        hidden, weight[start:end], torch.full_like(targets, -100), shard=shard, entropy=True, log_p2=True, index=index
+    )
+    total = weighted_logprob_sum(
+        hidden.flatten(0, 1), weight[start:end], index, torch.zeros(0), index, shard=shard, rows_per_tile=2
+    )
+    (values.logprobs.sum() + values.entropy.sum() + total).backward()
+    return values.logprobs.abs().sum().item(), values.log_p2.abs().sum().item(), hidden.grad.abs().sum().item()
+
+
+def test_no_target_at_all_gives_zeros_over_ranks():
+    assert run_world(values_without_targets, 2) == [(0, 0, 0)] * 2
+
+
 def test_two_backwards_and_two_uses_sum_up():
     hidden, weight, targets = problem(CASES[0], torch.float64, 0)
     hidden.requires_grad_()

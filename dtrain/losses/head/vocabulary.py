@@ -242,8 +242,8 @@ def merge_over(
     own = stats.pack()
     message = torch.cat([own.flatten(), extra.flatten(), at_largest.flatten(), own.new_full((1,), columns)])
     gathered = all_gather(message, 0, group).view(size, -1)
-    numbers = gathered[:, :-1].view(size, -1, *stats.m.shape)
-    parts, extras, candidates = numbers.split([len(own), len(extra), len(at_largest)], 1)
+    counts = [len(own), len(extra), len(at_largest)]
+    parts, extras, candidates = gathered[:, :-1].view(size, sum(counts), *stats.m.shape).split(counts, 1)
     whole, _ = merge(Stats(*parts.unbind(1)))
     if len(at_largest):
         rank_of_largest = parts[:, 0].argmax(0).expand(1, *at_largest.shape)  # argmax returns the first of equal ones
