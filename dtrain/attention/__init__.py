@@ -4,7 +4,8 @@ visibility     the keys that a query sees
 kernels        the kernels that compute attention, and the choice of one
 packing        cu_seqlens of a micro-batch on the host, and the kernel calls that they make
 sdpa_by_row    SDPA for tensors without values
-varlen         variable-length flash attention, on CUDA
+segments       variable-length attention of segments of rows, on CUDA
+varlen         the kernel of variable-length attention
 blocks         queries over one block of keys, and merging blocks
 context        context parallel: keys gathered, or passed from rank to rank
 foreign        attention of other code inside a context-parallel context

@@ -15,7 +15,8 @@ from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Kernel, SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.varlen import Flash, VarlenBlocks, VarlenKernel, put
+from dtrain.attention.segments import Flash, VarlenBlocks, put
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
 

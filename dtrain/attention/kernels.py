@@ -31,7 +31,7 @@ from dtrain.base.torch_functions import has_values
 
 if TYPE_CHECKING:
     from dtrain.attention.packing import Call, Packing
-    from dtrain.attention.varlen import Flash, Steps
+    from dtrain.attention.segments import Flash, Steps
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # keys and values that are on their way; a call waits for them
 HALF = (torch.bfloat16, torch.float16)

@@ -1,10 +1,10 @@
-"""`varlen.Flash` written out from the documentation of what it calls, on every device and in every dtype."""
+"""`segments.Flash` written out from the documentation of what it calls, on every device and in every dtype."""
 
 import math
 
 import torch
 
-from dtrain.attention.varlen import Flash
+from dtrain.attention.segments import Flash
 
 
 class WrittenFlash(Flash):

@@ -11,7 +11,8 @@ from dtrain.attention import kernels
 from dtrain.attention.blocks import Partial
 from dtrain.attention.check_varlen import prove
 from dtrain.attention.packing import Packing
-from dtrain.attention.varlen import Flash, Segments, VarlenKernel
+from dtrain.attention.segments import Flash, Segments
+from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
 from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out

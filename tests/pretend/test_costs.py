@@ -53,7 +53,7 @@ WAITS = {
     "a micro-batch that is waited for": Cost(
         "policy.score", "views(here.to(device, non_blocking=True))", "views(here.to(device))"
     ),
-    "memory that is not pinned": Cost("attention.varlen", 'pin_memory=device.type == "cuda"', "pin_memory=False"),
+    "memory that is not pinned": Cost("attention.segments", 'pin_memory=device.type == "cuda"', "pin_memory=False"),
 }
 
 

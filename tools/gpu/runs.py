@@ -122,7 +122,7 @@ def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window
     import torch
 
     from dtrain.attention.check_varlen import prove
-    from dtrain.attention.varlen import Flash
+    from dtrain.attention.segments import Flash
 
     device = torch.device("cuda", rank)
     return prove(

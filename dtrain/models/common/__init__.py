@@ -10,5 +10,5 @@ keys_first                   keys of context parallel on their way while queries
 flops                        training FLOPs per token
 linear                       the linear layer, and how adapters change it
 vision_names                 names of a vision tower's modules
-tower, images                the text model of a multimodal checkpoint; images among its tokens
+tower, images, vision_config the text model of a multimodal checkpoint; images among its tokens; sizes of its tower
 """

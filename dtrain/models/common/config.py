@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.models.common.rope_config import Rope
 
 if TYPE_CHECKING:
-    from dtrain.models.vision.common import VisionConfig
+    from dtrain.models.common.vision_config import VisionConfig
 
 __all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
 

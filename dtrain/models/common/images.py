@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,18 @@ from dtrain.base.row_images import Grid
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from dtrain.models.vision.common import Features
+
+class Features(NamedTuple):
+    """Features of the images of a call, one image behind the other.
+
+    Attributes:
+        tokens: [T, E], in the place of the embeddings of T tokens.
+        deepstack: By the index of a decoder layer, [T, E] that are added to its output at these tokens (DeepStack,
+            arXiv:2406.04334).
+    """
+
+    tokens: Tensor
+    deepstack: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class PlacedFeatures:
     """Features of a micro-batch's images, and where they stand among the tokens that a rank embeds: index [B, S/tp]
     int64 under sequence parallel, else [B, S]. is_image: [B, S] bool, of all tokens."""
 
-    features: "Features"
+    features: Features
     index: Tensor
     is_image: Tensor
 

@@ -6,10 +6,9 @@ head size, D hidden size of the tower, E that of the text.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,79 +19,16 @@ from dtrain.base.row_images import Grid
 from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated
-from dtrain.models.common.images import Images, PlacedFeatures
+from dtrain.models.common.images import Features, Images, PlacedFeatures
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
+from dtrain.models.common.vision_config import Frame, VisionConfig
 from dtrain.models.vision.dealt import dealt_features
 from dtrain.parallel.collectives import enter_region
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
-Frame = tuple[int, int]  # rows and columns of patches
 Turns = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
-
-
-class Features(NamedTuple):
-    """Features of the images of a call, one image behind the other.
-
-    tokens: [T, E], in the place of the embeddings of T tokens. deepstack: by the index of a decoder layer, [T, E] that
-    are added to its output at these tokens (DeepStack, arXiv:2406.04334)."""
-
-    tokens: Tensor
-    deepstack: dict[int, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """Sizes of a tower, with config.json's names where it has them.
-
-    pool: the patches at each side of the square that becomes one token. out_hidden_size: E, of the text."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    patch_size: int
-    pool: int
-    hidden_act: str  # a key of functions.ACTIVATIONS
-    out_hidden_size: int
-    num_channels: int = 3
-    temporal_patch_size: int = 1  # frames of a patch; an image is repeated
-    initializer_range: float = 0.02
-    theta: float = 10_000.0  # the base of rotary positions, in a tower that has some
-
-    @property
-    def values(self) -> int:
-        """The values of a patch."""
-        return self.num_channels * self.temporal_patch_size * self.patch_size**2
-
-    def tokens(self, grid: Grid) -> int:
-        """Return how many tokens an image of `grid` becomes."""
-        frames, rows, columns = grid
-        return frames * (rows // self.pool) * (columns // self.pool)
-
-    def reach(self, layer: int, patches: int) -> int:
-        """Return to how many patches a patch attends in the `layer` of this number, of an image of `patches`."""
-        return patches
-
-    def size_problem(self, rows: int, columns: int) -> str | None:
-        """Return why an image of rows x columns patches cannot be taken; None where it can."""
-        if rows < 1 or columns < 1 or rows % self.pool or columns % self.pool:
-            return f"both sides must be multiples of {self.pool}"
-        return None
-
-    def frames(self, shape: Sequence[int], grids: Sequence[Grid]) -> list[Frame]:
-        """Return rows and columns of every frame of images of `grids`, whose patches have `shape` [P, values]. Raises
-        ValueError where they do not fit the tower or one another."""
-        for grid in grids:
-            if problem := self.size_problem(*grid[1:]):
-                raise ValueError(f"an image of {grid[1]} x {grid[2]} patches: {problem}")
-        frames = [(rows, columns) for count, rows, columns in grids for _ in range(count)]
-        patches = sum(rows * columns for rows, columns in frames)
-        if tuple(shape) != (patches, self.values):
-            raise ValueError(f"pixels {tuple(shape)} of images with {patches} patches of {self.values} values")
-        return frames
 
 
 class VisionTower(nn.Module):

@@ -7,7 +7,7 @@ work.
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,24 @@ from torch import Tensor
 
 from dtrain.base.dealing import deal
 from dtrain.base.row_images import Grid
-from dtrain.models.common.images import Images
+from dtrain.models.common.images import Features, Images
 from dtrain.models.common.micro_batch import AdapterContext
+from dtrain.models.common.vision_config import VisionConfig
 from dtrain.parallel.collectives import all_to_all, exchange, gather_alike, gather_along
 from dtrain.parallel.tensor import TensorParallel
 
-if TYPE_CHECKING:
-    from dtrain.models.vision.common import Features, VisionTower
+
+class ImageEncoder(Protocol):
+    """A vision tower, as far as its images are shared out."""
+
+    config: VisionConfig
+
+    @property
+    def sums_over_tp(self) -> bool:
+        """Whether the gradients of all parameters are summed over tp."""
+
+    def __call__(self, pixels: Tensor, grids: Sequence[Grid], adapters: AdapterContext | None) -> Features:
+        """Compute the features of images: pixels [P, values] of the patches of all of them."""
 
 
 class Dealing(NamedTuple):
@@ -80,12 +91,12 @@ def deal_locally(costs: Sequence[float], local: Sequence[Sequence[int]], places:
 
 
 def dealt_features(
-    tower: "VisionTower",
+    tower: ImageEncoder,
     images: Images,
     tp: TensorParallel | None,
     cp: Any,
     adapters: AdapterContext | None = None,
-) -> "Features":
+) -> Features:
     """Return the features of this rank's images, of which each rank encodes some.
 
     Images are shared out over dp where `images.dp` has those of all dp ranks, and over the ranks of tp and cp. tp, cp:
@@ -131,7 +142,7 @@ def _sums(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
     return [sum(lengths[image] for image in group) for group in groups]
 
 
-def _unstacked(features: "Features", stacked: Tensor) -> "Features":
+def _unstacked(features: Features, stacked: Tensor) -> Features:
     """Return `features` with the values [T, 1 + deepstack, E]."""
     tokens, *deepstack = stacked.unbind(1)  # [T, E]
     return features._replace(tokens=tokens, deepstack=dict(zip(features.deepstack, deepstack, strict=True)))

@@ -8,8 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from dtrain.models.common.images import Features
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.vision.common import Features, attend, block_order, patch_positions
+from dtrain.models.vision.common import attend, block_order, patch_positions
 from dtrain.models.vision.gemma3 import Gemma3Vision
 from dtrain.models.vision.gemma4 import Gemma4Vision
 from dtrain.models.vision.qwen import Qwen2_5VLVision, Qwen3_5Vision, Qwen3VLVision, window_order

@@ -1,0 +1,221 @@
+"""Segments of rows for variable-length attention, and the operations on them: torch's flash attention on CUDA.
+
+`attention.packing` lists on the host the calls of a forward. `put` copies their lengths to the device, in one copy for
+all, and nothing is read from there. A call is then computed by `Flash`, or block by block with the merge of
+`attention.blocks` in a ring. Tokens are flat: q is [T, H, hd] with T = B · S.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from dtrain.attention.blocks import (
+    BlockByBlock,
+    Gradients,
+    Partial,
+    merge_by_log_sum_exp,
+    pad_heads_to_one_size,
+)
+from dtrain.attention.packing import Call
+
+# torch 2.11 has no such argument, and takes fewer key heads as they come.
+_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+class Segments(NamedTuple):
+    """A `Call` on the device. query_ends, key_ends: int32 [n + 1], where each segment begins and the last one ends.
+    longest_query, longest_key: of a segment, or more."""
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    window: tuple[int, int]
+
+
+Steps = list[list[Segments]]  # calls, exchange by exchange
+
+
+class Segmented(NamedTuple):
+    """The calls of a forward, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
+    sequence parallel, which sees nothing and gets zeros."""
+
+    tokens: int
+    steps: Steps
+
+
+class Flash:
+    """The operations. They compute heads of one size, so the smaller ones are padded with zeros here.
+
+    q is [T, H, hd], k [K, kv, hd] and v [K, kv, hd_v], with H a multiple of kv: the tokens of the segments' slices, one
+    after another. The output is [T, H, hd_v], the log-sum-exp [H, T], float32.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention. Differentiable. sinks: [H], as `blocks` describes them."""
+        if sinks is None:
+            value_size = v.shape[-1]
+            q, k, v = pad_heads_to_one_size(q, k, v)
+            out = self.attend(q, k, v, segments, scale)
+            return out if out.shape[-1] == value_size else out[..., :value_size]
+        of_all = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
+        return BlockByBlock.apply(q, k, v, [[of_all]], None, VarlenBlocks(self, scale), sinks)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Partial:
+        """Compute attention with its log-sum-exp. Not differentiable."""
+        value_size = v.shape[-1]
+        q, k, v = pad_heads_to_one_size(q, k, v)
+        out, lse = self.attend_with_lse(q, k, v, segments, scale)
+        return Partial(out[..., :value_size], lse)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the segments' part of the gradients of q, k and v.
+
+        Args:
+            grad: Gradient of the merged output, [T, H, hd_v].
+            q: [T, H, hd].
+            k: [K, kv, hd].
+            v: [K, kv, hd_v].
+            merged: Attention of these queries over all keys, those of the segments and others.
+            segments: Of q and k.
+            scale: Factor of the scores.
+        """
+        head_size, value_size = q.shape[-1], v.shape[-1]
+        grad, q, k, v, out = pad_heads_to_one_size(grad, q, k, v, merged.out)
+        q_grad, k_grad, v_grad = self.differentiate(grad, q, k, v, Partial(out, merged.lse), segments, scale)
+        return q_grad[..., :head_size], k_grad[..., :head_size], v_grad[..., :value_size]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """Call torch's operation; heads of one size. Differentiable."""
+        return self._attend(q, k, v, segments, scale, None)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Call torch's operation for the output and the log-sum-exp; heads of one size."""
+        return self._attend(q, k, v, segments, scale, AuxRequest(lse=True))
+
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call torch's backward; heads of one size."""
+        return torch.ops.torch_attn._varlen_attn_backward(  # torch's own, of which it exports no function
+            grad_out=grad,
+            query=q,
+            key=k,
+            value=v,
+            out=merged.out,
+            lse=merged.lse.contiguous(),
+            cu_seq_q=segments.query_ends,
+            cu_seq_k=segments.key_ends,
+            max_q=segments.longest_query,
+            max_k=segments.longest_key,
+            is_causal=segments.window == (-1, 0),
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),  # no dropout
+            scale=scale,
+            window_size=list(segments.window),
+        )
+
+    def _attend(self, q, k, v, segments, scale, aux):
+        ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
+        options = {"return_aux": aux, "scale": scale, "window_size": segments.window, **_GROUPED_HEADS}
+        # From torch 2.15 on it may be cuDNN's, and the backward of blocks is flash attention's: a step takes one.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return varlen_attn(q, k, v, *ends, *longest, **options)
+
+
+@dataclass(frozen=True)
+class VarlenBlocks:
+    """`BlockAttention` by `flash`. A step is its calls; the first call of the first step has every query in order.
+
+    q is [T, H, hd], k [K, kv, hd], v [K, kv, hd_v], the output [T, H, hd_v] and its log-sum-exp [H, T].
+    """
+
+    flash: Flash
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
+        for call in step:
+            call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
+            part = self.flash.forward(call_q, call_k, call_v, call, self.scale)
+            if so_far is None:  # copies: a checkpoint may keep what the kernel returned
+                wide = torch.promote_types(q.dtype, torch.float32)
+                so_far = Partial(part.out.to(wide, copy=True), part.lse.clone())
+                continue
+            out, lse = so_far
+            sizes = [rows.stop - rows.start for rows in call.queries]
+            for rows, part_out, part_lse in zip(
+                call.queries, part.out.split(sizes), part.lse.split(sizes, 1), strict=True
+            ):
+                before = Partial(self.by_head(out[rows]), lse[:, rows])
+                merged = merge_by_log_sum_exp(before, Partial(self.by_head(part_out), part_lse))
+                out[rows] = self.by_head(merged.out)
+                lse[:, rows] = merged.lse
+        assert so_far is not None  # the first step is never empty
+        return so_far
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: list[Segments], gradients: Gradients
+    ) -> None:
+        for call in step:
+            call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
+            call_merged = Partial(pick(merged.out, call.queries), pick(merged.lse, call.queries, 1))
+            q_grad, k_grad, v_grad = self.flash.backward(
+                pick(grad, call.queries), call_q, call_k, call_v, call_merged, call, self.scale
+            )
+            add_to_slices(gradients.q, call.queries, q_grad)
+            add_to_slices(gradients.k, call.keys, k_grad)
+            add_to_slices(gradients.v, call.keys, v_grad)
+
+    def by_head(self, out: Tensor) -> Tensor:
+        return out.transpose(0, 1)
+
+
+def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
+    """The calls on `device`. One copy for all, which the host does not wait for."""
+    calls = list(calls)
+    ends = [list(accumulate(some, initial=0)) for call in calls for some in (call.query_lengths, call.key_lengths)]
+    host = torch.tensor(
+        [end for some in ends for end in some], dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
+    )
+    of_calls = iter(host.to(device, non_blocking=True).split([len(some) for some in ends]))
+    return [
+        Segments(
+            tuple(call.queries),
+            tuple(call.keys),
+            next(of_calls),
+            next(of_calls),
+            max(2, *call.query_lengths),  # for segments of one query each the kernel has a way of its own, with errors
+            # Where keys before a query are hidden and those after it are not, the kernel hides those that lie farther
+            # after it than the longest segment of keys is said to be.
+            max(2, *call.key_lengths, *(call.query_lengths if call.window[1] < 0 else ())),
+            call.window,
+        )
+        for call in calls
+    ]
+
+
+def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
+    """The slices of `tensor` [..] along `dim`, behind one another: a view where it is one."""
+    parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def add_to_slices(target: Tensor, slices: Sequence[slice], values: Tensor) -> None:
+    """Add values [n, ..], which belong to the slices of `target` one after another, in place: the reverse of `pick`."""
+    sizes = [piece.stop - piece.start for piece in slices]
+    for piece, value in zip(slices, values.split(sizes), strict=True):
+        target[piece] += value
