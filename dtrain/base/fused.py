@@ -52,12 +52,6 @@ def rounds(items: Sequence[Any], tensor: Tensor) -> Iterable[Any]:
     return handle_torch_function(rounds, (tensor,), items, tensor) if has_torch_function_unary(tensor) else items
 
 
-def own(tensor: Tensor) -> Tensor:
-    """Return `tensor` [..] to compute in, where its contents count no longer: within what is compiled a copy, which a
-    kernel has in registers and does not write back."""
-    return tensor.clone() if torch.compiler.is_compiling() else tensor
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of an operation's arguments or outputs; torch's own walk takes a tenth of a trace."""
     if isinstance(value, Tensor):
