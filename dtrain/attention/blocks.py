@@ -24,9 +24,10 @@ A head may have a sink, a learnt score that takes part in the softmax of every q
 gpt-oss). It is one more block, of a single key whose value is zero. The backward of the other blocks needs no change,
 because it uses the merged log-sum-exp.
 
-A block is computed in one of two ways: by torch's CPU kernel, or by plain matrix products on every device. The products
-hold all scores of a call, so `MaskedBlocks` passes them a run of queries at a time. The bias [B or 1, 1, Q, K] is 0 or
--inf. The softmax is computed in max(float32, the dtype).
+Under a mask a block is computed in one of two ways: by torch's CPU kernel, or by matrix products on every device. The
+products have all scores of a call in memory, so `MaskedBlocks` passes them a run of queries at a time. The bias
+[B or 1, 1, Q, K] is 0 or -inf. The softmax is computed in max(float32, the dtype). Without a mask,
+`segments.VarlenBlocks` computes a block by variable-length flash attention.
 """
 
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:
 
 
 class Products:
-    """Plain matrix products, on every device. They hold the scores [B, H, Q, K] of a block."""
+    """Matrix products, on every device. All scores [B, H, Q, K] of a call are in memory at once."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
         """Compute attention over a block. Queries that see none of its keys get 0 and -inf."""
@@ -163,7 +164,7 @@ Step = TypeVar("Step", contravariant=True)
 
 
 class BlockAttention(Protocol[Step]):
-    """Attention over blocks of keys, and its backward: `MaskedBlocks`, `varlen.VarlenBlocks`.
+    """Attention over blocks of keys, and its backward: `MaskedBlocks`, `segments.VarlenBlocks`.
 
     Each has its own layout of q, k, v and the output, and its own description of what the queries see of a block, the
     step.
@@ -188,7 +189,10 @@ class BlockAttention(Protocol[Step]):
         """
 
     def by_head(self, out: Tensor) -> Tensor:
-        """Return an output or its gradient as [.., H, Q, hd_v], or that in this layout: an exchange of dimensions."""
+        """Convert an output, or its gradient, from this layout to [.., H, Q, hd_v], or back.
+
+        Both directions exchange the same two dimensions, if any. For example, [T, H, hd_v] becomes [H, T, hd_v].
+        """
 
 
 class KeysAndValues(NamedTuple):
@@ -304,15 +308,29 @@ class MaskedBlocks:
 
 
 class BlockByBlock(torch.autograd.Function):
-    """Attention over blocks of keys, one after the other, in q's dtype. No tensor has the size queries × keys.
+    """Attention over blocks of keys, one after the other, in q's dtype.
+
+    Nothing of a block is kept for the backward, which brings the blocks and computes their scores again. It reads the
+    log-sum-exp and the output of all blocks, so that it can add the gradients of one block after the other.
 
     `apply(q, k, v, steps, ring, attention, sinks)`:
 
-        q, k, v: This rank's, as `attention` takes them.
-        steps: What the queries see of each block; None or an empty step: nothing.
-        ring: `context.Ring`, which brings the blocks of other ranks after this rank's own. None: there is one block.
+        q, k, v: This rank's, as `attention` accepts them.
+        steps: What the queries see of each block, in the order of the blocks. None or an empty step: nothing.
+        ring: `context.Ring`, which yields this rank's own block, and then the blocks of other ranks. None: k and v are
+            the only block.
         attention: `BlockAttention`.
         sinks: [H], or None.
+
+    The gradient of a block travels around the ring one message behind its keys. On rank 0 of 3:
+
+        step 0    computes on block 0                                        passes the gradient of block 0 on
+        step 1    computes on block 2, adds what rank 2 has sent             passes the gradient of block 2 on
+        step 2    computes on block 1, adds what ranks 1 and 2 have sent     passes the gradient of block 1 on
+        end       receives the gradient of block 0, to which ranks 0, 1 and 2 have added their parts
+
+    Collectives:
+        With a ring of n ranks, n - 1 exchanges with the neighbours in the forward, and 2n - 1 in the backward.
     """
 
     @staticmethod
@@ -334,22 +352,22 @@ class BlockByBlock(torch.autograd.Function):
         merged = Partial(out, lse)
         grad = grad.contiguous()
         q_grad = torch.zeros_like(q, dtype=lse.dtype)
-        incoming = None
+        incoming = None  # the gradient of the next block, from the rank before this one
         blocks = [(k, v)] if ctx.ring is None else ctx.ring.around(k, v)
         for (block_k, block_v), step in zip(blocks, ctx.steps, strict=True):
-            kv_grad = KeysAndValues.zeros_like(k, v, lse.dtype)
+            kv_grad = KeysAndValues.zeros_like(k, v, lse.dtype)  # this rank's part of the block's gradient
             if step is not None:
                 gradients = Gradients(q_grad, kv_grad.k, kv_grad.v)
                 ctx.attention.backward(grad, q, block_k, block_v, merged, step, gradients)
             if ctx.ring is None:
                 continue
-            # The gradient follows its keys: it travels while the next block is computed. What the ranks before have
-            # added to it arrives while this block is computed.
+            # The parts of the ranks before travelled while this block was computed. The sum travels while the next
+            # block is computed.
             if incoming is not None:
                 kv_grad.buffer.add_(incoming.wait().buffer)
             incoming = ctx.ring.pass_on(kv_grad)
         if incoming is not None:
-            kv_grad = incoming.wait()  # the last exchange brings the gradient home
+            kv_grad = incoming.wait()  # the gradient of this rank's own block, from all ranks
         of_sinks = sinks_grad(ctx.attention, grad, merged, sinks)
         return q_grad.to(q.dtype), kv_grad.k.to(k.dtype), kv_grad.v.to(v.dtype), None, None, None, of_sinks
 

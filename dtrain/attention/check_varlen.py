@@ -1,4 +1,4 @@
-"""The check of a device before `varlen.Flash` is used on it: a small case of all that will be asked of it, forward
+"""The check of a device before `segments.Flash` is used on it: a small case of all that will be asked of it, forward
 and backward, against `SdpaKernel`'s numbers.
 
 The ranks of an exchange are played one after the other in this process.

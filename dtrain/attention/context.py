@@ -148,7 +148,7 @@ class RingKernel(ContextKernel):
     """Attention in a ring of ranks: keys and values travel, and are never gathered.
 
     By masks there is a bias of 0 or -inf for every query and key of an exchange. By variable-length calls there are at
-    most three calls for each rank's keys, or a few more under a window.
+    most two calls for each rank's keys, or three under a window.
 
     Args:
         inner: Kernel of one rank, for its note.
@@ -168,18 +168,22 @@ class RingKernel(ContextKernel):
         self.blocks = blocks
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Hidden | None]:
-        """Return what this rank's queries see of the keys of each rank in the ring, its own first. None: nothing, which
-        is read on the host."""
+        """Return the masks of this rank's queries over the keys of each rank in the ring, its own first.
+
+        None instead of a mask means that the queries see none of the keys. The host waits for the device to find out.
+        """
         size, rank = self.group.size(), self.group.rank()
-        steps = []
+        masks = []
         for distance in range(size):
-            positions, documents = (
-                None if stream is None else shard_sequence(stream, (rank - distance) % size, size)
-                for stream in (visibility.key_positions, visibility.key_documents)
-            )
+            source = (rank - distance) % size  # the rank whose keys arrive in this step
+            positions, documents = visibility.key_positions, visibility.key_documents
+            if positions is not None:
+                positions = shard_sequence(positions, source, size)
+            if documents is not None:
+                documents = shard_sequence(documents, source, size)
             part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
-            steps.append(_hidden(part, dtype, device))
-        return steps
+            masks.append(_hidden(part, dtype, device))
+        return masks
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         attention = MaskedBlocks(self.blocks or blocks_for(q.device), scale)
@@ -202,19 +206,41 @@ class RingKernel(ContextKernel):
 
 
 def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:
-    runs = part.runs() if device.type != "cpu" else [slice(0, part.queries)]
+    """Return the mask of queries over one rank's keys: a bias, or `part` itself. None if the queries see no key.
+
+    On a GPU a bias that would be large is not made. `MaskedBlocks` then makes it from `part`, a run of queries at a
+    time. On a CPU the whole bias is made.
+    """
+    if device.type == "cpu":
+        runs = [slice(0, part.queries)]
+    else:
+        runs = part.runs()
     if len(runs) > 1:
-        return part if any(bool(part.visible(run, device).any()) for run in runs) else None
-    visible = part.visible(runs[0], device)
-    return additive(visible, dtype)[:, None] if bool(visible.any()) else None
+        for run in runs:
+            if bool(part.visible(run, device).any()):
+                return part
+        return None
+    visible = part.visible(runs[0], device)  # [B or 1, Q, K]
+    if not bool(visible.any()):
+        return None
+    return additive(visible, dtype)[:, None]
 
 
 class _Incoming(NamedTuple):
+    """An exchange with the neighbours that is under way.
+
+    Attributes:
+        received: The message from the rank before, complete after `wait`.
+        sent: The buffer that is being sent. A reference here keeps its memory until `wait`.
+        requests: The send and the receive.
+    """
+
     received: KeysAndValues
-    sent: Tensor  # kept until it has left
+    sent: Tensor
     requests: list[dist.Work]
 
     def wait(self) -> KeysAndValues:
+        """Wait for both directions, and return the received message."""
         for request in self.requests:
             request.wait()
         return self.received
@@ -226,10 +252,19 @@ class Ring(NamedTuple):
     group: Any
 
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's k and v, then those of each rank before it: while they are used, the next ones travel."""
+        """Yield k and v of every rank: this rank's first, then those of the rank before it, and so on around the ring.
+
+        Each block is sent on before it is yielded, so the next one travels while the caller computes. Every rank must
+        read the iterator to its end.
+
+        Collectives:
+            One exchange with the neighbours (`pass_on`) for each block but the last.
+        """
         message = KeysAndValues.copy_of(k, v)
-        for left in reversed(range(self.group.size())):
-            incoming = self.pass_on(message) if left else None
+        size = self.group.size()
+        for distance in range(size):
+            is_last = distance == size - 1
+            incoming = None if is_last else self.pass_on(message)
             yield message.k, message.v
             if incoming is not None:
                 message = incoming.wait()

@@ -151,19 +151,20 @@ class VarlenBlocks:
         for call in step:
             call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
             part = self.flash.forward(call_q, call_k, call_v, call, self.scale)
-            if so_far is None:  # copies: a checkpoint may keep what the kernel returned
+            if so_far is None:
+                # The first call has every query in order, so its output is the first partial result. It is copied,
+                # because the merges below write into it, and activation checkpointing may keep the kernel's own output.
                 wide = torch.promote_types(q.dtype, torch.float32)
                 so_far = Partial(part.out.to(wide, copy=True), part.lse.clone())
                 continue
-            out, lse = so_far
+            # The other calls have some of the queries. Merge their results into the rows of these.
             sizes = [rows.stop - rows.start for rows in call.queries]
-            for rows, part_out, part_lse in zip(
-                call.queries, part.out.split(sizes), part.lse.split(sizes, 1), strict=True
-            ):
-                before = Partial(self.by_head(out[rows]), lse[:, rows])
+            outs, lses = part.out.split(sizes), part.lse.split(sizes, 1)
+            for rows, part_out, part_lse in zip(call.queries, outs, lses, strict=True):
+                before = Partial(self.by_head(so_far.out[rows]), so_far.lse[:, rows])
                 merged = merge_by_log_sum_exp(before, Partial(self.by_head(part_out), part_lse))
-                out[rows] = self.by_head(merged.out)
-                lse[:, rows] = merged.lse
+                so_far.out[rows] = self.by_head(merged.out)
+                so_far.lse[:, rows] = merged.lse
         assert so_far is not None  # the first step is never empty
         return so_far
 
@@ -185,27 +186,39 @@ class VarlenBlocks:
 
 
 def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
-    """The calls on `device`. One copy for all, which the host does not wait for."""
+    """Copy the lengths of calls to `device` as cu_seqlens, all in one copy, for which the host does not wait.
+
+    For example, segments of 3 and 2 queries over 5 and 2 keys have query_ends [0, 3, 5] and key_ends [0, 5, 7].
+    """
     calls = list(calls)
-    ends = [list(accumulate(some, initial=0)) for call in calls for some in (call.query_lengths, call.key_lengths)]
-    host = torch.tensor(
-        [end for some in ends for end in some], dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"
-    )
-    of_calls = iter(host.to(device, non_blocking=True).split([len(some) for some in ends]))
-    return [
-        Segments(
-            tuple(call.queries),
-            tuple(call.keys),
-            next(of_calls),
-            next(of_calls),
-            max(2, *call.query_lengths),  # for segments of one query each the kernel has a way of its own, with errors
-            # Where keys before a query are hidden and those after it are not, the kernel hides those that lie farther
-            # after it than the longest segment of keys is said to be.
-            max(2, *call.key_lengths, *(call.query_lengths if call.window[1] < 0 else ())),
-            call.window,
+    ends: list[list[int]] = []  # the queries of the first call, its keys, the queries of the second call, ...
+    for call in calls:
+        ends.append(list(accumulate(call.query_lengths, initial=0)))
+        ends.append(list(accumulate(call.key_lengths, initial=0)))
+    flat = [end for one in ends for end in one]
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
+    placed = host.to(device, non_blocking=True).split([len(one) for one in ends])
+    segments = []
+    for call, query_ends, key_ends in zip(calls, placed[0::2], placed[1::2], strict=True):
+        # At least 2: if the longest segment has one query, the kernel takes another path, which has errors.
+        longest_query = max(2, *call.query_lengths)
+        longest_key = max(2, *call.key_lengths)
+        if call.window[1] < 0:
+            # With a limit on the left only, the kernel replaces the open right side by `max_k`. The first of n queries
+            # is n - 1 places before the last key, so `max_k` must not be less than the queries of a segment.
+            longest_key = max(longest_key, *call.query_lengths)
+        segments.append(
+            Segments(
+                queries=tuple(call.queries),
+                keys=tuple(call.keys),
+                query_ends=query_ends,
+                key_ends=key_ends,
+                longest_query=longest_query,
+                longest_key=longest_key,
+                window=call.window,
+            )
         )
-        for call in calls
-    ]
+    return segments
 
 
 def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:

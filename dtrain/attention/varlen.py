@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
 from dtrain.attention.packing import Packing
-from dtrain.attention.segments import Flash, Segmented, put
+from dtrain.attention.segments import Flash, Segmented, Steps, put
 from dtrain.attention.visibility import Visibility
 
 
@@ -45,14 +45,20 @@ class VarlenKernel(Kernel):
         return None if packing is not None else self.masked.keys(positions, documents)
 
     def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
-        is_masked = visibility.query_ends is not None or (visibility.packing is None and visibility.is_causal)
-        packing = None if is_masked else find_packing(visibility)
+        sees_to_image_ends = visibility.query_ends is not None
+        is_only_causal = visibility.packing is None and visibility.is_causal
+        packing = None if sees_to_image_ends or is_only_causal else find_packing(visibility)
         if packing is None:
             return self.masked.prepare(visibility, dtype, device)
         ranks = 1 if self.group is None else self.group.size()
-        steps = self.masked.calls(packing, visibility.window)
-        placed = iter(put((call for step in steps for call in step), device))
-        return Segmented(packing.length // ranks, [[next(placed) for _ in step] for step in steps])
+        calls_of_steps = self.masked.calls(packing, visibility.window)
+        segments = put((call for calls in calls_of_steps for call in calls), device)  # of all steps, in one copy
+        steps: Steps = []
+        start = 0
+        for calls in calls_of_steps:
+            steps.append(segments[start : start + len(calls)])
+            start += len(calls)
+        return Segmented(packing.length // ranks, steps)
 
     def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
         if isinstance(prepared, Segmented):

@@ -6,17 +6,21 @@ from dtrain.base.batch import Batch
 
 
 class StepObserver:
-    """Observer of a policy's steps, whose methods do nothing here.
+    """Base class of observers. Its methods do nothing.
 
     A subclass overrides the events that it needs. It must not change a tensor, and none of its methods may communicate.
-    One optimizer step of two micro-batches has these events:
+    For a batch of two micro-batches, a policy calls these methods:
 
-        forward_begins, head_begins, head_ends, forward_ends, backward_begins, backward_ends    micro-batch 1
-        forward_begins, head_begins, head_ends, forward_ends, backward_begins, backward_ends    micro-batch 2
-        gradients_complete
-        update_begins, update_ends
+        Policy.forward_backward
+            forward_begins, head_begins, head_ends, forward_ends, backward_begins, backward_ends    micro-batch 1
+            forward_begins, head_begins, head_ends, forward_ends, backward_begins, backward_ends    micro-batch 2
+            gradients_complete
+        Policy.optimizer_step
+            update_begins, update_ends
 
-    Forwards without a backward, as those of `Policy.logprobs` and `Policy.evaluate`, have the first four events.
+    If several calls of `forward_backward` come before an `optimizer_step`, each of them has all of its events. Forwards
+    without a backward, as those of `Policy.logprobs` and `Policy.evaluate`, have the first four events, also with the
+    weights of the reference. Forwards of a teacher, of a reward model and of `Policy.another` are not observed.
 
     Example:
         class Timer(StepObserver):
@@ -52,7 +56,7 @@ class StepObserver:
         """The backward of the micro-batch is done. FSDP may have reduced its gradients."""
 
     def gradients_complete(self, model: nn.Module) -> None:
-        """The gradients of all micro-batches are in the parameters' `.grad`, on their shards.
+        """The gradients of all micro-batches of a `Policy.forward_backward` are in the parameters' `.grad`, as shards.
 
         Args:
             model: The model that is trained.
@@ -62,4 +66,7 @@ class StepObserver:
         """`Policy.optimizer_step` begins."""
 
     def update_ends(self) -> None:
-        """`Policy.optimizer_step` has changed the weights, or has skipped the step, and cleared the gradients."""
+        """`Policy.optimizer_step` has changed the weights, or has skipped the step, and cleared the gradients.
+
+        This event does not follow if the step raises an error.
+        """

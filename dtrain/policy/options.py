@@ -25,7 +25,10 @@ class CompilePart(Protocol):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of `build_model`, and of the policy, the teacher and the reward model that it builds.
+    """How models are built, besides what the recipe says.
+
+    A policy passes its options on: to `build_model`, to its optimizer, and to the teacher, the reward model and the
+    second models (`Policy.another`) that are built on its mesh.
 
     `dtrain plan` builds its models with `materialize=False`, so that they have shapes and no memory, and provides
     everything that would need a device.
@@ -33,13 +36,16 @@ class BuildOptions:
     Attributes:
         materialize: Whether parameters get memory and values. If not, they stay on the meta device, no weight is read,
             and optimizer state in host memory is on the meta device too.
-        kernel: Attention kernel of one cp rank. None chooses by the recipe and the device, and tries the choice.
+        kernel: Attention kernel of one rank. Under context parallel it is wrapped in the exchange of keys. None chooses
+            by the recipe and the device, and checks the chosen kernel on the device.
         host_memory: Host memory for activations (`train.activation_offload`). None allocates it.
         compile_part: Compiles the parts of layers (`train.compile`). None uses torch.compile.
-        determinism_check: Argument of torch's `checkpoint`: how recomputed activations are compared.
-        step_local_shards: Let torch's optimizers step local shards as plain tensors. This leaves out DTensor's dispatch
-            of each operation, which takes minutes on the meta device. Such an optimizer cannot be saved.
-        longest_row: Tokens of the longest row that the model will be given. None: `data.max_length`.
+        determinism_check: Argument `determinism_check` of torch's `checkpoint`: "default" compares the metadata of
+            recomputed activations with that of the first ones, "none" compares nothing.
+        step_local_shards: Give torch's optimizers the local shards as plain tensors, in place of the DTensors. On the
+            meta device DTensor's dispatch of every operation would take minutes. Such an optimizer cannot be saved.
+        longest_row: Tokens of the longest row that the model will receive, for which a kernel is chosen. None:
+            `data.max_length`.
     """
 
     materialize: bool = True

@@ -43,11 +43,12 @@ class StepSpec:
 
     Attributes:
         written: The recipe as it was given.
-        recipe: The recipe with values in place of `auto`.
-        world: The processes that are planned for.
+        recipe: The recipe with values in place of `auto`, and with dtrain's own code in place of import paths.
+        world: The number and the device type of the ranks.
         source: The directory of model.path.
         others: The directories of the method's other models, by key.
-        method: The method of the recipe.
+        method: The method, as it decided the sizes, with its own copy of the recipe, which still has import paths. Code
+            that runs a step, or has changed `recipe`, makes a new one: `type(spec.method)(spec.recipe)`.
         precision: Dtypes of the weights and of the computation.
         model: The model on the meta device.
         model_config: Its config, with the vision tower if rows have images.
@@ -88,24 +89,33 @@ def resolve_step(
 ) -> StepSpec:
     """Build the spec of a step of a recipe.
 
-    Code that the recipe names by import path is replaced by dtrain's own, because only a run imports it: the recipe may
-    be a stranger's. torch's own optimizers are used.
+    Code that the recipe names by import path is not imported, because the recipe may be a stranger's. An optimizer of
+    other code is replaced by AdamW, and a custom tensor-parallel plan by the model's own. Optimizers of torch.optim
+    are kept.
 
     Args:
         recipe: The recipe. It needs no data, but `data.train` and `train.steps` or `train.epochs` must be set.
         world_size: Number of devices.
         device_type: "cpu" or "cuda".
-        without_bfloat16: Name of the devices, if they do not compute in bfloat16.
+        without_bfloat16: Name of the devices for messages, if they do not compute in bfloat16. None if they do. Without
+            bfloat16, attention is that of `model.attention=sdpa`.
         problems: Problems of the recipe that are known already. They are reported with the others.
 
     Raises:
         RecipeError: If the recipe cannot run there, whatever the memory.
     """
     if recipe.train.global_batch == "auto":
-        few, many = map(method_of(recipe).automatic_batch, (0, LARGEST_AUTO * STEPS_OF_A_PASS))
-        if few == many:  # a rollout, whatever the data
-            recipe = changed(recipe, {"train.global_batch": few})
-    awaited = ["model.path", *(key for key, _ in method_of(recipe).other_models())]  # no weights are read
+        # The batch that `auto` means depends on the number of rows, which is not known here. Some methods have the same
+        # batch for any number of rows, for example that of a rollout.
+        method = method_of(recipe)
+        smallest = method.automatic_batch(0)
+        largest = method.automatic_batch(LARGEST_AUTO * STEPS_OF_A_PASS)
+        if smallest == largest:
+            recipe = changed(recipe, {"train.global_batch": smallest})
+    # Weights of awaited models are not read, and need not be here.
+    awaited = ["model.path"]
+    for key, _ in method_of(recipe).other_models():
+        awaited.append(key)
     inputs = RunInputs.of(recipe, World(world_size, device_type, is_here=False), awaited)
     found = [*shapes(inputs.recipe, world_size), *problems]
     if found:

@@ -41,15 +41,19 @@ class PlanObserver(StepObserver):
     def forward_begins(self, batch: Batch) -> None:
         tracer, memory = self._tracer, self._tracer.memory
         self._kernel.take_rows(batch)
-        self.host_bytes, self.micro_batch_bytes = tracer.host.total(), bytes_of(batch.values())
-        memory.rename("temporaries", "gradients")  # the last backward has left them
-        tracer.current, tracer.is_forward = self.passes, True
+        self.host_bytes = tracer.host.total()
+        self.micro_batch_bytes = bytes_of(batch.values())
+        # New storages are "temporaries" until an event shows what they are. Those that are left from the pass before
+        # are the gradients of its backward.
+        memory.rename("temporaries", "gradients")
+        tracer.current = self.passes
+        tracer.is_forward = True
         self.passes += 1
         memory.begin(Phase("begin", tracer.current))
 
     def head_begins(self) -> None:
         memory = self._tracer.memory
-        memory.rename("temporaries", "activations")
+        memory.rename("temporaries", "activations")  # what the layers have left is kept for the backward
         memory.begin(Phase("head", self._tracer.current))
 
     def head_ends(self) -> None:
@@ -67,32 +71,43 @@ class PlanObserver(StepObserver):
         memory.begin(Phase("update"))
 
     def watch_layers(self, layers: Iterable[nn.Module]) -> None:
-        """Begin a phase at each layer's forward, before each layer's backward, and where a layer is recomputed."""
+        """Begin a phase at each layer's forward, before each layer's backward, and where a layer is recomputed.
+
+        Activation checkpointing recomputes a layer by calling it once more, within the backward of the micro-batch. So
+        its forward hooks run again, and `Tracer.is_forward` is False then.
+        """
         tracer = self._tracer
 
-        def before(index, module, inputs):
-            tracer.memory.begin(Phase("forward" if tracer.is_forward else "again", tracer.current, index))
+        def before_forward(index, module, inputs):
+            name = "forward" if tracer.is_forward else "again"
+            tracer.memory.begin(Phase(name, tracer.current, index))
 
-        def at_gradient(index, grad):
+        def before_backward(index, grad):
             tracer.memory.begin(Phase("backward", tracer.current, index))
 
-        def after(index, module, inputs, output):
+        def after_forward(index, module, inputs, output):
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad and tracer.is_forward:
-                hidden.register_hook(partial(at_gradient, index))
+                # The gradient of a layer's output is known just before the layer's own backward.
+                hidden.register_hook(partial(before_backward, index))
 
         for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(partial(before, index))
-            layer.register_forward_hook(partial(after, index))
+            layer.register_forward_pre_hook(partial(before_forward, index))
+            layer.register_forward_hook(partial(after_forward, index))
 
     def watch_optimizer(self, policy: Policy, device_type: str) -> None:
-        """Count no single operations of a fused optimizer step: it reads and writes each of its tensors once."""
+        """Leave the operations of a fused optimizer step out of the traced costs.
+
+        On the device such a step reads and writes each of its tensors once, while the trace has an operation for each
+        line of its formula. `hardware.estimate` computes its time from the bytes of these tensors. The operations of an
+        optimizer that is not fused are counted one by one, in addition.
+        """
         updater = policy.updater
         assert updater is not None, "init_optimizer comes first"
-        counts_costs = not updater.is_fused_step(device_type)
+        is_counted = not updater.is_fused_step(device_type)
 
         def before(*_: object) -> None:
-            self._tracer.counts_costs = counts_costs
+            self._tracer.counts_costs = is_counted
 
         def after(*_: object) -> None:
             self._tracer.counts_costs = True
@@ -102,11 +117,14 @@ class PlanObserver(StepObserver):
 
 
 class PlannedMemory(HostMemory):
-    """Host memory without bytes.
+    """Host memory for activations whose buffers are meta tensors: its sizes are counted, nothing is copied.
+
+    `HostMemory` counts the bytes of all buffers and of all copies, from which a plan computes the host's memory and the
+    time of the link.
 
     Args:
-        timeline: The device's memory, of which the host's is a part if the device is a CPU.
-        is_pinned: Whether the memory is pinned, for a CUDA device.
+        timeline: The device's memory. On a planned CPU the buffers are in it, as "host activations".
+        is_pinned: Whether the planned device is a CUDA device, so that the buffers are pinned memory of the host.
     """
 
     def __init__(self, timeline: MemoryTimeline, is_pinned: bool):
@@ -122,10 +140,13 @@ class PlannedMemory(HostMemory):
         return 1 << (size - 1).bit_length() if self._is_pinned else size
 
     def new(self, size: int) -> Tensor:
-        part, self._timeline.part = self._timeline.part, LEFT_OUT if self._is_pinned else "host activations"
+        # The tracer sees `torch.empty`, and assigns the storage to the timeline's part of that moment.
+        timeline = self._timeline
+        part_before = timeline.part
+        timeline.part = LEFT_OUT if self._is_pinned else "host activations"
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
-        self._timeline.part = part
+        timeline.part = part_before
         return buffer
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copy nothing; the link has the cost of it."""
+        """Copy nothing. `HostMemory.copied` has counted the bytes, which a plan charges to the link."""

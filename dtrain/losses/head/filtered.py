@@ -68,7 +68,8 @@ def filtered_logprobs_from_hidden_states(
         filter leaves the target out. hidden's gradient must still be summed over the group.
 
     Collectives:
-        Per tile one all-to-all in the forward, two in the backward; one all-reduce of the values.
+        Per tile one all-to-all in the forward, two in the backward. One all-reduce of the values. One exchange of shard
+        sizes in the forward, another one in the backward.
     """
     step = _CHUNK.get(hidden.device.type, _CHUNK["cuda"])
     make_inner = partial(HeadLogits, index=index, max_rows=step, scaling=Scaling(sampling.temperature, softcap))
@@ -160,16 +161,23 @@ class Exchange:
 
 
 class FilteredRows:
-    """Filtered logits of this rank's rows, over the whole vocabulary.
+    """Source of filtered logits of this rank's rows, over the whole vocabulary.
 
-    Every rank has the same chunks and takes part in all of them, because each begins with an all-to-all.
+    `leading` counts all T rows, but a tile has only this rank's rows of a chunk, which `Tile.index` selects. For
+    example, of the chunk of rows 0 to 4 rank 0 of 2 gets a tile of rows 0 to 2, [3, V], and rank 1 one of rows 3 and 4.
+    `softmax_rows` leaves the values of the other rows at 0.
 
     Args:
-        part: The logits of all rows [T, V/tp], of this rank's part of the vocabulary. Its tiles are the chunks.
+        part: Source of the logits of all rows [T, V/tp], for this rank's part of the vocabulary. It must have one block
+            of ids. Its tiles are the chunks, the same on every rank.
         group: Ranks over which the vocabulary is sharded. None if it is not.
         sampling: The filter.
         masks: Masks of the tokens that stay, by the first row of their chunk: filled in the forward and read in the
             backward. None: tokens are filtered again in the backward, which takes less memory.
+
+    Collectives:
+        One exchange of shard sizes. `tile` and `add_gradient` have an all-to-all each, so every rank calls them for
+        every chunk.
     """
 
     def __init__(
@@ -190,8 +198,8 @@ class FilteredRows:
         return self._part.indices()
 
     def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
-        part = self._part.tile(index, self._part.blocks[0], is_live)
-        logits = self._exchange.whole_rows(part.logits)
+        part = self._part.tile(index, self._part.blocks[0], is_live)  # all rows of the chunk, [t, V/tp]
+        logits = self._exchange.whole_rows(part.logits)  # this rank's rows of the chunk, [t/tp, V]
         first_row = as_tuple(index)[0].start
         mask = None if self._masks is None else self._masks.get(first_row)
         if mask is None:
@@ -237,16 +245,19 @@ def filtered_logprobs(
         [T] on every rank: 0 for an id outside the vocabulary, -inf without a gradient for one that is left out.
 
     Collectives:
-        Per tile one all-to-all in the forward and two in the backward; one all-reduce of the values.
+        Per tile one all-to-all in the forward and two in the backward. One all-reduce of the values. One exchange of
+        shard sizes in the forward, another one in the backward.
     """
     masks: dict[int, Tensor] | None = {} if keeps_masks and torch.is_grad_enabled() else None
 
     def make_source(*parts: Tensor) -> FilteredRows:
         return FilteredRows(make_part(*parts), group=group, sampling=sampling, masks=masks)
 
+    # No `shard`: a tile has the whole vocabulary.
     values = softmax_rows(make_source, *tensors, ids=ids.unsqueeze(-1)).logprobs.squeeze(-1)
     if group_size(group) > 1:
-        # Every rank has the values of its own rows, and 0 for the others. The gradient stays with a rank's own rows.
+        # Every rank has the values of its own rows, and 0 for the others, so their sum has the values of all rows. In
+        # the backward every rank gets the gradient of all values, and reads it at its own rows.
         values = leave_region(values, group)
     # A row whose target is left out has no gradient.
     return torch.where(values == -float("inf"), values.detach(), values)

@@ -75,9 +75,9 @@ def kl_sum_from_hidden_states(
     beta · KL(p_teacher || m) + (1 - beta) · KL(p_student || m), m = beta · p_teacher + (1 - beta) · p_student (Agarwal
     et al., arXiv:2306.13649, equation 1).
 
-    The models may be of any sizes and dtypes; the vocabulary and its sharding are the same. Scalars, products and sums
-    are in max(float32, the student's dtype). Gradients go to the student only, in its inputs' dtypes, the weight's
-    summed in the compute dtype; once: a second backward raises RuntimeError.
+    The models may be of any sizes and dtypes. The vocabulary and its sharding are the same. Scalars, products and sums
+    are in max(float32, the dtypes of both models). Gradients go to the student only, in its inputs' dtypes, the
+    weight's summed in the compute dtype. The graph can be walked once: a second backward raises RuntimeError.
 
     Args:
         student: Hidden states and head of the student.
@@ -97,7 +97,7 @@ def kl_sum_from_hidden_states(
         ValueError: If the temperature, a softcap, the share or beta is out of range, or the vocabularies differ.
 
     Collectives:
-        Per tile, two all-gathers of four numbers per token.
+        Per tile, two all-gathers of four numbers per token. `tile_rows_of`'s if `rows_per_tile` is None.
     """
     check_share(forward_share)
     if jsd_beta is not None:
@@ -123,11 +123,11 @@ def kl_sum_from_hidden_states(
         totals = torch.zeros(3, dtype=dtype, device=index.device)
         for rows in tokens.source.indices():
             totals += _add_tile(tokens, teacher_logits, rows, divergence, shard.group)
-    forward, reverse, student_to_mixture = totals.unbind()
+    forward, reverse, jensen_shannon = totals.unbind()
     if jsd_beta is None:
         total = forward_share * forward + (1 - forward_share) * reverse
     else:
-        total = student_to_mixture
+        total = jensen_shannon
     return KlSums(tokens.with_gradient(total), forward, reverse)
 
 
@@ -165,22 +165,32 @@ class _Divergence(NamedTuple):
 
 
 def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: _Divergence, group: Group) -> Tensor:
-    """Return the sums over a tile's tokens [3]: both KLs, and the Jensen-Shannon divergence or 0. Its gradient is added
-    to `tokens`."""
-    mine, theirs = tokens.source.tile(index, tokens.source.blocks[0]), teacher.tile(index, teacher.blocks[0])
-    lse = _merged_lse(mine.logits, theirs.logits, group)
-    slope = tokens.source.scaling.slope(mine.logits) if tokens.wants_gradient else None
-    log_q, log_p = _log_softmax_of_both(mine.logits, theirs.logits, *lse)
-    sums = _divergences(log_q, log_p, divergence)
+    """Return the sums over a tile's tokens [3]: KL(p || q), KL(q || p), and the Jensen-Shannon divergence or 0.
+
+    The gradient of the loss is added to `tokens`.
+
+    Collectives:
+        Two all-gathers of four numbers per token.
+    """
+    student_tile = tokens.source.tile(index, tokens.source.blocks[0])
+    teacher_tile = teacher.tile(index, teacher.blocks[0])
+    student_lse, teacher_lse = _merged_lse(student_tile.logits, teacher_tile.logits, group)
+    # Read before the logits become log-probabilities in place.
+    slope = tokens.source.scaling.slope(student_tile.logits) if tokens.wants_gradient else None
+    log_q, log_p = _log_softmax_of_both(student_tile.logits, teacher_tile.logits, student_lse, teacher_lse)
+    divergences = _divergences(log_q, log_p, divergence)  # [4, t], of this rank's ids
     if group_size(group) > 1:
-        sums = all_gather(sums[None], 0, group).sum(0)  # the same bits on every rank
+        # The gradient needs the divergences of full rows. Every rank adds the gathered parts in the same order, so the
+        # sums have the same bits on every rank.
+        divergences = all_gather(divergences[None], 0, group).sum(0)
     if tokens.wants_gradient:
-        of_rows = sums.unsqueeze(-1)
+        of_rows = divergences.unsqueeze(-1)  # [4, t, 1]
         grad = _gradient(log_q, log_p, of_rows, slope, divergence, tokens.source.gradient_dtype)
-        tokens.source.add_gradient(mine, grad)
-    forward, reverse, student_to_mixture, teacher_to_mixture = sums.sum(-1)
+        tokens.source.add_gradient(student_tile, grad)
+    forward, reverse, student_to_mixture, teacher_to_mixture = divergences.sum(-1)
     beta = divergence.jsd_beta or 0.0
-    return torch.stack([forward, reverse, beta * teacher_to_mixture + (1 - beta) * student_to_mixture])
+    jensen_shannon = beta * teacher_to_mixture + (1 - beta) * student_to_mixture
+    return torch.stack([forward, reverse, jensen_shannon])
 
 
 def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor, Tensor]:

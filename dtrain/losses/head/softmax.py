@@ -1,25 +1,36 @@
 """One softmax over a vocabulary that may be sharded, computed in tiles of rows, forward and backward.
 
-Training and the functions of `dtrain.losses` both use it. It has two sources of logits: `GivenLogits` reads logits that
-exist, `HeadLogits` computes them tile by tile from hidden states and the head's weight, so that they never exist whole.
+Training and the functions of `dtrain.losses` both use it. There are three sources of logits: `GivenLogits` reads logits
+that exist, `HeadLogits` computes them tile by tile from hidden states and the head's weight, so that they never exist
+whole, and `filtered.FilteredRows` exchanges and filters those of another source.
 
 **Forward.** `tile_statistics` computes for each row of a tile the maximum m, l = log Σ exp(z - m), the logits at given
 ids, and on request Σ p·log p, Σ p² and more. If the vocabulary is sharded, `merge_over` merges these few numbers with
 one all-gather. After that every rank knows log Σ exp z = m + l of the whole vocabulary for every row.
 
-**Backward.** A loss L reads a row's distribution p = softmax(z) only through a few numbers: z at some ids, log Σ exp z,
-E = Σ p·log p and Σ z. Their derivatives have one common form, with numbers a, b, c, d per row:
+**Backward.** A loss L reads a row's distribution p = softmax(z) only through log p at some ids, E = Σ p·log p and
+M = the mean of log p over all V ids. Their derivatives are
+
+    d log p(id) / dz_v = [v = id] - p_v        dE / dz_v = p_v · (log p_v - E)        dM / dz_v = 1/V - p_v
+
+With g_k = dL/d log p(id_k), h = dL/dE and s = dL/dM, the chain rule gives one formula for all losses. Its four numbers
+per row are the fields of `RowGradient`:
 
     dL/dz_v = p_v · (a + b · log p_v) + d + Σ_k c_k · [v = id_k]
 
-    log p(id)                 a = -1      c = 1
-    E = Σ p·log p             a = -E      b = 1
-    mean of log p over V ids  a = -1      d = 1/V
+    by_p      a   = -Σ_k g_k - h · E - s
+    by_log_p  b   = h
+    at_ids    c_k = g_k
+    of_each   d   = s / V
 
-`gradient_of_logits` and `gradient_of_exps` evaluate this formula. Each rank does it for its own ids only, from the
-merged m and l, so the backward communicates nothing. For example, three ids on two ranks, z = [1, 3 | 2] and the loss
+`gradient_of_logits` and `gradient_of_exps` evaluate the formula. Each rank does it for its own ids only, from the
+merged m and l, so dz needs no communication. For example, three ids on two ranks, z = [1, 3 | 2] and the loss
 log p(id 2): m = 3, l = 0.408 and p = [0.090, 0.665 | 0.245], so rank 0 computes dz = [-0.090, -0.665] and rank 1
 computes dz = [1 - 0.245].
+
+From dz, `HeadLogits` computes the gradient of the weight, dzᵀ · hidden [V/tp, D], which is complete, because a rank has
+all rows of its ids, and the gradient of the hidden states, dz · weight [N, D], which is only this rank's part of a sum
+over the ranks. The model's tensor parallel computes that sum (`parallel.tensor.Stack.forward`).
 
 If the gradient by log p is known only later, `softmax_rows` computes the tiles again in its backward. If a loss is a
 sum over tokens whose weights are known beforehand, `FormedSum` adds up the gradient during the forward, which saves
@@ -86,14 +97,13 @@ class Scaling:
         return product if self.temperature == 1.0 else product.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return d logits / d product at logits [t, V]: a new tensor [t, V] or a number. None stands for 1.
-
-        It is 0 at logits of -inf, which a filter sets.
-        """
+        """Return d logits / d product at logits [t, V]: a new tensor [t, V] or a number. None stands for 1."""
         if self.softcap is None:
             return None if self.temperature == 1.0 else 1.0 / self.temperature
-        ratio = (logits * (self.temperature / self.softcap)).clamp_(-1, 1)
-        return ratio.square_().sub_(1).mul_(-1.0 / self.temperature)
+        # logits = softcap · tanh / temperature has the slope (1 - tanh²) / temperature. At logits of -inf, which a
+        # filter sets, the clamp makes tanh -1 and the slope 0.
+        tanh = (logits * (self.temperature / self.softcap)).clamp_(-1, 1)
+        return tanh.square_().sub_(1).mul_(-1.0 / self.temperature)
 
 
 # ---- sources of logits
@@ -158,9 +168,9 @@ class LogitSource(Protocol):
         ...
 
     def add_gradient(self, tile: Tile, grad: Tensor) -> None:
-        """Add the gradient by the logits before their scaling, [t, v] in `gradient_dtype`.
+        """Add the gradient by the products behind a tile of logits, [t, v] in `gradient_dtype`.
 
-        The blocks of a row come one after the other.
+        The blocks of a row come one after the other, and each row comes once.
         """
         ...
 
@@ -375,8 +385,8 @@ def tile_statistics(
         columns: Columns of the ids, [t, k].
         is_mine: Whether they are in this tile, [t, k].
         wanted: What to compute besides.
-        overwrite: Whether to leave exp(z - m) in the memory of the logits, for `gradient_of_exps`; not together with
-            `wanted.neg_entropy`.
+        overwrite: Whether to leave exp(z - m) in the memory of the logits, for `gradient_of_exps`. Not together with
+            `wanted.neg_entropy`, whose sum needs z - m and exp(z - m) at the same time.
     """
     at_ids = pick(logits, columns, is_mine, logits.dtype)
     logit_sum = logits.sum(-1) if wanted.logit_sum else None
@@ -451,8 +461,8 @@ def gradient_of_exps(
     """Compute the gradient by the products [t, v] from what `tile_statistics` left of a tile.
 
     Args:
-        exps: exp(z - m of the tile), [t, v]. Overwritten.
-        log_scale: log p - (z - m of the tile), [t, 1].
+        exps: exp(z - m'), [t, v], where m' is the largest logit of the row on this rank. Overwritten.
+        log_scale: m' - m - l, [t, 1], with m and l of the whole vocabulary. So log p = (z - m') + log_scale.
         of_rows: As in `gradient_of_logits`.
         columns: As there.
         slope: d logits / d product, as `Scaling.slope` returns it.
@@ -469,11 +479,15 @@ def _gradient(
     slope: Tensor | float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Evaluate the formula of the module's docstring, in the memory of exps [t, v]: p = exps · exp(log_scale)."""
+    """Evaluate the formula of the module's docstring in the memory of exps [t, v].
+
+    p = exps · exp(log_scale) and log p = log exps + log_scale.
+    """
     scale = log_scale.exp()
     if of_rows.by_log_p is None:
-        grad = exps.mul_(of_rows.by_p * scale)
+        grad = exps.mul_(of_rows.by_p * scale)  # p · a
     else:
+        # p · (a + b · log p). log p is -inf where exps is 0, and 0 · -inf would be NaN.
         log_p = exps.log().add_(log_scale).clamp_(min=_LOG_OF_ZERO)
         grad = log_p.mul_(of_rows.by_log_p).add_(of_rows.by_p).mul_(exps).mul_(scale)
     if of_rows.of_each is not None:
@@ -519,7 +533,7 @@ def _largest(logits: Tensor, columns: Tensor, is_mine: Tensor, argmax: bool) -> 
 
 
 class RowValues(NamedTuple):
-    """Values of the rows of a source, the same on every rank.
+    """Values of the rows of a source, the same on every rank, except that `FilteredRows` has 0 for other ranks' rows.
 
     Attributes:
         logprobs: log p at the ids, [*leading, k]; 0 for an id outside the vocabulary. Differentiable.
@@ -558,7 +572,7 @@ def softmax_rows(
 
     Collectives:
         One all-gather of 2 to 5 numbers per row. With k > 1 also one all-reduce of k numbers per row. None in the
-        backward.
+        backward. Also those of the source: `FilteredRows` has some in the forward and in the backward.
     """
     return RowValues(*_SoftmaxRows.apply(make_source, ids, shard or WHOLE, wanted or Wanted(), masks_rows, *tensors))
 
@@ -568,21 +582,27 @@ class _SoftmaxRows(torch.autograd.Function):
     def forward(ctx, make_source, ids, shard, wanted, masks_rows, *tensors):
         source = make_source(*tensors)
         columns, is_mine = on_shard(ids, shard.start, source.columns)
-        count = 2 + wanted.neg_entropy + wanted.squares
-        packed = torch.zeros(count, *source.leading, dtype=source.dtype, device=source.device)
+        num_stats = 2 + int(wanted.neg_entropy) + int(wanted.squares)  # the fields that `Stats.pack` stacks
+        # Zeros, because a source may compute only some of the rows on this rank (`FilteredRows`). The other rows keep
+        # m = l = 0 and a logit of 0, so their log-probability is 0, and the sum over the ranks has the values of all.
+        packed = torch.zeros(num_stats, *source.leading, dtype=source.dtype, device=source.device)
         at_ids = torch.zeros(ids.shape, dtype=source.dtype, device=source.device)
+        can_overwrite = source.has_own_tiles and not wanted.neg_entropy
         for index in source.indices():
-            parts = []
+            parts = []  # the rows' statistics over each block of ids
             for block in source.blocks:
                 tile = source.tile(index, block)
                 rows = tile.index
-                can_overwrite = source.has_own_tiles and not wanted.neg_entropy
-                found = tile_statistics(tile.logits, *_in_block(columns, is_mine, rows, block), wanted, can_overwrite)
+                block_columns, in_block = _in_block(columns, is_mine, rows, block)
+                found = tile_statistics(tile.logits, block_columns, in_block, wanted, can_overwrite)
                 parts.append(found.stats)
-                at_ids[rows] += found.at_ids.view(at_ids[rows].shape)
+                at_ids[rows] += found.at_ids.view(at_ids[rows].shape)  # 0 in every block but that of the id
                 del tile  # before the next one is computed
-            stats = parts[0] if len(parts) == 1 else merge(Stats(*torch.stack(parts, 1)))[0].pack()
-            packed[:, *as_tuple(rows)] = stats.view(count, *packed[0][rows].shape)
+            stats = parts[0]
+            if len(parts) > 1:
+                all_blocks, _ = merge(Stats(*torch.stack(parts, 1)))
+                stats = all_blocks.pack()
+            packed[:, *as_tuple(rows)] = stats.view(num_stats, *packed[0][rows].shape)
         merged, at_ids = _merge_with_ids(Stats(*packed.unbind()), source.columns, shard, at_ids)
         stats = merged.stats
         valid = (ids >= 0) & (ids < merged.vocab_size)
@@ -602,14 +622,17 @@ class _SoftmaxRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_logprobs, by_neg_entropy, _by_log_p2):
         columns, is_mine, valid, is_live, lse, neg_entropy, *tensors = ctx.saved_tensors
-        not_tensors = (None,) * 5
+        not_tensors = (None,) * 5  # make_source, ids, shard, wanted and masks_rows have no gradient
         if by_logprobs is None and by_neg_entropy is None:
             return *not_tensors, *(None for _ in tensors)
         source = ctx.make_source(*tensors)
         source.begin_gradients(ctx.needs_input_grad[len(not_tensors) :])
-        by_logprobs = torch.zeros_like(valid, dtype=source.dtype) if by_logprobs is None else by_logprobs
+        if by_logprobs is None:
+            by_logprobs = torch.zeros_like(valid, dtype=source.dtype)
         by_logprobs = torch.where(valid, by_logprobs, 0).to(source.dtype)  # [*leading, k]
-        by_p, by_log_p = -by_logprobs.sum(-1), None
+        # The formula of the module's docstring: c = by_logprobs, b = by_neg_entropy and a = -Σ c - b · E.
+        by_p = -by_logprobs.sum(-1)
+        by_log_p = None
         if by_neg_entropy is not None:
             by_log_p = torch.where(is_live, by_neg_entropy, 0).to(source.dtype)
             by_p = by_p - by_log_p * torch.where(is_live, neg_entropy, 0)

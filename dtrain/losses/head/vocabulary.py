@@ -188,8 +188,8 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
     """
     m = parts.m.amax(0)
     delta = torch.where(parts.m == -float("inf"), -float("inf"), parts.m - m) + parts.l
-    # The clamp concerns rows whose logits are all -inf: their shares are 0 then, and not NaN.
-    l = delta.logsumexp(0).clamp(min=torch.finfo(delta.dtype).min)  # noqa: E741
+    # Rows whose logits are all -inf: l = 0 as in each part, so that their shares are 0 and not NaN.
+    l = torch.where(m == -float("inf"), 0, delta.logsumexp(0))  # noqa: E741
     log_share = delta - l
     share = log_share.exp()
     whole = Stats(m, l)

@@ -80,7 +80,8 @@ def token_loss_sums(
         rows_per_tile: As there.
 
     Collectives:
-        One all-gather of four numbers per row and tile, five with `label_smoothing`.
+        Per tile, one all-gather of four numbers per row, five with `label_smoothing`. `tile_rows_of`'s if
+        `rows_per_tile` is None.
     """
     shard = shard or WHOLE
     tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
@@ -164,28 +165,35 @@ def _token_sums(
     correct = torch.zeros_like(total)
     wanted = Wanted(logit_sum=smoothing > 0, is_argmax=counts)
 
-    def add(index: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
+    # A function, so that every tensor of a tile is freed before the next tile is computed.
+    def add_tile(index: slice) -> None:
         tile = source.tile(index, source.blocks[0])
         columns, is_mine = on_shard(targets[index, None], shard.start, source.columns)  # [t, 1]
+        # Read before `tile_statistics`, which overwrites the logits with exp(z - m').
         slope = source.scaling.slope(tile.logits) if tokens.wants_gradient else None
-        found = tile_statistics(tile.logits, columns, is_mine, wanted, True)
-        sums = [found.at_ids[:, 0]] if found.logit_sum is None else [found.at_ids[:, 0], found.logit_sum]
+        overwrite = True
+        found = tile_statistics(tile.logits, columns, is_mine, wanted, overwrite)
+        stats = Stats(*found.stats)  # m' and l' of this rank's ids
+        sums = [found.at_ids[:, 0]]
+        if found.logit_sum is not None:
+            sums.append(found.logit_sum)
+        # The target is the argmax of the whole vocabulary if it is that of the rank with the largest logit.
         is_argmax = None if found.is_argmax is None else found.is_argmax[None]
-        merged = merge_over(Stats(*found.stats), source.columns, shard.group, torch.stack(sums), is_argmax)
+        merged = merge_over(stats, source.columns, shard.group, torch.stack(sums), is_argmax)
         weights = token_weights[index]
         values, of_rows = _values_of_rows(merged, weights, loss, smoothing, is_mine)
         total.add_((weights * values).sum())
         if counts:
             correct.add_(merged.at_largest.sum())
         if tokens.wants_gradient:
-            # log p = (z - m of the tile) + log_scale
-            log_scale = (finite(found.stats[0]) - finite(merged.stats.m) - merged.stats.l)[:, None]
+            # log p = z - m - l = (z - m') + log_scale
+            log_scale = (finite(stats.m) - finite(merged.stats.m) - merged.stats.l)[:, None]
             grad = gradient_of_exps(tile.logits, log_scale, of_rows, columns, slope, source.gradient_dtype)
-            tile = tile.without_logits()
+            tile = tile.without_logits()  # frees their memory, unless `grad` is in it
             source.add_gradient(tile, grad)
 
     for index in source.indices():
-        add(index)
+        add_tile(index)
     return total, correct
 
 

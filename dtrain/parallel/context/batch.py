@@ -46,15 +46,30 @@ def sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
 
 
 def held_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
-    """The packed positions [tokens / size] that a cp rank holds of sequences ending at `ends` [N + 1], in its order:
-    rising, the head and the tail chunk of each."""
-    places = torch.arange(tokens // size, device=ends.device)
-    sequence = sequence_of(places, torch.div(ends, size, rounding_mode="floor"))
+    """Return the packed positions of a cp rank's tokens, in its order: the head and the tail chunk of each sequence.
+
+    Example: sequences of 8 and 4 tokens on 2 ranks, so ends = [0, 8, 12]. The first one is cut into 4 chunks of 2
+    tokens, the second one into 4 chunks of 1. Rank 0 has positions 0 1 6 7 8 11, and rank 1 has 2 3 4 5 9 10.
+
+    Args:
+        ends: Where the sequences end, [N + 1], after a 0. 2 · size divides each length.
+        tokens: The number of packed tokens on all ranks.
+        rank: The cp rank.
+        size: The number of cp ranks.
+
+    Returns:
+        [tokens / size], rising.
+    """
+    # A rank has 1/size of each sequence, so its own tokens are packed with the ends divided by size.
+    local_positions = torch.arange(tokens // size, device=ends.device)
+    local_ends = torch.div(ends, size, rounding_mode="floor")
+    sequence = sequence_of(local_positions, local_ends)
     start, end = ends[sequence], ends[sequence + 1]
-    chunk = torch.div(end - start, 2 * size, rounding_mode="floor")
-    offset = places - torch.div(start, size, rounding_mode="floor")
-    in_tail = offset >= chunk
-    return start + torch.where(in_tail, (2 * size - 1 - rank) * chunk + offset - chunk, rank * chunk + offset)
+    chunk = torch.div(end - start, 2 * size, rounding_mode="floor")  # tokens of a chunk
+    offset = local_positions - local_ends[sequence]  # among the rank's tokens of the sequence: two chunks
+    head_position = rank * chunk + offset
+    tail_position = (2 * size - 1 - rank) * chunk + offset - chunk
+    return start + torch.where(offset >= chunk, tail_position, head_position)
 
 
 def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, beside: Collection[str] = ()) -> dict[str, Tensor]:
@@ -110,7 +125,7 @@ def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
 
 
 class SequenceGather:
-    """Begin to gather sequences of equal dtype, in one all-gather. `wait` returns the whole streams, once.
+    """An all-gather of sequences of equal dtype that is under way. `wait` returns the full streams, once.
 
     The tensors may have different shapes, as keys and values with heads of different sizes: they travel flat, behind
     one another. On two ranks, for k of 6 numbers and v of 4 per rank:
@@ -119,8 +134,12 @@ class SequenceGather:
         rank 1 sends  k1 (6), v1 (4)                                       k1 v1
         `wait` returns k = k0 and k1 in the order of the sequence, and v in the same way
 
-    Autograd goes through nodes in the reverse order of their making: backward the reduce-scatter begins where `wait`
-    stood, and is waited for where this was made, after the backward of all that was computed in between.
+    The message travels while other things are computed, in both directions:
+
+        forward     `__init__` begins the all-gather           computation X            `wait` waits for it
+        backward    `_End` begins the reduce-scatter           backward of X            `_Begin` waits for it
+
+    Autograd runs nodes in the reverse order of their creation, which puts the backward of X between the other two.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Any, dim: int = 1):
@@ -136,9 +155,10 @@ class SequenceGather:
 
 
 class _Begin(torch.autograd.Function):
-    """Begin an all-gather; the backward waits for the reduce-scatter of the gradients.
+    """Begin an all-gather. The backward waits for the reduce-scatter of the gradients.
 
-    [n] -> a view of itself, by which the gradient comes back, and [ranks, n] on its way.
+    Takes flat [n]. Returns a view of it, whose only use is that `_End` returns a gradient for it, and the gathered
+    [ranks, n], which has not arrived yet and has no gradient.
     """
 
     @staticmethod
@@ -165,8 +185,12 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         size = ctx.group.size()
-        parts = [shard_sequence(grad, rank, size, ctx.dim).reshape(-1) for rank in range(size) for grad in grads]
-        summed = begin_reduce_scatter(torch.cat(parts).view(size, -1), ctx.group)
+        parts = []  # for each rank, its part of every stream's gradient
+        for rank in range(size):
+            for grad in grads:
+                parts.append(shard_sequence(grad, rank, size, ctx.dim).reshape(-1))
+        summed = begin_reduce_scatter(torch.cat(parts).view(size, -1), ctx.group)  # [1, n], on its way
+        # Nothing may read it before `_Begin.backward` has waited. `flat` has no other use, so autograd adds nothing.
         return summed.squeeze(0), None, None, None, None
 
 

@@ -49,20 +49,39 @@ def make_cp_batch_and_ctx(
     extra_seq_buffers: Mapping[str, int] | None = None,
     labels: Tensor | None = None,
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """`(ctx, batch)`, used as `with ctx():` once, inside which the batch holds this cp rank's part. No collective.
+    """Return a context inside which a batch has this cp rank's part of every stream, and the batch.
 
-    Without context parallel: `contextlib.nullcontext` and the batch, untouched. With it the same dict: `attention_mask`
-    dropped, `position_ids` made where missing, every stream padded on the right to a multiple of 2·cp and cut on entry;
-    `position_ids` alone are whole again on exit. The streams are input_ids (or inputs_embeds [B, S, H]) padded with
-    `padding_token_id` (embeddings with 0), labels and loss_mask, which join the batch where they are given here, every
-    other tensor [B, S, ...] (with its pad value in `batch.STREAMS`, else 0), and those of `extra_seq_buffers`, name ->
-    the dimension that is cut. Anything else stays as it is. A tensor that needs no padding is cut itself, the caller's
-    own; one that requires grad is cut at once, as a new tensor with its gradient. Raises KeyError where ids or labels
-    or a name of extra_seq_buffers are missing, ValueError for a stream that is not as long as the ids, and for an
-    attention_mask that hides more than padding at the end of rows: a causal model gives the same numbers without the
-    latter, and other numbers without the former.
+    Without context parallel these are `contextlib.nullcontext` and the unchanged batch. Otherwise the batch is the same
+    dict, changed as follows:
 
-    use_te: `(nullcontext, make_cp_batch_for_te(...))`; extra_seq_buffers are then a ValueError.
+    - `attention_mask` is removed. A causal model computes the same without a mask of padding at the end of rows.
+    - `position_ids` are added if they are missing.
+    - Every stream is padded on the right to a multiple of 2·cp. On entry of the context it is cut in place to the
+      head-tail layout. On exit only `position_ids` are restored.
+
+    The streams are the ids (or embeddings), labels, loss_mask, every other tensor [B, S, ...], and the tensors of
+    `extra_seq_buffers`. Everything else in the batch stays as it is. A stream that needs no padding is the caller's own
+    tensor, which the context cuts in place. A stream that requires grad is cut here, into a new tensor of its graph.
+    No collective.
+
+    Args:
+        device_mesh: A mesh with a dimension "cp". None, or a mesh without it: no context parallel.
+        batch: input_ids [B, S] or inputs_embeds [B, S, H], labels [B, S], and whatever else the model reads.
+        loss_mask: [B, S], added to the batch.
+        use_te: Return `contextlib.nullcontext` and the batch of `make_cp_batch_for_te` instead.
+        padding_token_id: Pad value of the ids. Embeddings are padded with 0, others as in `batch.STREAMS`, or with 0.
+        num_chunks: For `use_te`.
+        seq_lens_padding_value: For `use_te`.
+        extra_seq_buffers: More streams: the name in the batch, and the dimension that is cut. Not with `use_te`.
+        labels: [B, S], added to the batch.
+
+    Returns:
+        The context, to be entered once as `with ctx():`, and the batch.
+
+    Raises:
+        KeyError: If ids, labels or a name of `extra_seq_buffers` are missing.
+        ValueError: If a stream is not as long as the ids, or if `attention_mask` hides anything but padding at the end
+            of rows.
     """
     names = getattr(device_mesh, "mesh_dim_names", None) or ()
     cp_mesh = device_mesh["cp"] if device_mesh is not None and "cp" in names else None
@@ -78,7 +97,10 @@ def make_cp_batch_and_ctx(
         )
     if cp_mesh is None or cp_mesh.size() <= 1:
         return contextlib.nullcontext, batch
-    batch |= {name: value for name, value in (("labels", labels), ("loss_mask", loss_mask)) if value is not None}
+    if labels is not None:
+        batch["labels"] = labels
+    if loss_mask is not None:
+        batch["loss_mask"] = loss_mask
     tokens = "inputs_embeds" if "inputs_embeds" in batch and "input_ids" not in batch else "input_ids"
     for name in (tokens, "labels", *(extra_seq_buffers or ())):
         if name not in batch:
@@ -86,10 +108,14 @@ def make_cp_batch_and_ctx(
     shape = batch[tokens].shape[:2]
     num_padding = -shape[1] % (2 * cp_mesh.size()) + _padding_of(batch.pop("attention_mask", None), shape)
     _build_position_ids(batch, batch[tokens].device)
-    dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}  # which may be [3, B, S]
-    dims |= {"loss_mask": 1} if loss_mask is not None else {}
-    others = (name for name, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == shape)
-    dims |= {name: 1 for name in others if name not in dims} | dict(extra_seq_buffers or {})
+    # The dimension in which each stream is cut. position_ids may be [3, B, S].
+    dims = {tokens: 1, "labels": 1, "position_ids": batch["position_ids"].dim() - 1}
+    if loss_mask is not None:
+        dims["loss_mask"] = 1
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            dims.setdefault(name, 1)
+    dims.update(extra_seq_buffers or {})
     for name, dim in dims.items():
         if batch[name].shape[dim] != shape[1]:
             raise ValueError(f"{name} {list(batch[name].shape)} is not as long as {tokens} {list(batch[tokens].shape)}")
