@@ -145,6 +145,14 @@ def test_lower_precisions_stay_within_one_rounding(name, dtype):
     run(name, dtype=dtype)
 
 
+def test_the_gradient_of_the_forward_kl_is_finite_whatever_the_gap():
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    student = HeadInput(hidden, torch.tensor([[1.5e38], [-1.5e38], [0.0]]))
+    teacher = HeadInput(torch.tensor([[1.0]]), torch.tensor([[-1.5e38], [1.5e38], [0.0]]))
+    kl_sum_from_hidden_states(student, teacher, torch.tensor([0])).total.backward()
+    assert hidden.grad.isfinite().all()
+
+
 def collectives(rank):
     student, teacher = models()
     start, end = cut(VOCAB, 2, rank, "chunk")

@@ -235,6 +235,15 @@ def test_a_masked_position_gives_zero_whatever_it_holds():
     assert (logits.grad[0, 1:] == 0).all() and logits.grad[0, 0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_student", [True, False])
+def test_a_cross_entropy_of_what_is_no_number_is_none(value, is_student):
+    logits = [torch.randn(1, 2, 7), torch.randn(1, 2, 7)]
+    logits[0 if is_student else 1][0, 0, 2] = value
+    found = DistributedCrossEntropy.apply(*logits, None)
+    assert found[0, 0].isnan() and found[0, 1].isfinite()
+
+
 def test_large_offsets_keep_their_digits():
     logits = (torch.randn(2, 5, 40) + 20000).requires_grad_()
     targets = torch.randint(0, 40, (2, 5))

@@ -152,3 +152,20 @@ def test_all_to_all_and_back_with_uneven_rows_and_columns(tp):
 def test_rows_and_vocabulary_need_two_dimensions():
     with pytest.raises(ValueError, match="2D"):
         all_to_all_vp2sq(torch.zeros(1, 2, 3), None)
+
+
+def test_the_callers_logits_and_a_mask_are_all_that_is_kept():
+    logits = torch.randn(6, 4, 50).transpose(0, 1).requires_grad_()  # [B, S, V] of which no view has flat rows
+    target = torch.randint(0, 50, (4, 6))
+    kept = []
+
+    def pack(tensor):
+        if tensor.is_floating_point() and tensor.numel() >= logits.numel():
+            kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        values = ChunkedDistributedLogprobWithSampling.apply(logits, target, None, 5, 0.9, 2)
+    assert set(kept) <= {logits.untyped_storage().data_ptr()}
+    values[values.isfinite()].sum().backward()
+    assert logits.grad.shape == logits.shape and logits.grad.isfinite().all()

@@ -156,7 +156,7 @@ class Exchange:
 
     def _all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         received = tensor.new_empty(sum(receive))
-        dist.all_to_all_single(received, tensor.flatten(), list(receive), list(send), group=self.group)
+        dist.all_to_all_single(received, tensor.flatten().contiguous(), list(receive), list(send), group=self.group)
         return received
 
 
@@ -189,6 +189,7 @@ class FilteredRows:
         self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self.dtype, self.device, self.scaling = part.dtype, part.device, part.scaling
         self.has_own_tiles = True  # the filter makes a copy
+        self.exact_dtype = part.exact_dtype
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -199,9 +200,11 @@ class FilteredRows:
 
     def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         part = self._part.tile(index, self._part.blocks[0], is_live)  # all rows of the chunk, [t, V/tp]
-        logits = self._exchange.whole_rows(part.logits)  # this rank's rows of the chunk, [t/tp, V]
+        sent = part.logits.to(self._part.exact_dtype)
+        logits = self._exchange.whole_rows(sent).to(self.dtype)  # this rank's rows of the chunk, [t/tp, V]
         first_row = as_tuple(index)[0].start
-        mask = None if self._masks is None else self._masks.get(first_row)
+        # The backward reads a mask once, and frees it.
+        mask = None if self._masks is None else self._masks.pop(first_row, None)
         if mask is None:
             mask = _mask_of(logits, self._sampling)
             if self._masks is not None:

@@ -257,7 +257,10 @@ def _gradient(
         grad.mul_(log_q.exp_()).mul_(1 - beta)
     else:
         share, reverse = divergence.forward_share, of_rows[1]
-        grad = (log_q - log_p).sub_(reverse).mul_(1 - share).add_(share).mul_(log_q.exp_())
+        if share < 1:
+            grad = (log_q - log_p).sub_(reverse).mul_(1 - share).add_(share).mul_(log_q.exp_())
+        else:
+            grad = log_q.exp_()  # the difference may be infinite, and 0 · inf is NaN
         grad.sub_(log_p.exp_().mul_(share))
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 

@@ -142,6 +142,7 @@ class LogitSource(Protocol):
         device: Their device.
         scaling: From products to logits.
         has_own_tiles: Whether tiles are new memory, and not a view of given logits.
+        exact_dtype: The narrowest dtype that has the values of the tiles, in which they may be sent.
     """
 
     leading: torch.Size
@@ -151,6 +152,7 @@ class LogitSource(Protocol):
     device: torch.device
     scaling: Scaling
     has_own_tiles: bool
+    exact_dtype: torch.dtype
 
     def indices(self) -> Iterable[Index]:
         """Return an index for each tile."""
@@ -191,14 +193,26 @@ class GivenLogits:
         logits: This rank's part of the logits.
         max_rows: Rows per tile. None for a size that stays in a CPU's cache.
         scaling: Applied to the logits.
+        flatten: Whether the rows have one leading dimension, in place of those of `logits`.
     """
 
-    def __init__(self, logits: Tensor, *, max_rows: int | None = None, scaling: Scaling | None = None):
+    def __init__(
+        self,
+        logits: Tensor,
+        *,
+        max_rows: int | None = None,
+        scaling: Scaling | None = None,
+        flatten: bool = False,
+    ):
+        self._shape = logits.shape
         self.logits = logits.detach()
-        self.leading, self.columns = logits.shape[:-1], logits.shape[-1]
+        if flatten:
+            self.logits = self.logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
+        self.leading, self.columns = self.logits.shape[:-1], logits.shape[-1]
         self.dtype, self.device = compute_dtype(logits.dtype), logits.device
         self.scaling = scaling or Scaling()
         self.has_own_tiles = False
+        self.exact_dtype = logits.dtype if self.scaling == Scaling() else self.dtype
         self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self._max_rows = max_rows or tile_rows(self.columns, self.device.type)
         self._grad: Tensor | None = None
@@ -226,7 +240,7 @@ class GivenLogits:
             target.copy_(grad.view(target.shape))
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        return (self._grad,)
+        return (None if self._grad is None else self._grad.view(self._shape),)
 
 
 class HeadLogits:
@@ -261,6 +275,7 @@ class HeadLogits:
         self.dtype = dtype or torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
         self.scaling = scaling or Scaling()
         self.has_own_tiles = True
+        self.exact_dtype = self.dtype
         self._max_rows = max_rows
         keeps_dtype = weight.is_cuda and compute_dtype(weight.dtype) == self.dtype
         self._operand = self.weight if keeps_dtype else self.weight.to(self.dtype)

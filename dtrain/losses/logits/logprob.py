@@ -254,8 +254,7 @@ def _cross_statistics(student: Tensor, target: Tensor) -> Tensor:
     [5, t]."""
     lse, target_lse = _statistics(student), _statistics(target)  # [2, t] each
     log_q, p = log_softmax(student, lse.t()), log_softmax(target, target_lse.t()).exp_()
-    # p·log q is 0 where p is 0, and 0 · -inf is NaN. A NaN of the logits stays in m and l.
-    crossed = log_q.mul_(p).nan_to_num_(nan=0.0, posinf=float("inf"), neginf=-float("inf")).sum(-1)
+    crossed = log_q.mul_(p).masked_fill_(p == 0, 0).sum(-1)  # 0 · log 0 counts as 0, and is NaN
     return torch.cat([lse, target_lse, crossed[None]])
 
 

@@ -249,8 +249,9 @@ class DistributedLogprobWithSampling:
         """logits [B, S, V/tp], target [B, S] global ids -> [B, S] on every rank, float32 (float64 from float64).
 
         The rule is `apply_top_k_top_p`'s. A filtered target: −inf and a zero gradient row; a target outside [0, V): 0.0
-        and a zero gradient. One softmax [B·S/tp, V] is saved for the backward. Forward: one all-to-all, one all-reduce
-        of B·S numbers, one exchange of shard sizes on the host; backward: one all-to-all.
+        and a zero gradient. A mask [B·S/tp, V] of the tokens that stay is kept for the backward. Forward: one
+        all-to-all, one all-reduce of B·S numbers, one exchange of shard sizes on the host. Backward: two all-to-alls,
+        and such an exchange.
         """
         chunked = ChunkedDistributedLogprobWithSampling
         return chunked.apply(vocab_parallel_logits, target, tp_group, top_k, top_p, None, inference_only)
@@ -274,11 +275,10 @@ class ChunkedDistributedLogprobWithSampling:
         """
         check_chunk(chunk_size)
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
-        rows = logits.reshape(target.numel(), logits.shape[-1])
-        max_rows = max(1, len(rows) if chunk_size is None else chunk_size * max(logits.shape[:-2].numel(), 1))
+        max_rows = target.numel() if chunk_size is None else chunk_size * logits.shape[:-2].numel()
         return filtered_logprobs(
-            partial(GivenLogits, max_rows=max_rows),
-            rows,
+            partial(GivenLogits, max_rows=max(1, max_rows), flatten=True),
+            logits,
             ids=target.flatten(),
             group=tp_group,
             sampling=TrainingSamplingParams(top_k, top_p),
