@@ -205,8 +205,8 @@ def test_evaluations_ask_as_the_run_trained(tmp_path, monkeypatch, capsys, data,
         arguments = ["--max-new-tokens", "4", "--dtype", "float64", "--device", "cpu", "--json", "--out", str(out)]
         assert main(["eval", str(place), str(tmp_path / "asks-string.jsonl"), *arguments]) == 0
         printed = capsys.readouterr()
-        assert "DATA: 1 prompt as plain text: " + how in printed.err and "--prompts-as=" in printed.err
-        assert json.loads(printed.out) and "data.prompts_as" not in printed.err
+        assert "DATA: 1 prompt as plain text: " + how in printed.err
+        assert json.loads(printed.out) and "(data.prompts_as is --prompts-as here)" in printed.err
         assert json.loads(out.read_text())["prompt"] == by_string["prompt"]
         assert json.loads(out.read_text())["completion"] == by_string["text"]
 
@@ -227,7 +227,7 @@ def test_a_model_is_asked_in_its_chat_template(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert prompt() == (0, "w11 w12") and "as plain text" not in capsys.readouterr().err
     status, told = prompt("--prompts-as", "user")
-    assert status != 0 and "--prompts-as=user" in told and "--chat-template" in told
+    assert status != 0 and "data.prompts_as=user" in told and "--prompts-as" in told and "--chat-template" in told
 
 
 def test_a_resume_that_reads_them_otherwise_is_refused(tmp_path):

@@ -23,6 +23,7 @@ from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 CLOSE = 0.01
+CLOSE_COMPILED = 0.02  # a plan does not know when a compiled part frees what it has read, and is larger
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 688,
@@ -110,4 +111,6 @@ def test_the_planned_peak_is_what_the_card_hands_out(tmp_path, size):
     off = {}
     for name, recipe, allocated in zip(names, recipes, found, strict=True):
         off[name] = plan_step(resolve_plan(recipe, size, "cuda")).peak / allocated - 1
-    assert all(abs(share) <= CLOSE for share in off.values()), off
+    for name, share in off.items():
+        most = CLOSE_COMPILED if "compiled" in name else CLOSE
+        assert -CLOSE <= share <= most, (name, off)
