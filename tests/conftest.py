@@ -28,11 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A worker of pytest-xdist gets the option from its controller; the paths that it is given say nothing.
-    is_controller = not hasattr(config, "workerinput")
-    if is_controller and (config.getoption("changed") or config.args_source is pytest.Config.ArgsSource.ARGS):
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist, whose paths are always given
+        config.option.extended = config.workerinput["extended"]
+    elif config.getoption("changed") or config.args_source is pytest.Config.ArgsSource.ARGS:
         config.option.extended = True
     config.pluginmanager.register(NoProcesses())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Tell a worker of pytest-xdist whether extended tests run."""
+    node.workerinput["extended"] = node.config.getoption("extended")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,8 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("extended"):
         extended = _extended_tests()
         kept = [item for item in kept if not _names(item.nodeid) & extended]
-        if not config.option.keyword and not config.option.markexpr:
-            _refuse_stale(extended, items)
     if rev := config.getoption("changed"):
         depending = dependent_tests(config.rootpath, changed_since(config.rootpath, rev))
         kept = [item for item in kept if item.path in depending]
@@ -65,14 +69,6 @@ def _names(node_id: str) -> set[str]:
     file, _, _ = node_id.partition("::")
     function, _, _ = node_id.partition("[")
     return {node_id, function, file}
-
-
-def _refuse_stale(extended: set[str], items: list[pytest.Item]) -> None:
-    """Raise pytest.UsageError if a line of tests/extended.txt names no test."""
-    known = set().union(*(_names(item.nodeid) for item in items))
-    stale = sorted(extended - known)
-    if stale:
-        raise pytest.UsageError(f"tests/extended.txt names no test in: {', '.join(stale)}")
 
 
 def pytest_collection_finish() -> None:

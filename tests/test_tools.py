@@ -277,3 +277,13 @@ def test_the_curves_of_a_run_are_drawn_from_its_metrics(tmp_path):
     picture = (tmp_path / "out.svg").read_text()
     (line,) = re.findall(r'<polyline points="([^"]+)"', picture)
     assert len(line.split()) == 4 and picture.count("<circle") == 1
+
+
+def test_every_extended_test_exists():
+    lines = (ROOT / "tests" / "extended.txt").read_text(encoding="utf-8").splitlines()
+    listed = [line for line in lines if line and not line.startswith("#")]
+    assert listed
+    for line in listed:
+        file, _, function = line.partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert not function or f"def {function.partition('[')[0]}(" in source, line
