@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import recipe as config
-from dtrain.losses.head.softmax import head_tile_rows
+from dtrain.losses.head.sources import head_tile_rows
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh
 from dtrain.parallel.runtime import Runtime

@@ -22,7 +22,7 @@ from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.commands.plan.tracer import Tracer
-from dtrain.losses.head import filtered, kl, logprobs, softmax, topk, weighted_sum
+from dtrain.losses.head import filtered, kl, logprobs, softmax, sources, topk, weighted_sum
 from dtrain.memory import gradient_sums, low_bit_adam
 from dtrain.optim import muon
 from tests.pretend.worlds import run_pretend
@@ -221,7 +221,7 @@ def counted(loss, vocab=100_000, tokens=4096):
     index = torch.arange(tokens, device="meta")
     with PlannedDevice(torch.device("cuda", 0), tracer.few, tracer.as_one_kernel), tracer:
         loss(kl.HeadInput(*student), kl.HeadInput(*teacher), index).backward()
-    tiles = -(-tokens // softmax.head_tile_rows(vocab, "cuda"))
+    tiles = -(-tokens // sources.head_tile_rows(vocab, "cuda"))
     return tracer.counts[None, "kernels"] / tiles, tracer.counts[None, "moved"] / tokens / vocab
 
 

@@ -115,7 +115,7 @@ def planned_gib(run: Run) -> float:
         (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[base] | config))
         recipe = load_recipe("sft", [f"model.path={directory}", "data.train.path=data.jsonl", *keys])
         spec = resolve_plan(recipe, run.gpus, "cuda", GPUS[run.gpu])
-    measured = replace(spec, method=METHODS[run.logits](spec.recipe))
+    measured = replace(spec, method_class=METHODS[run.logits])
     return plan_step(measured).peak / 2**30
 
 

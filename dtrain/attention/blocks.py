@@ -92,7 +92,11 @@ def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:
     Zeros change neither the scores nor the other values of the output. Tensors that have this size are not copied.
     """
     largest = max(tensor.shape[-1] for tensor in heads)
-    return [F.pad(one, (0, largest - one.shape[-1])) if one.shape[-1] < largest else one for one in heads]
+    padded = []
+    for tensor in heads:
+        missing = largest - tensor.shape[-1]
+        padded.append(F.pad(tensor, (0, missing)) if missing else tensor)
+    return padded
 
 
 class Products:

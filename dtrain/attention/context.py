@@ -209,7 +209,7 @@ def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidde
     """Return the mask of queries over one rank's keys: a bias, or `part` itself. None if the queries see no key.
 
     On a GPU a bias that would be large is not made. `MaskedBlocks` then makes it from `part`, a run of queries at a
-    time. On a CPU the whole bias is made.
+    time. On a CPU the full bias is made.
     """
     if device.type == "cpu":
         runs = [slice(0, part.queries)]

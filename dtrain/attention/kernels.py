@@ -10,9 +10,9 @@ multiple of kv, and both count this rank's heads. The head size of v may differ 
         over(q, k, v)         attention over these keys
 
 A kernel is made of two parts. One brings keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers them,
-`context.RingKernel` passes them on; alone, each computes by masks. The other, `varlen.VarlenKernel`, contains one of
-the three and computes packed rows by variable-length calls over the keys that it brings. `groups.GroupedKernel` calls
-any of them for one key head at a time.
+`context.RingKernel` passes them on. Without a packing each computes by masks. The other, `varlen.VarlenKernel`,
+contains one of the three and computes packed rows by variable-length calls over the keys that it brings.
+`groups.GroupedKernel` calls any of them for one key head at a time.
 """
 
 from collections.abc import Callable, Iterator

@@ -40,7 +40,7 @@ def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] | N
 
 
 def hidden_gpu_reason(environ: Mapping[str, str]) -> str | None:
-    """Return why torch sees no GPU, if the build or the environment explains it."""
+    """Return the reason for a missing GPU that the build of torch or the environment shows. None if neither does."""
     import torch
 
     if torch.version.cuda is None:

@@ -46,7 +46,7 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether the GPU computes in bfloat16, and has flash attention."""
+        """Support of bfloat16 and of flash attention, which go together."""
         return self.capability >= BFLOAT16_CAPABILITY
 
     @property

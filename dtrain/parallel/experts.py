@@ -40,7 +40,10 @@ class Experts(nn.Module):
         each = [len(counts) // ranks] * ranks
         theirs = all_to_all(counts, each, each, group).view(ranks, -1)  # [ep, E/ep]
         both = torch.stack([counts.view(ranks, -1).sum(1), theirs.sum(1)])
-        sends, receives = both.tolist() if has_values(both) else [on_host(each, len(rows)) for each in both]
+        if has_values(both):
+            sends, receives = both.tolist()
+        else:
+            sends, receives = on_host(both[0], len(rows)), on_host(both[1], len(rows))
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

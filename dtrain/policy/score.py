@@ -216,7 +216,7 @@ class Head:
 
 
 class Scorer:
-    """Losses and log-probabilities of micro-batches on a model that lies on a mesh.
+    """Losses and log-probabilities of micro-batches on a model on a mesh.
 
     Args:
         model: The model.

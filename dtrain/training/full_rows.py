@@ -63,7 +63,7 @@ def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
 
 
 def images_of(spec: StepSpec, rows: int, device: str = "cpu") -> RowImages | None:
-    """Return the images of so many rows, with pixels of zeros on `device`; None without images."""
+    """Return the images of `rows` rows, with pixels of zeros on `device`. None without images."""
     if not spec.row_images or (tower := spec.model_config.vision) is None:
         return None
     shape = sum(image.patches for image in spec.row_images), tower.values

@@ -86,7 +86,7 @@ class ModelFacts:
         flops = flops_per_token(self.model, self.recipe.data.max_length)
         if not images:
             return flops
-        from dtrain.models.vision.flops import ImageFlops  # a model of text alone loads no tower
+        from dtrain.models.vision.flops import ImageFlops  # a text model loads no tower
 
         return flops + ImageFlops(*self.model.model.vision).of(RowImages([], [list(images)])) / num_tokens
 

@@ -47,8 +47,7 @@ class StepSpec:
         world: The number and the device type of the ranks.
         source: The directory of model.path.
         others: The directories of the method's other models, by key.
-        method: The method, as it decided the sizes, with its own copy of the recipe, which still has import paths. Code
-            that runs a step, or has changed `recipe`, makes a new one: `type(spec.method)(spec.recipe)`.
+        method_class: The class of the method.
         precision: Dtypes of the weights and of the computation.
         model: The model on the meta device.
         model_config: Its config, with the vision tower if rows have images.
@@ -62,13 +61,18 @@ class StepSpec:
     world: World
     source: ModelDirectory
     others: Mapping[str, ModelDirectory]
-    method: "Method"
+    method_class: "type[Method]"
     precision: Precision
     model: "CausalLM"
     model_config: ModelConfig
     sizes: Sizes
     row_images: Sequence[Layout] = ()
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def method(self) -> "Method":
+        """The method, with this recipe."""
+        return self.method_class(self.recipe)
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -140,7 +144,7 @@ def resolve_step(
         world=inputs.world,
         source=inputs.source,
         others=inputs.others,
-        method=decided.method,
+        method_class=type(decided.method),
         precision=precision,
         model=meta.model,
         model_config=inputs.model_config(has_images),

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.planned_device import PlannedDevice
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
-from dtrain.losses.head.softmax import head_tile_rows
+from dtrain.losses.head.sources import head_tile_rows
 from dtrain.losses.head.vocabulary import add_product_
 from dtrain.losses.head.weighted_sum import weighted_logprob_sum
 

@@ -89,7 +89,7 @@ class EngineThread(threading.Thread):
         self.torn = False
         self.failure: str | None = None
         self.paused = False
-        self._adapter: str | None = None  # that is loaded, beside the model
+        self._adapter: str | None = None  # the loaded adapter
         self._active: str | None = None  # the adapter of the rows that the engine has
         self._engine, self._most_waiting = engine, most_waiting
         self._changed = threading.Condition()
@@ -154,7 +154,7 @@ class EngineThread(threading.Thread):
         self.between_steps(lambda: setattr(self, "paused", True), mode)
 
     def use_adapter(self, name: str | None) -> None:
-        """Set the name of the adapter beside the model from here on; None for none. For `between_steps`."""
+        """Set the name of the loaded adapter. None: no adapter is loaded. For `between_steps`."""
         self._adapter = name
         self._activate(self._active if self._active == name else None)
 
@@ -273,9 +273,9 @@ class EngineThread(threading.Thread):
         self._cancel(gone, ApiError(404, "the adapter that was asked for is not here any more", "model"))
 
     def _activate(self, adapter: str | None) -> None:
-        """Let the engine compute with the adapter of this name, or with the model alone."""
+        """Let the engine compute with the adapter of this name, or with the model only."""
         self._active = adapter
-        # A model may have an adapter of its own, which takes part in all completions. There is none beside it then.
+        # A model may have an adapter of its own, which takes part in all completions. No other one is loaded then.
         self._engine.use_adapters(adapter is not None or self._engine.model.adapters is not None)
 
     def _enter(self, row: _Row) -> None:

@@ -1,6 +1,6 @@
 """Log-probabilities of targets under the filter with which they were sampled: top-k, then top-p.
 
-Filters work on rows of the whole vocabulary, as sampling engines apply them. If the vocabulary is sharded, an
+Filters work on rows of the full vocabulary, as sampling engines apply them. If the vocabulary is sharded, an
 all-to-all turns a tile of [rows, V/tp] on every rank into [rows/tp, V]: each rank filters its own rows, and the
 log-probabilities of all rows come back in one all-reduce. Rows need not divide by tp, nor shards be even. For example,
 5 rows on 2 ranks: rank 0 filters rows 0 to 2, rank 1 rows 3 and 4. `FilteredRows` is that, as a source of logits for
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from dtrain.base.top_p import kept_by_top_p
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
-from dtrain.losses.head.softmax import HeadLogits, Index, LogitSource, Scaling, Tile, as_tuple, softmax_rows
+from dtrain.losses.head.softmax import softmax_rows
+from dtrain.losses.head.sources import HeadLogits, Index, LogitSource, Scaling, Tile, as_tuple
 from dtrain.losses.head.vocabulary import (
-    WHOLE,
+    UNSHARDED,
     Group,
     VocabShard,
     compute_dtype,
@@ -57,10 +58,10 @@ def filtered_logprobs_from_hidden_states(
     Args:
         hidden: Hidden states [..., D].
         weight: The head's weight [V, D], or with `shard` this rank's rows of it.
-        targets: Ids of the whole vocabulary [...], int64.
+        targets: Ids of the full vocabulary [...], int64.
         sampling: The filter and the temperature.
         softcap: The softcap of the logits. None for none.
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         index: Flat positions that have a target, [T] int64, each once.
 
     Returns:
@@ -75,7 +76,7 @@ def filtered_logprobs_from_hidden_states(
     make_inner = partial(HeadLogits, index=index, max_rows=step, scaling=Scaling(sampling.temperature, softcap))
     ids = targets.flatten().index_select(0, index)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    group = (shard or WHOLE).group
+    group = (shard or UNSHARDED).group
     values = filtered_logprobs(make_inner, flat, weight, ids=ids, group=group, sampling=sampling, keeps_masks=False)
     return values.new_zeros(targets.numel()).index_copy(0, index, values).view(targets.shape)
 
@@ -122,7 +123,7 @@ def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 
 class Exchange:
-    """Turns rows of a sharded vocabulary into rows of the whole one and back, for one group."""
+    """Turns rows of a sharded vocabulary into rows of the full one and back, for one group."""
 
     def __init__(self, columns: int, group: Group, device: torch.device):
         self.group, self.size, self.rank = group, group_size(group), group_rank(group)
@@ -161,7 +162,7 @@ class Exchange:
 
 
 class FilteredRows:
-    """Source of filtered logits of this rank's rows, over the whole vocabulary.
+    """Source of filtered logits of this rank's rows, over the full vocabulary.
 
     `leading` counts all T rows, but a tile has only this rank's rows of a chunk, which `Tile.index` selects. For
     example, of the chunk of rows 0 to 4 rank 0 of 2 gets a tile of rows 0 to 2, [3, V], and rank 1 one of rows 3 and 4.
@@ -189,11 +190,7 @@ class FilteredRows:
         self.blocks: Sequence[slice] = [slice(0, self.columns)]
         self.dtype, self.device, self.scaling = part.dtype, part.device, part.scaling
         self.has_own_tiles = True  # the filter makes a copy
-        self.exact_dtype = part.exact_dtype
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return self._part.gradient_dtype
+        self.exact_dtype, self.gradient_dtype = part.exact_dtype, part.gradient_dtype
 
     def indices(self) -> Iterable[Index]:
         return self._part.indices()
@@ -238,7 +235,7 @@ def filtered_logprobs(
     Args:
         make_part: Builds the source of this rank's part of the logits, of T rows, from `tensors`.
         tensors: The tensors that gradients go to.
-        ids: Ids of the whole vocabulary [T], the same on every rank.
+        ids: Ids of the full vocabulary [T], the same on every rank.
         group: Ranks over which the vocabulary is sharded. None if it is not.
         sampling: The filter. The logits are divided by the temperature already.
         keeps_masks: Whether a mask of each row, a byte per token, is kept for the backward, which does not filter again
@@ -256,7 +253,7 @@ def filtered_logprobs(
     def make_source(*parts: Tensor) -> FilteredRows:
         return FilteredRows(make_part(*parts), group=group, sampling=sampling, masks=masks)
 
-    # No `shard`: a tile has the whole vocabulary.
+    # No `shard`: a tile has the full vocabulary.
     values = softmax_rows(make_source, *tensors, ids=ids.unsqueeze(-1)).logprobs.squeeze(-1)
     if group_size(group) > 1:
         # Every rank has the values of its own rows, and 0 for the others, so their sum has the values of all rows. In

@@ -21,17 +21,10 @@ import torch
 from torch import Tensor
 
 from dtrain.base.fused import Fused
-from dtrain.losses.head.softmax import (
-    FormedSum,
-    HeadLogits,
-    Scaling,
-    Wanted,
-    log_softmax_,
-    tile_rows_of,
-    tile_statistics,
-)
+from dtrain.losses.head.softmax import FormedSum, Wanted, log_softmax_, tile_statistics
+from dtrain.losses.head.sources import HeadLogits, Scaling, tile_rows_of
 from dtrain.losses.head.vocabulary import (
-    WHOLE,
+    UNSHARDED,
     Group,
     HeadInput,
     Stats,
@@ -71,7 +64,7 @@ def kl_sum_from_hidden_states(
     """Sum a divergence between teacher and student over tokens.
 
     It is forward_share · KL(p_teacher || p_student) + (1 - forward_share) · KL(p_student || p_teacher) with
-    p = softmax(logits / temperature) over the whole vocabulary, without a factor temperature². With `jsd_beta` it is
+    p = softmax(logits / temperature) over the full vocabulary, without a factor temperature². With `jsd_beta` it is
     beta · KL(p_teacher || m) + (1 - beta) · KL(p_student || m), m = beta · p_teacher + (1 - beta) · p_student (Agarwal
     et al., arXiv:2306.13649, equation 1).
 
@@ -87,7 +80,7 @@ def kl_sum_from_hidden_states(
         forward_share: The share of the forward KL, in [0, 1].
         jsd_beta: The teacher's share of the mixture, in (0, 1). None for the KLs.
         temperature: Divides the logits of both.
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         rows_per_tile: Tokens whose logits exist at once. None for the usual number.
 
     Returns:
@@ -105,19 +98,15 @@ def kl_sum_from_hidden_states(
     if len(student.weight) != len(teacher.weight):
         sizes = len(student.weight), len(teacher.weight)
         raise ValueError(f"the student's head has {sizes[0]} tokens here, the teacher's {sizes[1]}")
-    shard = shard or WHOLE
+    shard = shard or UNSHARDED
     max_rows = rows_per_tile or tile_rows_of(student.weight, shard)
     dtype = torch.promote_types(compute_dtype(student.hidden.dtype), teacher.hidden.dtype)
-    scaling = Scaling(temperature, student.softcap)
-    tokens = FormedSum(student.hidden, student.weight, index, max_rows, scaling=scaling, dtype=dtype)
-    teacher_logits = HeadLogits(
-        teacher.hidden,
-        teacher.weight,
-        index=index,
-        max_rows=max_rows,
-        scaling=Scaling(temperature, teacher.softcap),
-        dtype=dtype,
-    )
+
+    def logits_of(model: HeadInput) -> HeadLogits:
+        scaling = Scaling(temperature, model.softcap)
+        return HeadLogits(model.hidden, model.weight, index=index, max_rows=max_rows, scaling=scaling, dtype=dtype)
+
+    tokens, teacher_logits = FormedSum(logits_of(student)), logits_of(teacher)
     divergence = _Divergence(forward_share, jsd_beta)
     with torch.no_grad():
         totals = torch.zeros(3, dtype=dtype, device=index.device)
@@ -158,7 +147,12 @@ def check_beta(beta: float) -> None:
 
 
 class _Divergence(NamedTuple):
-    """Which divergence is summed: see `kl_sum_from_hidden_states`."""
+    """The divergence to sum.
+
+    Attributes:
+        forward_share: The share of the forward KL.
+        jsd_beta: The teacher's share of the mixture. None for the KLs.
+    """
 
     forward_share: float
     jsd_beta: float | None
@@ -194,7 +188,7 @@ def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: 
 
 
 def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Return m and l of the whole vocabulary for the student's and the teacher's logits [t, V/tp], [t, 2] each."""
+    """Return m and l of the full vocabulary for the student's and the teacher's logits [t, V/tp], [t, 2] each."""
     no_ids = torch.zeros(len(student), 0, dtype=torch.int64, device=student.device)
     is_mine = no_ids.bool()
     parts = torch.stack(
@@ -202,8 +196,8 @@ def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor,
     )  # [2 (m, l), 2 (models), t]
     if group_size(group) > 1:
         gathered = all_gather(parts[None], 0, group)  # [ranks, 2, 2, t]
-        whole, _ = merge(Stats(*gathered.unbind(1)))
-        parts = torch.stack([whole.m, whole.l])
+        merged, _ = merge(Stats(*gathered.unbind(1)))
+        parts = torch.stack([merged.m, merged.l])
     student_lse, teacher_lse = parts.unbind(1)
     return student_lse.t(), teacher_lse.t()
 
@@ -212,7 +206,7 @@ def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor,
 def _log_softmax_of_both(
     student: Tensor, teacher: Tensor, student_lse: Tensor, teacher_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Turn logits [t, V/tp] into log-probabilities, in place. The others are m and l of whole rows, [t, 2]."""
+    """Turn logits [t, V/tp] into log-probabilities, in place. The others are m and l of full rows, [t, 2]."""
     return log_softmax_(student, student_lse), log_softmax_(teacher, teacher_lse)
 
 
@@ -246,7 +240,7 @@ def _gradient(
     Args:
         log_q: The student's log-probabilities, [t, V/tp]. Overwritten.
         log_p: The teacher's, [t, V/tp]. Overwritten.
-        of_rows: The divergences of whole rows, as `_divergences` orders them, [4, t, 1].
+        of_rows: The divergences of full rows, as `_divergences` orders them, [4, t, 1].
         slope: Of the student's logits by the products.
         divergence: Which divergence it is.
         dtype: The dtype of the result.
@@ -306,7 +300,7 @@ def reverse_kl(
     """Σ p_student · (log p_student − log p_teacher) over the last dimension, [..., K] -> [...] (Gu et al.,
     arXiv:2306.08543).
 
-    With student_neg_entropy [...], Σ p·log p over the whole vocabulary, the log-probabilities are those at the
+    With student_neg_entropy [...], Σ p·log p over the full vocabulary, the log-probabilities are those at the
     teacher's top-k, and the rest of the student counts against a teacher whose log-probability there is
     `log_outside`.
     """

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.head.softmax import HeadLogits, Scaling, Wanted, softmax_rows
+from dtrain.losses.head.softmax import Wanted, softmax_rows
+from dtrain.losses.head.sources import HeadLogits, Scaling
 from dtrain.losses.head.vocabulary import VocabShard, block
 
 
@@ -70,11 +71,11 @@ def logprobs_from_hidden_states(
     Args:
         hidden: Hidden states [..., D], any floating dtype.
         weight: The head's weight [V, D], or with `shard` this rank's rows of it.
-        targets: Ids of the whole vocabulary [...], int64, the same on every rank. A target outside [0, V), -100
+        targets: Ids of the full vocabulary [...], int64, the same on every rank. A target outside [0, V), -100
             included, gives 0 everywhere and no gradient, whatever its hidden state holds.
         temperature: Divides the logits.
         softcap: The softcap of the logits. None for none.
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         entropy: Whether to compute the entropy.
         log_p2: Whether to compute log Σ p².
         index: Flat positions that have a target, [T] int64, each once. Whoever knows them on the host saves a GPU the

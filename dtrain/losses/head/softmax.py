@@ -1,12 +1,12 @@
-"""One softmax over a vocabulary that may be sharded, computed in tiles of rows, forward and backward.
+"""The softmax over a sharded vocabulary in tiles of rows, forward and backward.
 
-Training and the functions of `dtrain.losses` both use it. There are three sources of logits: `GivenLogits` reads logits
-that exist, `HeadLogits` computes them tile by tile from hidden states and the head's weight, so that they never exist
-whole, and `filtered.FilteredRows` exchanges and filters those of another source.
+Training and the functions of `dtrain.losses` both use it. There are three sources of logits. `sources.GivenLogits`
+reads given logits. `sources.HeadLogits` computes them tile by tile from hidden states and the head's weight, so that
+the full logits never exist. `filtered.FilteredRows` exchanges and filters those of another source.
 
 **Forward.** `tile_statistics` computes for each row of a tile the maximum m, l = log Σ exp(z - m), the logits at given
 ids, and on request Σ p·log p, Σ p² and more. If the vocabulary is sharded, `merge_over` merges these few numbers with
-one all-gather. After that every rank knows log Σ exp z = m + l of the whole vocabulary for every row.
+one all-gather. After that every rank knows log Σ exp z = m + l of the full vocabulary for every row.
 
 **Backward.** A loss L reads a row's distribution p = softmax(z) only through log p at some ids, E = Σ p·log p and
 M = the mean of log p over all V ids. Their derivatives are
@@ -37,328 +37,39 @@ sum over tokens whose weights are known beforehand, `FormedSum` adds up the grad
 one product with the head.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.base.fused import Fused, rounds
+from dtrain.base.fused import Fused
+from dtrain.losses.head.sources import HeadLogits, Index, LogitSource, Scaling, as_tuple, rows_of
 from dtrain.losses.head.vocabulary import (
-    WHOLE,
+    UNSHARDED,
     Merged,
     Stats,
     VocabShard,
     add_at_,
-    add_product_,
-    compute_dtype,
     group_size,
     merge,
     merge_over,
     on_shard,
     pick,
-    product,
-    shard_sizes,
-    tile_rows,
-    tiles,
 )
 
 # Below this, p = exp(log p) is 0 in float64, too. A log p of -inf is replaced by it before a product with p, because
 # 0 · -inf is not a number.
 _LOG_OF_ZERO = -1e4
 
-Index = Any  # selects the rows of a tile: a slice, or a tuple of integers and a slice
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """From products of hidden states and the head's weight to logits.
-
-    logits = softcap · tanh(product / softcap) / temperature, without the tanh if `softcap` is None (Gemma 2,
-    arXiv:2408.00118, section 2).
-
-    Raises:
-        ValueError: If the temperature or the softcap is not positive.
-    """
-
-    temperature: float = 1.0
-    softcap: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
-            raise ValueError(f"temperature={self.temperature} and softcap={self.softcap} must be positive")
-
-    def logits_(self, product: Tensor) -> Tensor:
-        """Turn products [t, V] into logits, in place."""
-        if self.softcap is not None:
-            product.div_(self.softcap).tanh_().mul_(self.softcap)
-        return product if self.temperature == 1.0 else product.div_(self.temperature)
-
-    def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return d logits / d product at logits [t, V]: a new tensor [t, V] or a number. None stands for 1."""
-        if self.softcap is None:
-            return None if self.temperature == 1.0 else 1.0 / self.temperature
-        # logits = softcap · tanh / temperature has the slope (1 - tanh²) / temperature. At logits of -inf, which a
-        # filter sets, the clamp makes tanh -1 and the slope 0.
-        tanh = (logits * (self.temperature / self.softcap)).clamp_(-1, 1)
-        return tanh.square_().sub_(1).mul_(-1.0 / self.temperature)
-
-
-# ---- sources of logits
-
-
-class Tile(NamedTuple):
-    """Logits of some rows and ids.
-
-    Attributes:
-        index: Which rows of the source.
-        block: Which of this rank's ids.
-        logits: [t, v] in the compute dtype. The receiver may overwrite them if the source `has_own_tiles`.
-        rows: The hidden states [t, D] that they were computed from; [t, 0] for given logits.
-        part: The tile that this one was made from, without its logits. None for most sources.
-    """
-
-    index: Index
-    block: slice
-    logits: Tensor
-    rows: Tensor
-    part: "Tile | None" = None
-
-    def without_logits(self) -> "Tile":
-        """Return the tile for `add_gradient`, which does not read the logits: their memory is free for its products."""
-        return self._replace(logits=torch.empty(0, dtype=self.logits.dtype, device=self.logits.device))
-
-
-class LogitSource(Protocol):
-    """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of what they come from.
-
-    Attributes:
-        leading: The shape of the rows.
-        columns: The number of ids, v.
-        blocks: The ids of the tiles that make up a row. Most sources have one block with all ids.
-        dtype: The dtype of the tiles.
-        device: Their device.
-        scaling: From products to logits.
-        has_own_tiles: Whether tiles are new memory, and not a view of given logits.
-        exact_dtype: The narrowest dtype that has the values of the tiles, in which they may be sent.
-    """
-
-    leading: torch.Size
-    columns: int
-    blocks: Sequence[slice]
-    dtype: torch.dtype
-    device: torch.device
-    scaling: Scaling
-    has_own_tiles: bool
-    exact_dtype: torch.dtype
-
-    def indices(self) -> Iterable[Index]:
-        """Return an index for each tile."""
-        ...
-
-    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
-        """Compute a tile. Rows that are not live [t] may hold anything, and get a gradient of 0.
-
-        The tile's own index may select fewer rows than `index`, if other ranks compute the others.
-        """
-        ...
-
-    def begin_gradients(self, needed: Sequence[bool]) -> None:
-        """Allocate gradients of the source's tensors, each if it is needed."""
-        ...
-
-    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
-        """Add the gradient by the products behind a tile of logits, [t, v] in `gradient_dtype`.
-
-        The blocks of a row come one after the other, and each row comes once.
-        """
-        ...
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which `add_gradient` takes a gradient."""
-        ...
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the source's tensors."""
-        ...
-
-
-class GivenLogits:
-    """Logits that exist, [..., v] of any floating dtype and strides.
-
-    Args:
-        logits: This rank's part of the logits.
-        max_rows: Rows per tile. None for a size that stays in a CPU's cache.
-        scaling: Applied to the logits.
-        flatten: Whether the rows have one leading dimension, in place of those of `logits`.
-    """
-
-    def __init__(
-        self,
-        logits: Tensor,
-        *,
-        max_rows: int | None = None,
-        scaling: Scaling | None = None,
-        flatten: bool = False,
-    ):
-        self._shape = logits.shape
-        self.logits = logits.detach()
-        if flatten:
-            self.logits = self.logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
-        self.leading, self.columns = self.logits.shape[:-1], logits.shape[-1]
-        self.dtype, self.device = compute_dtype(logits.dtype), logits.device
-        self.scaling = scaling or Scaling()
-        self.has_own_tiles = False
-        self.exact_dtype = logits.dtype if self.scaling == Scaling() else self.dtype
-        self.blocks: Sequence[slice] = [slice(0, self.columns)]
-        self._max_rows = max_rows or tile_rows(self.columns, self.device.type)
-        self._grad: Tensor | None = None
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return self.logits.dtype
-
-    def indices(self) -> Iterable[Index]:
-        return rounds(list(tiles(self.leading, self._max_rows)), self.logits)
-
-    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
-        part = self.logits[index]
-        logits = part.reshape(part.shape[:-1].numel(), self.columns).to(self.dtype)
-        if self.scaling != Scaling():
-            logits = self.scaling.logits_(logits.clone())
-        return Tile(index, block, logits, logits[:, :0])
-
-    def begin_gradients(self, needed: Sequence[bool]) -> None:
-        self._grad = torch.empty_like(self.logits, memory_format=torch.contiguous_format) if needed[0] else None
-
-    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
-        if self._grad is not None:
-            target = self._grad[tile.index]
-            target.copy_(grad.view(target.shape))
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        return (None if self._grad is None else self._grad.view(self._shape),)
-
-
-class HeadLogits:
-    """Logits hidden · weightᵀ of some positions, which exist one tile at a time.
-
-    On a GPU products take their operands as they are, and sum in float32. A CPU would round to the operands' dtype, so
-    they are cast to the compute dtype there.
-
-    Args:
-        hidden: Hidden states [N, D].
-        weight: This rank's part of the head's weight, [V/tp, D].
-        index: The positions whose logits are wanted, [T] int64, each at most once.
-        scaling: From products to logits.
-        max_rows: Rows per tile.
-        max_columns: Ids per tile. None for all of them.
-        dtype: The dtype of the logits. None for max(float32, the operands' dtypes).
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        index: Tensor,
-        max_rows: int,
-        max_columns: int | None = None,
-        scaling: Scaling | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.hidden, self.weight, self.index = hidden.detach(), weight.detach(), index
-        self.leading, self.columns, self.device = index.shape, len(weight), hidden.device
-        self.dtype = dtype or torch.promote_types(compute_dtype(hidden.dtype), weight.dtype)
-        self.scaling = scaling or Scaling()
-        self.has_own_tiles = True
-        self.exact_dtype = self.dtype
-        self._max_rows = max_rows
-        keeps_dtype = weight.is_cuda and compute_dtype(weight.dtype) == self.dtype
-        self._operand = self.weight if keeps_dtype else self.weight.to(self.dtype)
-        step = max(1, max_columns or self.columns)
-        starts = range(0, max(1, self.columns), step)
-        self.blocks: Sequence[slice] = [slice(start, min(start + step, self.columns)) for start in starts]
-        self._rows_grad: Tensor | None = None  # of the rows whose blocks are being added
-        self._hidden_grad: Tensor | None = None
-        self._weight_grad: Tensor | None = None
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return self._operand.dtype
-
-    def indices(self) -> Iterable[Index]:
-        starts = range(0, len(self.index), self._max_rows)
-        ends = [min(start + self._max_rows, len(self.index)) for start in starts]
-        return rounds([slice(start, end) for start, end in zip(starts, ends, strict=True)], self.hidden)
-
-    def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
-        rows = self.hidden.index_select(0, self.index[index]).to(self._operand.dtype)
-        if is_live is not None:
-            # The weight's gradient is a product with these rows, and 0 · NaN is NaN.
-            rows = rows.masked_fill(~is_live.unsqueeze(-1), 0)
-        logits = self.scaling.logits_(product(rows, self._operand[block].t()))
-        return Tile(index, block, logits, rows)
-
-    def begin_gradients(self, needed: Sequence[bool]) -> None:
-        needs_hidden, needs_weight = needed
-        # Zeros where no token is: a rank without any takes part in the reduction of gradients all the same.
-        self._hidden_grad = torch.zeros_like(self.hidden) if needs_hidden else None
-        self._weight_grad = None
-        if needs_weight:
-            self._weight_grad = torch.zeros(self.weight.shape, dtype=self.dtype, device=self.device)
-
-    def add_gradient(self, tile: Tile, grad: Tensor) -> None:
-        if self._hidden_grad is not None:
-            if self._rows_grad is None:
-                self._rows_grad = product(grad, self._operand[tile.block])
-            else:
-                add_product_(self._rows_grad, grad, self._operand[tile.block])
-            if tile.block.stop == self.columns:
-                self._hidden_grad.index_copy_(0, self.index[tile.index], self._rows_grad.to(self._hidden_grad.dtype))
-                self._rows_grad = None  # before the weight's product, which is the peak
-        if self._weight_grad is not None:
-            add_product_(self._weight_grad[tile.block], grad.t(), tile.rows)
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        weight_grad = self._weight_grad
-        return self._hidden_grad, None if weight_grad is None else weight_grad.to(self.weight.dtype)
-
-    def take_sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients as they were summed, the weight's in the compute dtype, and forget them."""
-        sums = self._hidden_grad, self._weight_grad
-        self._hidden_grad = self._weight_grad = None
-        return sums
-
-
-def head_tile_rows(columns: int, device_type: str) -> int:
-    """Return the rows of a tile of logits [rows, columns] that is a product with the head's weight."""
-    rows = tile_rows(columns, device_type, blocks=4, least=64)
-    if device_type == "cpu" or rows < 128:
-        return rows
-    return round(rows / 128) * 128  # whole blocks of a GPU's products
-
-
-def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
-    """Return the rows of a tile for this rank's weight [V/tp, D], by the largest shard, so that all ranks have equal
-    tiles.
-
-    Collectives:
-        One exchange of shard sizes on the host if `shard` does not say how large the largest one is.
-    """
-    sizes = shard_sizes(len(weight), shard.group, weight.device) if shard.largest is None else [shard.largest]
-    return head_tile_rows(max(sizes), weight.device.type)
-
-
 # ---- the two functions of a tile
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `tile_statistics` computes besides m, l and the logits at ids.
+    """Optional results of `tile_statistics`.
 
     Attributes:
         neg_entropy: Σ p·log p.
@@ -451,7 +162,7 @@ def gradient_of_logits(
 
     Args:
         logits: [t, v].
-        lse: m and l of the whole vocabulary, [t, 2]. (A compiled function varies in all sizes but the last.)
+        lse: m and l of the full vocabulary, [t, 2]. (A compiled function varies in all sizes but the last.)
         of_rows: The numbers of each row.
         columns: The ids' columns, [t, k].
         scaling: From products to logits.
@@ -477,7 +188,7 @@ def gradient_of_exps(
 
     Args:
         exps: exp(z - m'), [t, v], where m' is the largest logit of the row on this rank. Overwritten.
-        log_scale: m' - m - l, [t, 1], with m and l of the whole vocabulary. So log p = (z - m') + log_scale.
+        log_scale: m' - m - l, [t, 1], with m and l of the full vocabulary. So log p = (z - m') + log_scale.
         of_rows: As in `gradient_of_logits`.
         columns: As there.
         slope: d logits / d product, as `Scaling.slope` returns it.
@@ -517,7 +228,7 @@ def _shifted(logits: Tensor, m: Tensor, overwrite: bool) -> Tensor:
 
 
 def log_softmax(logits: Tensor, lse: Tensor) -> Tensor:
-    """Return log p of logits [t, v], a new tensor. lse: m and l of the whole vocabulary, [t, 2]."""
+    """Return log p of logits [t, v], a new tensor. lse: m and l of the full vocabulary, [t, 2]."""
     m, l = lse.split(1, 1)  # noqa: E741
     return (logits - finite(m)).sub_(l)
 
@@ -540,8 +251,9 @@ def _largest(logits: Tensor, columns: Tensor, is_mine: Tensor, argmax: bool) -> 
         return logits.new_full(logits.shape[:1], -float("inf")), none
     if not argmax:
         return logits.amax(-1), None
-    largest, likeliest = logits.max(-1)
-    return largest, ((likeliest == columns[:, 0]) & is_mine[:, 0]).to(largest.dtype)
+    largest, argmax_columns = logits.max(-1)
+    is_argmax = (argmax_columns == columns[:, 0]) & is_mine[:, 0]
+    return largest, is_argmax.to(largest.dtype)
 
 
 # ---- values of rows, differentiable
@@ -576,9 +288,9 @@ def softmax_rows(
     Args:
         make_source: Builds the source from `tensors`, in the forward and again in the backward.
         tensors: The tensors that gradients go to.
-        ids: Ids of the whole vocabulary [*leading, k], the same on every rank. An id outside it, -100 included, has
+        ids: Ids of the full vocabulary [*leading, k], the same on every rank. An id outside it, -100 included, has
             the log-probability 0 and no gradient.
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         wanted: What to compute besides. None for nothing.
         masks_rows: Whether rows without a valid id have the value 0 everywhere, and no gradient, whatever they hold.
 
@@ -589,7 +301,9 @@ def softmax_rows(
         One all-gather of 2 to 5 numbers per row. With k > 1 also one all-reduce of k numbers per row. None in the
         backward. Also those of the source: `FilteredRows` has some in the forward and in the backward.
     """
-    return RowValues(*_SoftmaxRows.apply(make_source, ids, shard or WHOLE, wanted or Wanted(), masks_rows, *tensors))
+    return RowValues(
+        *_SoftmaxRows.apply(make_source, ids, shard or UNSHARDED, wanted or Wanted(), masks_rows, *tensors)
+    )
 
 
 class _SoftmaxRows(torch.autograd.Function):
@@ -697,17 +411,6 @@ def _in_block(columns: Tensor, is_mine: Tensor, index: Index, block: slice) -> t
     return block_columns, in_block & rows_of(is_mine, index)
 
 
-def as_tuple(index: Index) -> tuple[Any, ...]:
-    """Return the index of a tile as a tuple, to index further dimensions with it."""
-    return index if isinstance(index, tuple) else (index,)
-
-
-def rows_of(values: Tensor, index: Index) -> Tensor:
-    """Return the rows [t, k] of values [*leading, k] that a tile's index selects."""
-    rows = values[index]
-    return rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])
-
-
 # ---- sums over tokens whose gradient is formed in the forward
 
 
@@ -721,27 +424,17 @@ class FormedSum:
         wants_gradient: Whether hidden states or weight need a gradient.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        index: Tensor,
-        max_rows: int,
-        *,
-        scaling: Scaling | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.source = HeadLogits(hidden, weight, index=index, max_rows=max_rows, scaling=scaling, dtype=dtype)
-        self._inputs = hidden, weight
-        needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in self._inputs]
+    def __init__(self, source: HeadLogits):
+        self.source = source
+        needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in source.inputs]
         self.wants_gradient = any(needed)
-        self.source.begin_gradients(needed)
+        source.begin_gradients(needed)
 
     def with_gradient(self, total: Tensor) -> Tensor:
         """Return `total`, a scalar, as a tensor whose backward returns the gradients that were added."""
         if not self.wants_gradient:
             return total
-        return _WithGradient.apply(*self._inputs, total, *self.source.take_sums())
+        return _WithGradient.apply(*self.source.inputs, total, *self.source.take_sums())
 
 
 class _WithGradient(torch.autograd.Function):

@@ -11,20 +11,10 @@ from torch import Tensor
 
 from dtrain.base.torch_functions import has_values
 from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
-from dtrain.losses.head.softmax import (
-    FormedSum,
-    HeadLogits,
-    RowGradient,
-    Scaling,
-    Wanted,
-    finite,
-    gradient_of_logits,
-    head_tile_rows,
-    tile_rows_of,
-    tile_statistics,
-)
+from dtrain.losses.head.softmax import FormedSum, RowGradient, Wanted, finite, gradient_of_logits, tile_statistics
+from dtrain.losses.head.sources import HeadLogits, Scaling, head_tile_rows, tile_rows_of
 from dtrain.losses.head.vocabulary import (
-    WHOLE,
+    UNSHARDED,
     Group,
     HeadInput,
     Stats,
@@ -47,11 +37,11 @@ def topk_logits_from_hidden_states(
         model: Hidden states and head.
         k: The number of logits. More than the vocabulary means all of it.
         index: The tokens' flat positions, [T].
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         rows_per_tile: Tokens whose logits exist at once. None for the usual number.
 
     Returns:
-        Logits in descending order, in max(float32, the dtype), and ids of the whole vocabulary, int64, both [T, k], on
+        Logits in descending order, in max(float32, the dtype), and ids of the full vocabulary, int64, both [T, k], on
         every rank. Equal logits are ordered by ascending id.
 
     Raises:
@@ -62,7 +52,7 @@ def topk_logits_from_hidden_states(
     """
     if k < 1:
         raise ValueError(f"k={k}: at least one token is asked for")
-    shard = shard or WHOLE
+    shard = shard or UNSHARDED
     sizes = shard_sizes(len(model.weight), shard.group, model.weight.device)
     k = min(k, sum(sizes))
     source = HeadLogits(
@@ -115,7 +105,7 @@ def topk_kl_sum_from_hidden_states(
     Args:
         student: Hidden states and head of the student.
         teacher_logits: The teacher's raw logits [T, K].
-        teacher_ids: Their ids of the whole vocabulary, [T, K].
+        teacher_ids: Their ids of the full vocabulary, [T, K].
         index: The tokens' flat positions [T], each at most once.
         forward_share: The share of the forward KL, in [0, 1].
         jsd_beta: The teacher's share of the mixture. None for the KLs.
@@ -123,7 +113,7 @@ def topk_kl_sum_from_hidden_states(
         zero_outside: Whether the teacher is zero outside its K tokens. Then the student is normalised over the whole
             vocabulary, and log 0 counts as -100 in KL(p_student || p_teacher). Otherwise the student is normalised over
             the K tokens, too.
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         rows_per_tile: Tokens whose logits exist at once. None for the usual number.
 
     Raises:
@@ -133,15 +123,16 @@ def topk_kl_sum_from_hidden_states(
         Per tile, one all-gather of K + 2 numbers per token, K + 3 with the reverse KL.
     """
     check_share(forward_share)
-    shard = shard or WHOLE
-    tokens = FormedSum(
+    shard = shard or UNSHARDED
+    source = HeadLogits(
         student.hidden,
         student.weight,
-        index,
-        rows_per_tile or tile_rows_of(student.weight, shard),
+        index=index,
+        max_rows=rows_per_tile or tile_rows_of(student.weight, shard),
         scaling=Scaling(temperature, student.softcap),
         dtype=compute_dtype(student.hidden.dtype),
     )
+    tokens = FormedSum(source)
 
     def divergence(teacher_logits: Tensor, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None = None) -> Tensor:
         """Return the divergence [t] from the student's logits at the ids [t, K], its log Σ exp z [t] and Σ p·log p."""

@@ -9,7 +9,7 @@ They are kept apart, because m + l would lose digits of l where m is large. With
     rank 0: z = [1, 3]   m = 3, l = log(exp(-2) + 1) = 0.127
     rank 1: z = [2]      m = 2, l = 0
 
-the whole vocabulary has m = 3 and l = log(exp(0.127) + exp(2 - 3 + 0)) = 0.408. Rank 0's share of the probability is
+the full vocabulary has m = 3 and l = log(exp(0.127) + exp(2 - 3 + 0)) = 0.408. Rank 0's share of the probability is
 exp(0.127 - 0.408) = 0.755, rank 1's is exp(-1 - 0.408) = 0.245.
 
 Reference: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
@@ -103,7 +103,7 @@ class VocabShard:
     largest: int | None = None
 
 
-WHOLE = VocabShard(0, None)
+UNSHARDED = VocabShard(0, None)
 
 
 class HeadInput(NamedTuple):
@@ -183,7 +183,7 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
         parts: Statistics of n parts, [n, ...] each.
 
     Returns:
-        The statistics of the whole vocabulary [...], and the logarithm of each part's share of the probability,
+        The statistics of the full vocabulary [...], and the logarithm of each part's share of the probability,
         [n, ...].
     """
     m = parts.m.amax(0)
@@ -192,17 +192,17 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
     l = torch.where(m == -float("inf"), 0, delta.logsumexp(0))  # noqa: E741
     log_share = delta - l
     share = log_share.exp()
-    whole = Stats(m, l)
+    merged = Stats(m, l)
     if parts.neg_entropy is not None:
-        # log p of the whole is log p of the part plus the part's log share.
-        whole.neg_entropy = torch.where(share == 0, 0, share * (parts.neg_entropy + log_share)).sum(0)
+        # log p of the full vocabulary is log p of the part plus the part's log share.
+        merged.neg_entropy = torch.where(share == 0, 0, share * (parts.neg_entropy + log_share)).sum(0)
     if parts.squares is not None:
-        whole.squares = (share.square() * parts.squares).sum(0)
-    return whole, log_share
+        merged.squares = (share.square() * parts.squares).sum(0)
+    return merged, log_share
 
 
 class Merged(NamedTuple):
-    """Statistics of the whole vocabulary, bit for bit the same on every rank.
+    """Statistics of the full vocabulary, bit for bit the same on every rank.
 
     Attributes:
         stats: The statistics [...].
@@ -227,7 +227,7 @@ def merge_over(
         columns: The size of this rank's part.
         group: Ranks over which the vocabulary is sharded. None if it is not.
         extra: Numbers to sum over the ranks, [k, ...]. None for none.
-        at_largest: Numbers to take from the rank that has the largest logit of the whole vocabulary, [j, ...]; of equal
+        at_largest: Numbers to take from the rank that has the largest logit of the full vocabulary, [j, ...]; of equal
             ones the lowest rank, because ranks hold ids in their order. None for none.
 
     Collectives:
@@ -244,8 +244,8 @@ def merge_over(
     gathered = all_gather(message, 0, group).view(size, -1)
     counts = [len(own), len(extra), len(at_largest)]
     parts, extras, candidates = gathered[:, :-1].view(size, sum(counts), *stats.m.shape).split(counts, 1)
-    whole, _ = merge(Stats(*parts.unbind(1)))
+    merged, _ = merge(Stats(*parts.unbind(1)))
     if len(at_largest):
         rank_of_largest = parts[:, 0].argmax(0).expand(1, *at_largest.shape)  # argmax returns the first of equal ones
         at_largest = candidates.gather(0, rank_of_largest).squeeze(0)
-    return Merged(whole, extras.sum(0), gathered[:, -1].sum(), at_largest)
+    return Merged(merged, extras.sum(0), gathered[:, -1].sum(), at_largest)

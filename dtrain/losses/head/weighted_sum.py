@@ -1,5 +1,5 @@
-"""Sums over tokens of a loss of log-probabilities, from hidden states and the head's weight: the logits never exist
-whole.
+"""Sums over tokens of a loss of log-probabilities, from hidden states and the head's weight: the full logits never
+exist.
 
 If a token's weight in the sum is known when its tile is computed, as for SFT, the gradient is formed in the forward:
 three matrix products of the head instead of the four that computing tiles again in the backward costs, and no more
@@ -12,17 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.head.softmax import (
-    FormedSum,
-    RowGradient,
-    Scaling,
-    Wanted,
-    finite,
-    gradient_of_exps,
-    tile_rows_of,
-    tile_statistics,
-)
-from dtrain.losses.head.vocabulary import WHOLE, Merged, Stats, VocabShard, compute_dtype, merge_over, on_shard
+from dtrain.losses.head.softmax import FormedSum, RowGradient, Wanted, finite, gradient_of_exps, tile_statistics
+from dtrain.losses.head.sources import HeadLogits, Scaling, tile_rows_of
+from dtrain.losses.head.vocabulary import UNSHARDED, Merged, Stats, VocabShard, compute_dtype, merge_over, on_shard
 
 TokenLossFn = Callable[[Tensor], Tensor]
 """A loss of tokens: log-probabilities [t] to losses [t], each by its own log-probability alone. It is called tile by
@@ -83,7 +75,7 @@ def token_loss_sums(
         Per tile, one all-gather of four numbers per row, five with `label_smoothing`. `tile_rows_of`'s if
         `rows_per_tile` is None.
     """
-    shard = shard or WHOLE
+    shard = shard or UNSHARDED
     tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
     ones = torch.ones(index.shape, dtype=tokens.source.dtype, device=index.device)
     total, correct = _token_sums(tokens, targets, ones, loss, label_smoothing, shard, counts=True)
@@ -110,21 +102,21 @@ def weighted_logprob_sum(
         hidden: Hidden states [N, D], any floating dtype. Rows without a target cost nothing and get a zero gradient,
             whatever they hold.
         weight: The head's weight [V, D], or with `shard` this rank's rows of it; of the same dtype.
-        targets: Ids of the whole vocabulary [T], int64 in [0, V), the same on every rank.
+        targets: Ids of the full vocabulary [T], int64 in [0, V), the same on every rank.
         token_weights: Constants [T]; they get no gradient.
         index: The rows of `hidden` that have a target, [T] int64, each at most once.
         softcap: Logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
-        shard: Where this rank's part of the vocabulary lies. None if it is whole.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         rows_per_tile: Tokens whose logits exist at once. None for the usual number.
 
     Returns:
-        The whole sum on every rank, a scalar. Gradients are the shard's own: hidden's must still be summed over the
+        The full sum on every rank, a scalar. Gradients are the shard's own: hidden's must still be summed over the
         group.
 
     Collectives:
         One all-gather of three numbers per row and tile; `tile_rows_of`'s if `rows_per_tile` is None.
     """
-    shard = shard or WHOLE
+    shard = shard or UNSHARDED
     tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
     token_weights = token_weights.to(tokens.source.dtype)
     total, _ = _token_sums(tokens, targets, token_weights, None, 0.0, shard, counts=False)
@@ -140,9 +132,15 @@ def _formed_sum(
     shard: VocabShard,
 ) -> FormedSum:
     max_rows = rows_per_tile or tile_rows_of(weight, shard)
-    return FormedSum(
-        hidden, weight, index, max_rows, scaling=Scaling(softcap=softcap), dtype=compute_dtype(hidden.dtype)
+    source = HeadLogits(
+        hidden,
+        weight,
+        index=index,
+        max_rows=max_rows,
+        scaling=Scaling(softcap=softcap),
+        dtype=compute_dtype(hidden.dtype),
     )
+    return FormedSum(source)
 
 
 @torch.no_grad()
@@ -177,7 +175,7 @@ def _token_sums(
         sums = [found.at_ids[:, 0]]
         if found.logit_sum is not None:
             sums.append(found.logit_sum)
-        # The target is the argmax of the whole vocabulary if it is that of the rank with the largest logit.
+        # The target is the argmax of the full vocabulary if it is that of the rank with the largest logit.
         is_argmax = None if found.is_argmax is None else found.is_argmax[None]
         merged = merge_over(stats, source.columns, shard.group, torch.stack(sums), is_argmax)
         weights = token_weights[index]
@@ -203,7 +201,7 @@ def _values_of_rows(
     """Return the loss of each row [t], and the numbers of its gradient times its weight.
 
     Args:
-        merged: Statistics of the whole vocabulary, with the logit at the target and, if `smoothing` is not 0, Σ z.
+        merged: Statistics of the full vocabulary, with the logit at the target and, if `smoothing` is not 0, Σ z.
         weights: The rows' weights, [t].
         loss: See `TokenLossFn`. None for log p itself.
         smoothing: ε of label smoothing.

@@ -12,15 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import Fused
 from dtrain.losses.head.kl import gather_pair
-from dtrain.losses.head.softmax import (
-    GivenLogits,
-    Scaling,
-    Wanted,
-    log_softmax,
-    rows_of,
-    softmax_rows,
-    tile_statistics,
-)
+from dtrain.losses.head.softmax import Wanted, log_softmax, softmax_rows, tile_statistics
+from dtrain.losses.head.sources import GivenLogits, Scaling, rows_of
 from dtrain.losses.head.vocabulary import (
     Group,
     Stats,
@@ -60,7 +53,7 @@ class ChunkedDistributedGatherLogprob:
         tp_group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """log softmax(logits over the whole vocabulary) at global_indices, [..., k], float32 (float64 from float64).
+        """log softmax(logits over the full vocabulary) at global_indices, [..., k], float32 (float64 from float64).
 
         logits [..., v]: this rank's ids [start, end) of a vocabulary cut over the group (None: it is whole), v may be
         0; global_indices [..., k], the same on every rank. An id outside the vocabulary, -100 included: 0.0 and no
@@ -115,7 +108,7 @@ class DistributedLogprob:
 
 
 def _lse_of(source: GivenLogits, group: Group) -> Tensor:
-    """Return m and l of the whole vocabulary, [*leading, 2]. One all-gather."""
+    """Return m and l of the full vocabulary, [*leading, 2]. One all-gather."""
     packed = torch.zeros(2, *source.leading, dtype=source.dtype, device=source.device)
     for index in source.indices():
         tile = source.tile(index, source.blocks[0])
@@ -188,7 +181,7 @@ class ChunkedDistributedEntropy:
     def apply(
         vocab_parallel_logits: Tensor, chunk_size: int | None, tp_group: Group, inference_only: bool = False
     ) -> Tensor:
-        """logits [B, S, V/tp] -> Σ p·log p over the whole vocabulary [B, S], float32 (float64 from float64).
+        """logits [B, S, V/tp] -> Σ p·log p over the full vocabulary [B, S], float32 (float64 from float64).
 
         p·log p is 0 where p is 0, logits of −inf included. Any leading shape; shards may be uneven or empty; extra
         memory O(chunk_size · V/tp). The value on every rank, the gradient the shard's own. One all-gather forward, none
@@ -271,7 +264,7 @@ def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the parts of `_cross_statistics`, [5, ...].
 
     Returns:
-        H(p, q) over the whole vocabulary [...], and m and l of the student's and of the target's logits, [..., 2] each.
+        H(p, q) over the full vocabulary [...], and m and l of the student's and of the target's logits, [..., 2] each.
 
     Collectives:
         One all-gather.
@@ -280,9 +273,9 @@ def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         return -parts[4], torch.stack([parts[0], parts[1]], -1), torch.stack([parts[2], parts[3]], -1)
     log_students, log_targets, (crossed,) = gather_pair(parts, group)
     share, rank = log_targets.exp(), group_rank(group)
-    # log q of the whole is log q of the part plus the part's log share of q.
+    # log q of the full vocabulary is log q of the part plus the part's log share of q.
     value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
-    # m + l of the whole is m + l of the part minus the part's log share.
+    # m + l of the full vocabulary is m + l of the part minus the part's log share.
     lse = torch.stack([parts[0], parts[1] - log_students[rank]], -1)
     target_lse = torch.stack([parts[2], parts[3] - log_targets[rank]], -1)
     return value, lse, target_lse

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from dtrain.losses.head.filtered import Exchange, filtered_logprobs
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
-from dtrain.losses.head.softmax import GivenLogits
+from dtrain.losses.head.sources import GivenLogits
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
 from dtrain.losses.logits.logprob import ChunkedDistributedLogprob, check_chunk

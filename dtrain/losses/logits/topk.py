@@ -41,7 +41,7 @@ def distributed_vocab_topk(
     vocab_end_index: int | Tensor,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [B, S, V/tp] -> the k largest logits over the whole vocabulary, descending, float32 (float64 from
+    """logits [B, S, V/tp] -> the k largest logits over the full vocabulary, descending, float32 (float64 from
     float64), and their global ids int64, both [B, S, k] on every rank. Equal logits: the lower id first, the same on
     every rank.
 
@@ -149,14 +149,14 @@ def get_distillation_topk_logprobs_from_logits(
     context_parallel_group: Group = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Student's and teacher's log-probabilities at the teacher's top-k tokens, both [B, S − 1, K], and the student's
-    negative entropy Σ p·log p over the whole vocabulary [B, S − 1] where `calculate_entropy`, else None.
+    negative entropy Σ p·log p over the full vocabulary [B, S − 1] where `calculate_entropy`, else None.
 
     student_logits: this rank's shard [B, S/cp, V/tp] with a group and its rank there, a DTensor on ("tp",) or
     ("cp", "tp"), or plain [B, S, V]; head-tail over cp. teacher_topk_logits, teacher_topk_indices [B, S, K] in natural
     order. Position t goes with position t; the last is dropped.
 
     The teacher is normalised over its top-k. The student is too, unless zero_outside_topk (the teacher is taken to be
-    zero elsewhere): then its log-probabilities are those over the whole vocabulary.
+    zero elsewhere): then its log-probabilities are those over the full vocabulary.
     float32 (float64 from float64). Under cp incoming gradients are summed over cp. Raises ValueError for K = 0.
     """
     ids = teacher_topk_indices.to(student_logits.device)

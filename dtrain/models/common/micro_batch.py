@@ -66,7 +66,7 @@ PADDING_POSITION = 2**30
 
 @dataclass(frozen=True, eq=False)
 class AdapterContext:
-    """What the adapters of a model read about one micro-batch.
+    """A micro-batch's part of the context that adapters read.
 
     In place of a context, None stands for `AdapterContext()`.
 
