@@ -23,8 +23,8 @@ from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_recipe, write_model
 
 CLOSE = 0.01
-# A plan computes compiled parts as written. In the MLP's backward that takes four tensors [S, F] at once, and aot_eager's
-# graph takes less. It shows where a layer's backward is the peak.
+# A plan computes compiled parts as written. In the MLP's backward that takes four tensors [S, F] at once, and the graph
+# of aot_eager takes less. It shows where a layer's backward is the peak.
 CLOSE_COMPILED = 0.02
 SHAPE = {
     "hidden_size": 256,
