@@ -15,7 +15,7 @@ STARTING_MODULES = {
     "dtrain.rl.environments.calls.TimeoutPool",
     "dtrain.rl.environments.stepping.Environments",
     "dtrain.rl.rewards.Rewards",
-    "dtrain.rl.rewards.assert_tests",
+    "dtrain.rl.rewards.python_tests",
     "dtrain.rl.rewards.code_sandbox",
     "dtrain.rl.rewards.python_tests.PythonTests",
     "dtrain.rl.rewards.scoring.Rewards",

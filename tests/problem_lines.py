@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.recipe import Recipe
 from dtrain.training import hub_files
 from dtrain.training import preflight as checking

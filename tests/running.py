@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.parallel.mesh import init_one_process_group
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, init_one_process_group
 from dtrain.recipe.schema import Recipe
 from dtrain.training.metrics import Recorder
 from dtrain.training.trainer import Trainer, train_checked

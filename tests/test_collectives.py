@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain import recipe as config
 from dtrain.losses.head.sources import head_tile_rows
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.training import method_of
 from tests.tiny import tiny_recipe, write_model

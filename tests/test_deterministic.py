@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dtrain.base.deterministic import cumsum, deterministic_algorithms, doubled_sums
+from dtrain.base.torch_functions import cumsum, deterministic_algorithms, doubled_sums
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import RunJob, run_rank
-from dtrain.parallel.runtime import StopFlag
+from dtrain.parallel.mesh import StopFlag
 from tests.tiny import tiny_recipe
 
 

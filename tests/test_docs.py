@@ -19,8 +19,8 @@ from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
 from dtrain.losses.token import options as token_options
-from dtrain.recipe import key_aliases, other_tools
-from dtrain.rl.rewards import options as rewards
+from dtrain.recipe import other_tools, spelling
+from dtrain.rl.rewards import catalog as rewards
 from dtrain.training import load_recipe, recipe_keys
 from dtrain.training.resume import DIGESTS
 from tests.documented import MODELS, TINY, TINY_GRPO, Directory, tiny_model
@@ -117,7 +117,7 @@ def test_a_key_of_another_tool_is_answered_with_the_one_of_its_row():
     own = {key.rsplit(".", 1)[-1] for key in recipe_keys()}
     for ours, *theirs in table[1:]:
         for key in re.findall(r"`([^`]+)`", " ".join(theirs)):
-            answer = key_aliases.answer(key) or ""
+            answer = spelling.answer(key) or ""
             told = any(name in answer for name in re.findall(r"`([^`]+)`", ours))
             assert told or not answer and key.rsplit(".", 1)[-1] in own | SECTIONS_OF_OTHERS, (key, answer)
 

@@ -16,8 +16,8 @@ from dtrain import models
 from dtrain.models.common.config import Experts
 from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.parallel.experts import spread_experts
+from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Packed
 from dtrain.policy.batching import all_reduced
 from dtrain.training.trainer import Trainer

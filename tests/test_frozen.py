@@ -7,7 +7,7 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.policy.trained import choose_trained
+from dtrain.policy.build import choose_trained
 from tests.problem_lines import preflight
 from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
 from tests.test_parity import recipe_of

@@ -17,9 +17,8 @@ from dtrain.adapters import nf4
 from dtrain.base import compiled, top_p
 from dtrain.base.compiled import Compiled
 from dtrain.base.fused import Fused
-from dtrain.commands.plan.meta_kernels import MetaKernels
 from dtrain.commands.plan.plan import resolve_plan
-from dtrain.commands.plan.planned_device import PlannedDevice
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.losses.head import filtered, kl, logprobs, softmax, sources, topk, weighted_sum

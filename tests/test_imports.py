@@ -48,13 +48,13 @@ EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
     dtrain dtrain.base.errors dtrain.recipe dtrain.training.inputs dtrain.training.hub_files dtrain.methods
     dtrain.commands.cli dtrain.launch
-    dtrain.commands.run dtrain.training.preflight dtrain.models.common.config dtrain.models.read_config
+    dtrain.commands.plan.command dtrain.training.preflight dtrain.models.common.config dtrain.models.read_config
     dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
     dtrain.data.text.template dtrain.data.formats.encoder dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.training.directory dtrain.inference
     dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
-    dtrain.rl.remote.shared_directory dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.training.metrics
+    dtrain.rl.remote.publish dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.training.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live dtrain.commands.web
     dtrain.data.images.files dtrain.data.images.families
 """.split()

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dtrain.base import host_memory as memory
+from dtrain.base import hardware as memory
 
 LIMIT = 1 << 28
 

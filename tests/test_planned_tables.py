@@ -9,7 +9,7 @@ from dtrain.commands.plan.choose import FREE
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.recipe import models
-from dtrain.recipe.automatic import USUAL
+from dtrain.recipe.world import USUAL
 from dtrain.training import load_recipe
 from tests.documented import Directory
 from tests.pictures import write_photo_rows

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dtrain.base.problems import RecipeError
-from dtrain.parallel.runtime import Runtime
+from dtrain.base.errors import RecipeError
+from dtrain.parallel.mesh import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.trainer import train
 from tests.problem_lines import lines, not_here, preflight, shapes

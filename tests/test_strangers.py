@@ -15,7 +15,7 @@ from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
 from dtrain.commands.plan.report import as_json, text
-from dtrain.rl.rewards.find import find
+from dtrain.rl.rewards.catalog import find
 from tests.checkpoint.processes import ROOT
 from tests.problem_lines import preflight
 from tests.running import run

@@ -65,7 +65,7 @@ HOMES = {
     ),
     "commands/plan/compiled.py": "_C._current_autograd_node _get_sequence_nr _sequence_nr",
     "commands/plan/memory.py": "OpOverload",
-    "commands/plan/meta_kernels.py": "FakeWork TorchDispatchMode _schema",
+    "commands/plan/planned_device.py": "FakeWork TorchDispatchMode _schema",
     "commands/plan/planned_device.py": "_engine_run_backward",
     "commands/plan/step.py": "fake_pg",
     "commands/plan/tracer.py": "_resolve_process_group",
@@ -76,12 +76,12 @@ HOMES = {
     "parallel/collectives.py": "_c10d_functional",
     "parallel/context/train_context.py": "maybe_enable_compiled_autograd",
     "parallel/fsdp.py": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
-    "memory/host_masters.py": "_C._disabled_torch_function_impl",
+    "memory/host_memory.py": "_C._disabled_torch_function_impl",
     "parallel/mesh.py": "_concatenate _device_types _get_backend _unflatten",
     "parallel/placement.py": "_StridedShard _foreach_mul_ _foreach_norm _local_tensor",
     "memory/compilation.py": "_higher_order_ops",
     "policy/offloader.py": "_buffers",
-    "policy/weight_buckets.py": "_Options _devices",
+    "policy/weights.py": "_Options _devices",
 }
 # Of Python's standard library, and of modules.
 OTHERS = {

@@ -12,7 +12,7 @@ import torch
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.commands.plan.background import Peak
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.training.spec import resolve
 from dtrain.training.trainer import train
 from tests.running import assert_same, interrupt, metrics, run, run_all, trajectory, weights

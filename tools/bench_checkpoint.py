@@ -39,9 +39,8 @@ from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.training_state import allocate_state, training_tensors
 from dtrain.models.read_config import parse_config
 from dtrain.parallel.fsdp import mixed_precision, shard_model
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 
 
 def seconds(act) -> float:

@@ -3,7 +3,7 @@
 
     .venv/bin/python tools/metrics_reference.py
 
-All of it comes from dtrain/training/metrics/fields.py, and from `measures` of each method. tests/test_docs.py compares
+All of it comes from dtrain/training/metrics/records.py, and from `measures` of each method. tests/test_docs.py compares
 the page.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dtrain.training import METHODS, method_class
-from dtrain.training.metrics.fields import EVALUATION, FIELDS, MetricField
+from dtrain.training.metrics.records import EVALUATION, FIELDS, MetricField
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Every field of metrics.jsonl

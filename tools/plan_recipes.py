@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.report import gib
-from dtrain.recipe.automatic import USUAL, value_of
 from dtrain.recipe.models import IMAGES, SPECIAL
+from dtrain.recipe.world import USUAL, value_of
 from dtrain.training import load_recipe
 from tests import test_recipes
 

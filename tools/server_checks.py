@@ -23,9 +23,8 @@ from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.losses.head.logprobs import TrainingSamplingParams
 from dtrain.models import read_config
-from dtrain.parallel.mesh import build_mesh, init_one_process_group
+from dtrain.parallel.mesh import Runtime, build_mesh, init_one_process_group
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher

@@ -18,7 +18,7 @@ from dtrain.inference.images import images_of
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.models.common.decoder import CausalLM
 from dtrain.rl.collect import prompts_from
-from dtrain.rl.remote.image_routes import ROUTES
+from dtrain.rl.remote.dialects import ROUTES
 from tests import pictures
 
 LENGTH = 128

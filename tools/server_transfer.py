@@ -12,11 +12,10 @@ from real_servers import free_port
 from server_checks import Report, Trainer, engine_of, requests_of
 
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.policy.weight_buckets import weight_group
+from dtrain.policy.weights import weight_group
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.http_client import RetryableError
-from dtrain.rl.remote.publish import DirectoryPublisher
-from dtrain.rl.remote.weight_transfer import TransferPublisher
+from dtrain.rl.remote.publish import DirectoryPublisher, TransferPublisher
 
 
 class GlooRoot:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.adapters.config import is_stack
+from dtrain.base.errors import Problem
 from dtrain.base.fused import Fused, rounds
-from dtrain.base.problems import Problem
 from dtrain.base.ranges import either
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM

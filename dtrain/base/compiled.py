@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._triton import has_triton
 
-from dtrain.base.gpus import C_COMPILERS
+from dtrain.base.hardware import C_COMPILERS
 
 # Of one function: for dtypes, for one row and for several, with and without gradients. torch's own limit is 8.
 GRAPHS = 32

@@ -1,6 +1,13 @@
-"""Errors that dtrain raises on purpose: mistakes that a user can mend, and a run that was asked to stop."""
+"""Errors that dtrain raises on purpose, and mistakes in a recipe or in its files as objects.
 
-from collections.abc import Sequence
+A `UserError` is a mistake that a user can mend; `Stopped` ends a run that was asked to stop. A check of a recipe
+returns every `Problem` that it finds instead of raising the first one, so that a user sees all of them at once. Code
+that wants to know which key a problem is about reads `key`; nothing parses the message. Functions that cannot continue
+raise a UserError as usual, and `problems_in` turns that error into a `Problem`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 
 class UserError(Exception):
@@ -58,3 +65,103 @@ def in_words(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mistake in a recipe, or in a file that it names. `str(problem)` is the line that a user reads.
+
+    Attributes:
+        key: The dotted key that the problem is about, such as "parallel.tp". Empty if it is about no key.
+        text: What is wrong, with the value, without a full stop at the end.
+        fix: What to set, as a sentence without a full stop at the end. Empty if `text` says it already.
+        is_missing: Whether the recipe lacks a value. Such a problem is dropped if the value was given and refused.
+        other_keys: Keys that would do instead of `key`, such as "train.epochs" for "train.steps".
+
+    Example:
+        >>> print(Problem("parallel.tp", "parallel.tp=3 does not divide the model's 8 attention heads", "Use 2 or 4"))
+        parallel.tp=3 does not divide the model's 8 attention heads. Use 2 or 4.
+    """
+
+    key: str
+    text: str
+    fix: str = ""
+    is_missing: bool = False
+    other_keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.fix:
+            return self.text
+        end = "" if self.fix.endswith("?") else "."
+        return f"{self.text}. {self.fix}{end}"
+
+    def reworded(self, reword: Callable[[str], str]) -> "Problem":
+        """Return the problem with `reword` applied to its texts, for example to hide secrets."""
+        return replace(self, text=reword(self.text), fix=reword(self.fix))
+
+
+class RecipeError(UserError):
+    """All problems of a recipe.
+
+    Attributes:
+        problems: The problems, each once.
+    """
+
+    def __init__(self, problems: Iterable[Problem]):
+        self.problems = list(dict.fromkeys(problems))
+        count = len(self.problems)
+        heading = "the recipe has a problem:" if count == 1 else f"the recipe has {count} problems:"
+        lines = [f"  - {problem}" for problem in self.problems]
+        super().__init__("\n".join([heading, *lines]))
+
+
+def problems_of_error(key: str, error: OSError | UserError) -> list[Problem]:
+    """Return the problems that an error reports. An error that is no RecipeError is one problem of `key`."""
+    if isinstance(error, RecipeError):
+        return error.problems
+    return [Problem(key, in_words(error))]
+
+
+def problems_in(key: str, check: Callable[[], Iterable[Problem]]) -> list[Problem]:
+    """Return the problems that `check` finds in the part of a recipe at `key`; an error that it raises is one."""
+    try:
+        return list(check())
+    except UserError as error:
+        return problems_of_error(key, error)
+    except OSError as error:  # for example a directory that this user may not enter, or a name that is too long
+        fix = "Let this user read it, or name another path in the recipe"
+        return [Problem(key, in_words(error), fix)]
+
+
+def without_repetition(refused: Iterable[Problem], found: Iterable[Problem]) -> list[Problem]:
+    """Join the problems of a recipe's text with those of the recipe that is left without the refused values.
+
+    A refused value is absent from the rest of the recipe, so checks find it missing: this is no second problem. For
+    example, `data.train.path: [1]` is refused, and then `data.train.path` is missing.
+
+    Args:
+        refused: Problems of the text.
+        found: Problems of the recipe that was read from it.
+    """
+    refused = list(refused)
+    refused_keys = [problem.key for problem in refused]
+    joined = dict.fromkeys(refused)
+    for problem in found:
+        if not (problem.is_missing and _was_given(problem, refused_keys)):
+            joined[problem] = None
+    return list(joined)
+
+
+def _was_given(problem: Problem, refused_keys: Iterable[str]) -> bool:
+    """Return whether a refused value is the missing one, contains it, or is an entry of it.
+
+    For example, the refused key `data.train` contains `data.train.path`, and `scheduler[0]` is an entry of `scheduler`.
+    """
+    missing_keys = (problem.key, *problem.other_keys)
+    for refused_key in refused_keys:
+        for missing_key in missing_keys:
+            is_within = f"{missing_key}.".startswith(f"{refused_key}.")
+            has_refused_entry = refused_key.startswith(f"{missing_key}[")
+            if refused_key and (is_within or has_refused_entry):
+                return True
+    return False

@@ -3,9 +3,12 @@
 Only weights in safetensors and the small files of a model are downloaded, no code and no pickle. Token, endpoint,
 offline mode and the cache's place are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
 Torch is not imported, and huggingface_hub only by a function that needs it.
+
+`client_errors` returns the exceptions of the network clients, which have no base class in common.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -22,8 +25,28 @@ from dtrain.base.model_directory import (
     TOKENIZER,
     files_of_weights,
 )
-from dtrain.base.network_errors import client_errors
 from dtrain.base.ranges import beside, plural
+
+# Module of a client -> its error for a server that cannot be reached or a transfer that breaks off.
+CLIENTS = {
+    "aiohttp": "ClientError",  # https://, and requests of s3fs and gcsfs
+    "botocore.exceptions": "BotoCoreError",  # s3://
+    "google.auth.exceptions": "GoogleAuthError",  # gs://
+    "gcsfs.retry": "HttpError",
+    "httpx2": "TransportError",  # huggingface_hub 2
+    "httpx": "TransportError",  # huggingface_hub 1
+}
+
+
+def client_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return `others` and the error classes of the network clients that this process has loaded, for `except`.
+
+    The clients are optional, and the one that huggingface_hub uses depends on its version. A client that is not loaded
+    cannot have raised an error, so nothing is imported.
+    """
+    loaded = [getattr(sys.modules[module], name) for module, name in CLIENTS.items() if module in sys.modules]
+    return (*others, *loaded)
+
 
 SHARDS = "model-*.safetensors"
 MOST_NAMED = 8  # missing files in a message

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 
 
 def pattern_error(pattern: str) -> str | None:

@@ -1,9 +1,11 @@
 """Ranges of settings, and the words of messages about them: numbers, near misses, plurals. No torch.
 
-The tables of options that stand beside the losses and the rewards are made of these, and so is the recipe's check.
+A `Range` is a check of a value, and a phrase that says what the value must be. The types of recipe keys, and the tables
+of options of losses and rewards, are made of ranges.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -123,3 +125,15 @@ def either(options: Iterable[str]) -> str:
     """
     *first, last = options
     return f"{', '.join(first)} or {last}" if first else last
+
+
+AUTO: Range = (lambda v: v in ("auto", True, False), "auto, true or false")
+COUNT: Range = (lambda v: v == "auto" or (type(v) is int and v >= 1), "a whole number, at least 1, or auto")
+DIVISOR: Range = (lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10")
+SHARE: Range = (lambda v: 0 <= v <= 1, "from 0 to 1")
+SIZE: Range = (lambda v: 0 <= v < math.inf, "a finite number, at least 0")
+STOP: Range = (all, "texts that are not empty")
+TIME: Range = (lambda v: 0 < v < math.inf, "a finite number, more than 0")
+TOP_K: Range = (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all")
+UP_TO_1: Range = (lambda v: 0 < v <= 1, "more than 0, up to 1")
+WEIGHT: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10")

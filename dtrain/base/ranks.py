@@ -1,7 +1,7 @@
-"""Agreement of ranks: one acts for all, or all act, and an error on any of them is raised on every one.
+"""Ranks that act together: an error on one rank is raised on every rank, and work is dealt out by its cost.
 
-Without that, a full disk on one rank leaves the others waiting in a collective. Only OSError and UserError travel; any
-other exception is a bug and ends its rank, and with it the run.
+Without this agreement, a full disk on one rank leaves the others waiting in a collective. Only OSError and UserError
+travel; any other exception is a bug and ends its rank, and with it the run.
 
 On files they agree by content: names, places and time stamps play no part. A file's digest is a SHA-256 over those of
 its chunks, which the processes of a machine read side by side: each takes its share, in several threads. A machine with
@@ -20,6 +20,23 @@ import torch.distributed as dist
 
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.json_files import digest
+
+
+def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
+    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
+
+    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
+    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(places)]
+    loads = [0.0] * places
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        free = [place for place in range(places) if most is None or len(shares[place]) < most]
+        place = min(free, key=lambda place: (loads[place], place))
+        loads[place] += costs[index]
+        shares[place].append(index)
+    return [sorted(share) for share in shares]
+
 
 CHUNK = 64 << 20
 BLOCK = 1 << 16

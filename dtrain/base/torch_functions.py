@@ -1,6 +1,12 @@
-"""Queries about tensors and autograd that torch has no public function for."""
+"""Functions that torch lacks: queries about tensors and autograd, and deterministic algorithms.
 
-from contextlib import AbstractContextManager
+`deterministic_algorithms` switches torch's own on for a block. `cumsum` replaces torch's, which has no deterministic
+kernel on CUDA.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,3 +35,44 @@ def has_values(tensor: Tensor) -> bool:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage among all that exist."""
     return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def deterministic_algorithms(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let torch use deterministic algorithms alone while the block runs, and cuBLAS workspaces of one size.
+
+    environ: of this process; cuBLAS reads it at its first product. torch raises a RuntimeError that names the operation
+    where one has no deterministic algorithm (`torch.use_deterministic_algorithms`).
+    """
+    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    switches.fill_uninitialized_memory = False  # it writes all memory once more
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        switches.fill_uninitialized_memory = fills
+
+
+def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the cumulative sums of floats over the last dimension, like values, in `dtype`. Differentiable.
+
+    As `torch.cumsum`, whose kernel on CUDA has no fixed order: under deterministic algorithms the sums are doubled in
+    length log2(n) times there.
+    """
+    if not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(-1, dtype=dtype)
+    return doubled_sums(values if dtype is None else values.to(dtype))
+
+
+def doubled_sums(values: Tensor) -> Tensor:
+    """Return the cumulative sums of values [.., n]: sums of 1, 2, 4, ... neighbours, each of two that are half as long
+    (Hillis and Steele, 1986)."""
+    length = 1
+    while length < values.shape[-1]:
+        values = torch.cat([values[..., :length], values[..., length:] + values[..., :-length]], -1)
+        length *= 2
+    return values

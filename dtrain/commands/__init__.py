@@ -1,8 +1,6 @@
 """The `dtrain` command and its sub-commands.
 
 cli, arguments    the command line; arguments that several commands take
-run               `dtrain run`, and `dtrain.run` from Python
-standard_input    lines of standard input, for commands that read a prompt from each
 suggestions       answers to commands and recipes that do not exist
 preview           `dtrain preview`: rows as the model sees them
 web               the HTTP server of `dtrain serve` and of `dtrain report --live`

@@ -1,6 +1,8 @@
-"""Arguments that several commands share, and argument types, whose errors argparse reports."""
+"""Arguments and argument types that several commands share, and prompts from standard input, one per line."""
 
 import argparse
+import io
+import sys
 from collections.abc import Callable
 
 RECIPE = "a recipe's file, or the name of a shipped one (`dtrain ls`)"
@@ -51,3 +53,12 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return value
+
+
+def keep_carriage_returns() -> None:
+    r"""Let only `\n` end a line of standard input, before anything is read from it.
+
+    Python's default also ends a line at a lone `\r`, which may be part of a prompt, as in a captured progress bar.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="\n")

@@ -19,7 +19,7 @@ from pathlib import Path
 from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.json_files import split_lines
-from dtrain.base.stop_signals import exit_at_once, handled_by
+from dtrain.base.processes import exit_at_once, handled_by
 from dtrain.commands.arguments import (
     DIRECTORY,
     PROCESSES,
@@ -28,8 +28,8 @@ from dtrain.commands.arguments import (
     add_recipe,
     add_sampling,
     at_least,
+    keep_carriage_returns,
 )
-from dtrain.commands.standard_input import keep_carriage_returns
 
 COMMANDS = {
     "plan": ("dtrain.commands.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
@@ -193,9 +193,9 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 def _run(arguments: argparse.Namespace) -> None:
     with handled_by(exit_at_once):  # until the run handles signals itself
-        from dtrain.commands.run import plan_beside
+        from dtrain.commands.plan.command import plan_beside
         from dtrain.launch import launch
-        from dtrain.launch.reports import WorkerFailed
+        from dtrain.launch.exits import WorkerFailed
         from dtrain.training import preflight
 
         try:
@@ -277,8 +277,7 @@ def _download(arguments: argparse.Namespace) -> None:
         meant = f": write {address[1]}" if address else ", or a directory has that name"
         raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
     if arguments.data:
-        from dtrain.data.sources.hub import download
-        from dtrain.data.sources.hub_splits import Pick
+        from dtrain.data.sources.hub import Pick, download
 
         files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))

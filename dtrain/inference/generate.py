@@ -10,13 +10,13 @@ from torch import Tensor
 from dtrain import models
 from dtrain.adapters.lora import build_with_adapters
 from dtrain.base import hub
-from dtrain.base.devices import choose_device_type
 from dtrain.base.errors import UserError
+from dtrain.base.hardware import choose_device_type
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER, has_weights, is_adapter_directory
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate, step_of
 from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_tensors
-from dtrain.checkpoint.huggingface.base_weights import RunFacts, step_around, trained_beside
+from dtrain.checkpoint.huggingface.merged import RunFacts, step_around, trained_beside
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
 from dtrain.checkpoint.huggingface.read import candidate_names, read_weights
@@ -34,7 +34,7 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.images import Images
 from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.shapes import linears
-from dtrain.policy.precision import DTYPES, choose_precision
+from dtrain.policy.options import DTYPES, choose_precision
 
 
 def generate(

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IMAGE_STREAMS
+from dtrain.base.batch import IMAGE_STREAMS, Grid
 from dtrain.base.errors import UserError
-from dtrain.base.row_images import Grid
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.images import Images
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.gpus import free_memory
+from dtrain.base.hardware import free_memory
 from dtrain.inference.request import Request
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM

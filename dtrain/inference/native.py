@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.base.dealing import deal
 from dtrain.base.errors import Interrupted
-from dtrain.base.gpus import free_memory
-from dtrain.base.ranks import Ranks
+from dtrain.base.hardware import free_memory
+from dtrain.base.ranks import Ranks, deal
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.engine import Engine, Peers, at_rest

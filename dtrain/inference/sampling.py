@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dtrain.base.deterministic import cumsum
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, uniform
 from dtrain.base.top_p import last_kept
+from dtrain.base.torch_functions import cumsum
 from dtrain.inference.kv_cache import PromptKey, slot_size
 from dtrain.inference.request import Request, SamplingParams
 

@@ -14,11 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.devices import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
 from dtrain.base.errors import UserError
+from dtrain.base.hardware import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
 from dtrain.launch.place import RankPlace
-from dtrain.recipe.automatic import AUTO, Config, changed
-from dtrain.recipe.world import LARGEST_AUTO, mesh_problems
+from dtrain.recipe.world import AUTO, LARGEST_AUTO, Config, changed, mesh_problems
 
 if TYPE_CHECKING:
     import torch

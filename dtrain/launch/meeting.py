@@ -34,10 +34,9 @@ import torch.distributed as dist
 
 from dtrain.base.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback, own_address
 from dtrain.base.errors import Stopped, StoppedAtStart, Unavailable, UserError, first_line
+from dtrain.launch.exits import Report, newest_checkpoint, on_signals
 from dtrain.launch.place import GLOO, NCCL, RankPlace
-from dtrain.launch.reports import Report, newest_checkpoint
-from dtrain.launch.signals import on_signals
-from dtrain.parallel.runtime import StopFlag
+from dtrain.parallel.mesh import StopFlag
 from dtrain.recipe import Recipe
 
 T = TypeVar("T")

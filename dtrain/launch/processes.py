@@ -34,11 +34,10 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from dtrain.base.errors import Stopped, StoppedAtStart, UserError
 from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
+from dtrain.launch.exits import ENDED, OutOfMemory, Report, WorkerFailed, cause_of, held_back, let_through, on_signals
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import STOPPING, RunJob, open_log, redirect_to, run_rank
-from dtrain.launch.reports import ENDED, OutOfMemory, Report, WorkerFailed, cause_of
-from dtrain.launch.signals import held_back, let_through, on_signals
-from dtrain.parallel.runtime import StopFlag
+from dtrain.parallel.mesh import StopFlag
 from dtrain.recipe import origins, to_yaml, with_origins_of
 from dtrain.training import load_recipe
 

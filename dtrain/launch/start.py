@@ -12,16 +12,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dtrain.base.errors import UserError
-from dtrain.base.host_memory import num_cores
-from dtrain.base.import_paths import search_path
-from dtrain.base.problems import Problem, RecipeError, problems_of_error
+from dtrain.base.errors import Problem, RecipeError, UserError, problems_of_error
+from dtrain.base.hardware import num_cores
+from dtrain.base.processes import search_path
 from dtrain.base.ranges import plural
 from dtrain.launch.devices import device_of_all, with_processes
 from dtrain.launch.place import RankPlace, find_place, number
 from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
-from dtrain.recipe.automatic import open_keys
+from dtrain.recipe.world import open_keys
 from dtrain.training import recipe_and_problems
 from dtrain.training.hub_files import not_here, to_copy, with_local_model, with_small_files
 from dtrain.training.inputs import RunInputs, World

@@ -1,16 +1,30 @@
 """Activation checkpointing: parts of a model are computed again in the backward, and their activations are not stored.
 
 `train.activation_checkpointing` chooses the parts: "full" recomputes each layer from its input, "mlp" only its MLP, and
-"selective" a layer without its matrix products and attention (`selective_checkpointing`).
+"selective" a layer except for its expensive operations.
+
+Under "selective" the results of matrix products, attention and reduce-scatters are stored, and everything else is
+recomputed. All-to-alls of tokens are sent again, because their results are as large as everything else that a mixture
+of experts stores. In a tile (`memory.tiles`) everything is recomputed.
+
+Two forms use the same table: `AS_WRITTEN` for layers that run as written, and `selective` for functions that
+torch.compile compiles, whose partitioner then decides within the table what the backward needs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.attention.varlen
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable import checkpoint as checkpoint_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtrain.models.common.decoder import Layer
+from dtrain.parallel.collectives import PARTS, WHOLES
 from dtrain.parallel.tensor import ParallelModel
 
 
@@ -37,16 +51,16 @@ def checkpoint_activations(
     """
     options: dict[str, Any] = {"determinism_check": determinism_check}
     if kind == "selective":
-        from dtrain.memory.selective_checkpointing import AS_WRITTEN  # optional
+        from dtrain.memory.activation_checkpointing import AS_WRITTEN  # optional
 
         options["context_fn"] = AS_WRITTEN
     if layers is None:
         layers = [*model.model.layers, *model.model.vision_layers]
     for layer in layers:
         if kind in ("full", "selective"):
-            checkpoint(layer, **options)
+            checkpoint_module(layer, **options)
         elif kind == "mlp" and not (is_tiled and _may_have_tiles(layer)):
-            checkpoint(_mlp_of(layer), **options)
+            checkpoint_module(_mlp_of(layer), **options)
 
 
 def _may_have_tiles(layer: nn.Module) -> bool:
@@ -57,3 +71,84 @@ def _may_have_tiles(layer: nn.Module) -> bool:
 def _mlp_of(layer: nn.Module) -> nn.Module:
     """Return the child of a layer whose name ends in "mlp"."""
     return next(child for name, child in layer.named_children() if name.endswith("mlp"))
+
+
+Contexts = Callable[[], tuple[Any, Any]]
+"""Function that returns the contexts of the forward and of the recomputation, as torch's `checkpoint` accepts it."""
+
+
+# Whether the running call computes a tile. torch calls a policy with an operation and its arguments only, so the flag
+# cannot be passed down. Like torch's grad mode it belongs to the running call of a thread, and to no model or layer.
+_is_in_tile = ContextVar("is_in_tile", default=False)
+
+
+@contextmanager
+def storing_nothing() -> Iterator[None]:
+    """Context in which checkpointed layers store no results, because a tile is computed that is recomputed anyway."""
+    token = _is_in_tile.set(True)
+    try:
+        yield
+    finally:
+        _is_in_tile.reset(token)
+
+
+KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        *PARTS,
+    }
+)
+"""Operations whose results are stored, in layers that run as written."""
+
+KEPT_COMPILED = KEPT | WHOLES
+"""Operations whose results may be stored in compiled parts.
+
+Results of all-gathers and all-reduces are among them, because the compiler does not store the products that they add
+up. In layers that run as written both would be stored, which takes more memory than no checkpointing at all.
+"""
+
+
+def _policy(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
+    """Decide about the result of an operation, as `create_selective_checkpoint_contexts` calls it."""
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _policy_outside_tiles(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
+    """Decide as `_policy`, but store nothing of a tile."""
+    if _is_in_tile.get():
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _policy(kept, context, operation, *args, **kwargs)
+
+
+# One object each, because torch.compile guards on the identity of the object.
+# The compiler calls the policy when it traces a part and not in each forward, so COMPILED must not depend on the call.
+COMPILED: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy, KEPT_COMPILED))
+"""Contexts of compiled parts, inside tiles or not."""
+AS_WRITTEN: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy_outside_tiles, KEPT))
+"""Contexts of layers, or parts of layers, that run as written and may contain tiles: the argument `context_fn` of
+torch's `checkpoint`."""
+
+
+def selective(function: Callable[..., Any], contexts: Contexts = COMPILED, **options: Any) -> Callable[..., Any]:
+    """Return `function` with selective checkpointing inside, to be compiled.
+
+    The partitioner of torch.compile stores what the backward needs of the results that may be stored, and nothing else.
+
+    Args:
+        function: A part of a layer.
+        contexts: `COMPILED`, or `AS_WRITTEN` if the function is not compiled after all.
+        **options: Further arguments of torch's `checkpoint`.
+    """
+
+    def checkpointed(*inputs: Any) -> Any:
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts, **options)
+
+    return checkpointed

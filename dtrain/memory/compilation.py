@@ -21,7 +21,7 @@ from torch import nn
 
 from dtrain.base.compiled import Compiled
 from dtrain.base.compiled import obstacle as compiler_obstacle
-from dtrain.memory.selective_checkpointing import AS_WRITTEN, selective
+from dtrain.memory.activation_checkpointing import AS_WRITTEN, selective
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.recipe.schema import Train
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.base.fused import Fused
-from dtrain.optim.local_shard import LocalShard
-from dtrain.optim.stochastic_rounding import (
+from dtrain.optim.local_shard import (
     BitPositions,
+    LocalShard,
     bit_positions,
     random_16_bits,
     random_sequence,

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import rounds
-from dtrain.memory.selective_checkpointing import storing_nothing
+from dtrain.memory.activation_checkpointing import storing_nothing
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.placement import local_tensor

@@ -1,9 +1,7 @@
 """Methods: what a batch is, which loss, which metrics. One loop, small methods. README.md says how to add one.
 
-method                       the base of the methods
+method                       the base of the methods, and the part of a run that a method uses
 sft, dpo, kto, distill, reward    each method with its section; method grpo is in dtrain.rl
-precompute                   dpo: the reference's log-probabilities, computed once
-run_context                  the part of a run that a method uses: its log, its directory, its models' files
 
 The table of the methods is dtrain.training.METHODS.
 """

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
-from dtrain.base.ranges import at_least, shown
+from dtrain.base.errors import Problem, UserError
+from dtrain.base.ranges import DIVISOR, SHARE, UP_TO_1, at_least, shown
 from dtrain.data import Rows
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
-from dtrain.methods.method import AttachedModels, Method
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import AttachedModels, Method, RunContext
 from dtrain.policy import Policy
+from dtrain.policy.other_models import Teacher
 from dtrain.policy.score import LogprobSource
-from dtrain.policy.teacher import Teacher
-from dtrain.recipe.ranges import DIVISOR, SHARE, UP_TO_1
 from dtrain.recipe.rollouts import Sampling
 
 

@@ -18,20 +18,17 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, trim
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.randomness import key
-from dtrain.base.ranges import at_least
+from dtrain.base.ranges import DIVISOR, UP_TO_1, WEIGHT, at_least
 from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labels import is_wanted
 from dtrain.data.rows.rows import pack, row_of
 from dtrain.losses.preference import formulas
-from dtrain.methods.method import MethodWithReference
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.ranges import DIVISOR, UP_TO_1, WEIGHT
 
 LOOKED_AT = 256  # replies, for whether there are both kinds
 

@@ -1,35 +1,71 @@
-"""The base of the methods; a method's own file holds its section and how it differs."""
+"""The base of the methods, and `RunContext`, the part of a run that a method uses.
 
-from collections.abc import Iterator, Mapping, Sequence
+A method's own file has its section of the recipe and how it differs from the base.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import Batch, collate
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
+from dtrain.base.batch import Batch, collate, collate_with_images
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import shown
-from dtrain.base.row_images import collate_with_images
 from dtrain.data import Batches, Cursor, GlobalBatch, Rows
-from dtrain.methods.run_context import RunContext
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.automatic import without_auto
 from dtrain.recipe.schema import Recipe
-from dtrain.recipe.world import automatic_batch
+from dtrain.recipe.world import automatic_batch, without_auto
 
 if TYPE_CHECKING:
     from dtrain.data.formats.labels import Label
     from dtrain.data.formats.prompts import PromptOptions
-    from dtrain.data.model_directory import ModelDirectory
     from dtrain.models.common.config import ModelConfig
+    from dtrain.policy.other_models import RewardModel, Teacher
     from dtrain.policy.reference import Reference
-    from dtrain.policy.reward_model import RewardModel
-    from dtrain.policy.teacher import Teacher
+
+
+class RunLog(Protocol):
+    """Rows and lines that a run writes; `dtrain.training.metrics.Recorder` is one."""
+
+    def say(self, text: str) -> None: ...
+
+    def log(self, row: Mapping[str, int | float], step: int) -> None: ...
+
+    def write_beside(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None: ...
+
+    def drop_answers(self, step: int, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The part of a run that a method, its engines and its evaluations use.
+
+    Attributes:
+        metrics: Writes rows and lines.
+        path: The run's directory.
+        identities: Digests of everything that the run reads at its start, by the keys that a resume compares.
+        source: The directory of model.path, with the run's tokenizer and chat template.
+        others: The directories of the method's other models, by key.
+        stack: Closes what is opened for the run when the run ends.
+        ask_stop: Returns whether this rank was asked to stop. Work that takes long between two steps may then raise
+            Interrupted, on every rank, and the run is saved as the last step left it.
+    """
+
+    metrics: RunLog
+    path: Path
+    identities: Mapping[str, str]
+    source: ModelDirectory
+    others: Mapping[str, ModelDirectory]
+    stack: ExitStack
+    ask_stop: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -124,7 +160,7 @@ class Method:
     dataclass of its keys, which a recipe has under the method's name. section: their values.
 
     about: the method in words, for a reader. kind: what a sample of the data is: examples, pairs, labelled (replies
-    that are wanted or not) or prompts. measures: its fields of metrics.jsonl (training/metrics/fields.py), next to
+    that are wanted or not) or prompts. measures: its fields of metrics.jsonl (training/metrics/records.py), next to
     those of all methods. curves: fields that show what was learned, and their names for a reader. best: what of
     `recipe.schema.BEST` it measures. more_steps: what of its section makes a pass more steps. adapter_rates: the
     learning rate below which a fresh adapter hardly learns, and a usual one. models: the keys of the section that may

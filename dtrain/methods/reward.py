@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.base.batch import Batch, documents
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
+from dtrain.base.ranges import WEIGHT
 from dtrain.checkpoint.huggingface.model_files import padding_token
 from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labels import Label
-from dtrain.methods.method import Method
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import Method, RunContext
 from dtrain.policy import Policy
-from dtrain.policy.reward_model import at_the_ends
+from dtrain.policy.other_models import at_the_ends
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe.ranges import WEIGHT
 
 HEAD = "score"
 """The module of a classifier that gives its outputs."""

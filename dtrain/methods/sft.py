@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.base.ranges import NUMBER, is_number, shown
 from dtrain.losses.head import weighted_sum
 from dtrain.losses.token.options import LOSSES, RANGES
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
-from dtrain.recipe import key_aliases
+from dtrain.recipe import spelling
 
 
 @dataclass
@@ -49,7 +49,7 @@ class SftMethod(Method):
         """Check `sft.loss`, its options and label smoothing."""
         section = self.section
         if section.loss not in LOSSES:
-            hint = key_aliases.hint("sft.loss", section.loss, LOSSES)
+            hint = spelling.hint("sft.loss", section.loss, LOSSES)
             return [Problem("sft.loss", f"sft.loss={section.loss} is not a loss of tokens{hint}")]
         named, errors = LOSSES[section.loss], []
         for name, value in section.kwargs.items():

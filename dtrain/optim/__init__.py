@@ -3,9 +3,8 @@
     update                  parameter groups, schedules, and the update of a step
     adam                    the update of AdamW and Adam as functions
     muon                    Muon for matrices, with AdamW for everything else
-    shard_optimizer         interface of optimizers that step local shards
-    local_shard             a rank's shard of a parameter as rows and columns of a matrix
-    stochastic_rounding     rounding to bfloat16 by random bits that are the same on every mesh
+    local_shard             a rank's shard of a parameter as a matrix, the base of optimizers that step such shards,
+                            and rounding to bfloat16 by random bits that are the same on every mesh
 
 `policy/optimizer.py` builds a recipe's optimizer. Low-bit states and states in host memory are in `memory/`.
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from dtrain.base.fused import Fused
 from dtrain.optim.adam import adam_step
-from dtrain.optim.local_shard import LocalShard
-from dtrain.optim.shard_optimizer import ShardOptimizer
-from dtrain.optim.stochastic_rounding import (
+from dtrain.optim.local_shard import (
     BitPositions,
+    LocalShard,
+    ShardOptimizer,
     bit_positions,
     random_bits,
     random_sequence,

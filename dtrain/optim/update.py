@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.optim.shard_optimizer import ShardOptimizer, allocate_state
+from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.fsdp import masters_of
 from dtrain.parallel.placement import bytes_of, clip_grads_, grad_norm, local_tensor, nonfinite_names, scale_grads_
 

@@ -2,7 +2,7 @@
 
 Names are imported when they are used: `dtrain.parallel.fits` is read where no torch is.
 
-    runtime, mesh            a rank's place; the device mesh
+    mesh                     the device mesh and the process groups; a rank's facts about itself
     fits                     which tp sizes a model allows
     tensor, apply            tensor parallel: styles, a plan of them applied
     experts                  where experts lie, and how tokens reach them

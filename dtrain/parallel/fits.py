@@ -3,7 +3,7 @@
 import math
 from typing import Protocol
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.base.ranges import either
 
 

@@ -1,14 +1,53 @@
-"""The device mesh of a run: dimensions dp_replicate, dp_shard, cp, tp, and what is flattened from them. And the
-process groups of a run: their backends, and how long a rank waits in them."""
+"""The device mesh of a run, its process groups, and `Runtime`, the facts of a rank about itself.
 
-from dataclasses import dataclass
+The mesh has the dimensions dp_replicate, dp_shard, cp and tp, and flattened ones made of them. Process groups have
+their backends and a time after which a rank stops waiting.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtrain.parallel.runtime import Runtime
+
+class StopFlag:
+    """Set by a signal handler, read by the trainer between steps. `signum` is 0 until a signal came."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def request(self, signum: int) -> None:
+        self.signum = signum
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A rank of a run. Made by `launch`; packages below read it and never the environment.
+
+    planned: where a plan is worked out beside the run, what it says of the peak (`words`, `size` in bytes), waited for
+    so many seconds.
+    collective_timeout: seconds, as of `launch.collective_timeout`; mesh.py knows what None means.
+    chosen: lines on the sizes that the recipe left to `auto`; machine: what these were chosen for, on rank 0.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    stop: StopFlag = field(default_factory=StopFlag)
+    planned: Callable[[float], Any] | None = None
+    collective_timeout: float | None = None
+    chosen: tuple[str, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 HOST_WAIT = timedelta(days=1)

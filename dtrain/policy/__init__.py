@@ -1,22 +1,18 @@
 """A model on a mesh with its optimizer.
 
 policy                the one object through which trainer and methods train
-config                what of a recipe a policy reads
-build, precision      a model on its mesh; its dtypes
+build                 a model on its mesh, and which of its parameters are trained
 optimizer             a recipe's optimizer, and the optional memory features that it uses
 parallelize           models on a user's own meshes, under NeMo-RL's names
-trained               which of its parameters are trained, a vision tower's too
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
-results               what a step returns
-observer              events of a step, for code that measures it
-options               how a model is built besides what its recipe says
-reference, teacher    frozen weights of the same model; another model
-reward_model          another model with a head of one output, which rates texts
+results               what a step returns, and its events, for code that measures it
+options               the recipe's sections that a policy reads, its dtypes, and how its model is built
+reference             frozen weights of the same model
+other_models          a teacher, and a reward model, which rates texts
 checkpoint            saving and loading, of one model or of several under their names
-weight_memory         the bytes of a rank's weights
 offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
-weights, weight_buckets  full tensors for an engine; the buckets in which they travel
+weights               full tensors for an engine, sent in buckets; the bytes of a rank's weights
 worker                the policy under NeMo-RL's name and keywords, which training never loads
 """
 
@@ -26,12 +22,11 @@ from dtrain.base.exports import late_names
 from dtrain.parallel.fsdp import unshard_fsdp2_model
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
 from dtrain.policy.checkpoint import load_models, save_models
-from dtrain.policy.observer import StepObserver
 from dtrain.policy.offloader import get_cpu_state_dict
 from dtrain.policy.options import BuildOptions
 from dtrain.policy.policy import Policy
-from dtrain.policy.results import StepResult, UpdateResult
-from dtrain.policy.weight_buckets import WeightReceiver
+from dtrain.policy.results import StepObserver, StepResult, UpdateResult
+from dtrain.policy.weights import WeightReceiver
 
 if TYPE_CHECKING:
     from dtrain.policy.worker import DTensorPolicyWorker

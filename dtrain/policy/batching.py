@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, complete, trim
+from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, RowImages, complete, trim
 from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
-from dtrain.base.row_images import RowImages
 from dtrain.data.rows.rows import pack
 
 OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's

@@ -19,12 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
-from dtrain.optim.shard_optimizer import ShardOptimizer
+from dtrain.optim.local_shard import ShardOptimizer
 from dtrain.optim.update import LossScale, Updater, build_scheduler, import_named, parameter_groups
 from dtrain.parallel.placement import local_tensor
-from dtrain.policy.config import PolicyConfig
-from dtrain.policy.options import BuildOptions
-from dtrain.policy.precision import Precision
+from dtrain.policy.options import BuildOptions, PolicyConfig, Precision
 from dtrain.recipe.schema import Optimizer as OptimizerSection
 
 if TYPE_CHECKING:
@@ -176,7 +174,7 @@ def place_masters(model: nn.Module, recipe: PolicyConfig, precision: Precision, 
         device: Device of the layers.
     """
     if offloads_optimizer(recipe, device) and precision.master != precision.compute:
-        from dtrain.memory.host_masters import keep_on_host  # optional
+        from dtrain.memory.host_memory import keep_on_host  # optional
 
         keep_on_host(model, precision.compute)
 

@@ -1,13 +1,39 @@
-"""How a model is built and stepped besides what its recipe says. A plain run uses the defaults."""
+"""Options of a policy: the sections of a recipe that it reads, its dtypes, and how its model is built.
+
+`BuildOptions` has what a recipe does not say; a plain run uses its defaults. `Precision` has the dtypes of weights, of
+the computation in layers, and of the reduction of gradients.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import torch
 
 from dtrain.attention.kernels import Kernel
+from dtrain.recipe.schema import Data, Lora, Model, Moe, Optimizer, Parallel, Run, Scheduler, Stage, Train
 
 if TYPE_CHECKING:
     from dtrain.memory.activation_offload import HostMemory
+
+
+@runtime_checkable
+class PolicyConfig(Protocol):
+    """Dataclass with the sections that a policy is built by; a recipe is one.
+
+    run: the seed. data: the length of rows, whether they are packed, and the chat template that is saved.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    run: Run
+    model: Model
+    data: Data
+    parallel: Parallel
+    train: Train
+    lora: Lora | None
+    optimizer: Optimizer
+    scheduler: Scheduler | list[Stage]
+    moe: Moe
 
 
 class CompilePart(Protocol):
@@ -55,3 +81,35 @@ class BuildOptions:
     determinism_check: str = "default"
     step_local_shards: bool = False
     longest_row: int | None = None
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a run. master: of trained weights; compute: of layers; reduce: of gradients on the wire, and summed
+    over micro-batches. `reason` explains `auto`."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    reason: str
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.compute != self.master or self.compute != self.reduce
+
+
+def choose_precision(name: str, device_type: str, masters: str = "float32") -> Precision:
+    """Return the dtypes of `train.dtype` and `train.masters` on a device: bfloat16 on CUDA and float32 on the CPU for
+    auto; masters are float32 or better, or bfloat16, which the layers then compute in; gradients are reduced in float32
+    or better."""
+    reason = "train.dtype"
+    if name == "auto":
+        name = "bfloat16" if device_type == "cuda" or masters == "bfloat16" else "float32"
+        why = "train.masters is bfloat16" if masters == "bfloat16" else f"the device is {device_type}"
+        reason = f"train.dtype is auto and {why}"
+    compute = DTYPES[name]
+    reduce = torch.promote_types(compute, torch.float32)
+    return Precision(compute if masters == "bfloat16" else reduce, compute, reduce, reason)

@@ -27,24 +27,20 @@ from dtrain.models.common.routing import BalanceLoss, RoutingRecord, RoutingTota
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import Sharding
-from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Mesh, Runtime
 from dtrain.policy.batching import Batching, Fixed, MicroBatch, StepRows, all_reduced, micro_batches, scatter, take
 from dtrain.policy.build import build_model, offloads
 from dtrain.policy.checkpoint import PolicyCheckpoint
-from dtrain.policy.config import PolicyConfig
-from dtrain.policy.observer import StepObserver
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.optimizer import build_gradient_sums, build_updater, offloads_optimizer
-from dtrain.policy.options import BuildOptions
-from dtrain.policy.precision import Precision, choose_precision
+from dtrain.policy.options import BuildOptions, PolicyConfig, Precision, choose_precision
 from dtrain.policy.reference import Reference
-from dtrain.policy.results import StepCounts, StepResult, Totals, UpdateResult
+from dtrain.policy.results import StepCounts, StepObserver, StepResult, Totals, UpdateResult
 from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
-from dtrain.recipe.automatic import without_auto
 from dtrain.recipe.schema import Lora, Model
 from dtrain.recipe.schema import Optimizer as OptimizerSection
+from dtrain.recipe.world import without_auto
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams

@@ -11,9 +11,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.packing import Packing
-from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, document_ids, documents, sum_by_document
+from dtrain.base.batch import (
+    IGNORE,
+    PADDING_DOCUMENT,
+    STREAMS,
+    Batch,
+    Grid,
+    RowImages,
+    document_ids,
+    documents,
+    sum_by_document,
+)
 from dtrain.base.ranks import Ranks
-from dtrain.base.row_images import Grid, RowImages
 from dtrain.losses.head.vocabulary import HeadInput, VocabShard, compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn, TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.models.common.decoder import CausalLM
@@ -25,7 +34,7 @@ from dtrain.parallel.collectives import leave_region
 from dtrain.parallel.context.batch import cut_streams, pad_right
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
-from dtrain.policy.observer import StepObserver
+from dtrain.policy.results import StepObserver
 
 if TYPE_CHECKING:
     from dtrain.losses.head.logprobs import HeadLogprobs, TrainingSamplingParams

@@ -13,19 +13,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dtrain.base.gpus import free_memory
+from dtrain.base.hardware import free_memory
 from dtrain.base.randomness import key
 from dtrain.models.building import fill_normal
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel import context
-from dtrain.parallel.mesh import Mesh
+from dtrain.parallel.mesh import Mesh, Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy.batching import Batching, take
 from dtrain.policy.checkpoint import PolicyCheckpoint
-from dtrain.policy.config import PolicyConfig
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
-from dtrain.policy.options import BuildOptions
+from dtrain.policy.options import BuildOptions, PolicyConfig
 from dtrain.policy.policy import Policy
 from dtrain.policy.results import StepResult, UpdateResult
 from dtrain.policy.weights import WeightSender

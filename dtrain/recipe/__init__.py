@@ -1,15 +1,14 @@
 """The recipe: its schema, loading, saving without secrets, sizes. Imports no torch.
 
-schema, rollouts, ranges        every key that is no method's own: its type, its default and what it means
+schema, rollouts                every key that is no method's own: its type, its default and what it means
 load                            YAML and overrides to a `Recipe`
 sections                        the types of its values: problems, near misses, fixes
-automatic                       keys whose `auto` a plan decides
 shipped                         the recipes that ship with dtrain, by name
 models                          models whose former recipes are answered, and what is special to them (models.toml)
 saved, secrets                  a `Recipe` to YAML, with secrets redacted; which values are secrets
-world                           the mesh and the batch in a world of so many processes
-error_hints                     ends of messages about mistakes in YAML or in a value (error_hints.toml)
-key_aliases                     other tools' names of our keys and values, and keys that we lack (key_aliases.toml)
+world                           the mesh and the batch in a world of N processes; keys whose `auto` a plan decides
+spelling                        hints about mistakes in YAML or in a value (error_hints.toml); other tools' names of
+                                our keys and values, and keys that we lack (key_aliases.toml)
 other_tools                     conversion of other tools' files to recipes, with those tools' defaults
 
 `dtrain.training.setup`, which know the methods, check keys against one another.

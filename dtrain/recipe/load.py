@@ -16,10 +16,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.base.errors import UserError, first_line
+from dtrain.base.errors import Problem, RecipeError, UserError, first_line
 from dtrain.base.json_files import check_shape, read_text
-from dtrain.base.problems import Problem, RecipeError
-from dtrain.recipe import error_hints, key_aliases, secrets
+from dtrain.recipe import secrets, spelling
 from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, nested, redact, table_of, texts, with_origins
 from dtrain.recipe.schema import Lora, Recipe, recipe_type
 from dtrain.recipe.sections import entry_of, keys, kinds_of, recipe_from, section_of, type_at
@@ -163,12 +162,12 @@ def _read(path: Path, sections: Mapping[str, type]) -> dict:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
-        hint = error_hints.pasted(" ".join(near)) or error_hints.of_yaml(error.problem)
+        hint = spelling.pasted(" ".join(near)) or spelling.of_yaml(error.problem)
         raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{hint}") from error
     except RecursionError:  # called from deep in another program
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is not YAML: {first_line(error)}{error_hints.of_yaml(error)}") from error
+        raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.of_yaml(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
     return _as_typed(recipe_type(sections, config), _tree(config), typed)
@@ -211,7 +210,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         word = key.lstrip("-").partition(":")[0]
-        answer = key_aliases.answer(word) if word not in keys(kind.method_sections) else None
+        answer = spelling.answer(word) if word not in keys(kind.method_sections) else None
         wrong = f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
         problems.append(Problem(word, wrong + (f"; {word}: {answer}" if answer else "")))
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 IMAGES = "images-"
 """Begins the name of a recipe for chats with images: `images-sft` is `sft` with the keys of both."""
 
-_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_FILE = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
 MODELS: dict[str, str] = {name: path for group in _FILE["models"].values() for name, path in group.items()}
 """Short name → id on the hub."""
 

@@ -6,8 +6,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from dtrain.base.ranges import at_least
-from dtrain.recipe.ranges import AUTO, DIVISOR, STOP, TIME, TOP_K, UP_TO_1
+from dtrain.base.ranges import AUTO, DIVISOR, STOP, TIME, TOP_K, UP_TO_1, at_least
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Reward:
     """Entry of `grpo.rewards`."""
 
     fn: str | None = None
-    """Required. A reward's name (dtrain/rl/rewards/options.py lists them), or an import path of
+    """Required. A reward's name (dtrain/rl/rewards/catalog.py lists them), or an import path of
     `fn(prompts, completions, completion_ids, **columns) -> list of numbers or None`, async or not."""
     weight: float = 1.0
     """Its weight in the sum."""

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from dtrain.base.ranges import Range, at_least, is_finite
-from dtrain.recipe.ranges import AUTO, COUNT, SHARE, SIZE, STOP, TIME, TOP_K, UP_TO_1, WEIGHT
+from dtrain.base.ranges import AUTO, COUNT, SHARE, SIZE, STOP, TIME, TOP_K, UP_TO_1, WEIGHT, Range, at_least, is_finite
 from dtrain.recipe.rollouts import Reward
 
 Format = Literal[

@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.base.ranges import is_number, nearest, sizes_for
-from dtrain.recipe import key_aliases
+from dtrain.recipe import spelling
 from dtrain.recipe.rollouts import Reward, RolloutSection
 from dtrain.recipe.schema import Lora, Model, Parallel
-from dtrain.rl.rewards import options as rewards
+from dtrain.rl.rewards import catalog as rewards
 
 
 def size_problems(section: RolloutSection, updates: int, batch: int | None) -> list[Problem]:
@@ -244,7 +244,7 @@ def _adapter_problems(kind: str, lora: Lora | None, model: Model) -> list[Proble
 def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards") -> list[Problem]:
     """Check a list of rewards, whose key is `rewards_key`.
 
-    Import paths are not looked up here, but by `dtrain.rl.rewards.find`.
+    Import paths are not looked up here, but by `dtrain.rl.rewards.catalog`.
     """
     problems = []
     for index, reward in enumerate(listed):
@@ -259,7 +259,7 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
         elif name in rewards.REWARDS:
             problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_path(name):
-            near = key_aliases.meant("grpo.rewards.fn", name) or nearest(name, rewards.REWARDS)
+            near = spelling.meant("grpo.rewards.fn", name) or nearest(name, rewards.REWARDS)
             if near:
                 hint = f"did you mean {near}?"
             else:

@@ -22,9 +22,9 @@ from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Request, RolloutEngine, SamplingParams
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
-from dtrain.policy.reward_model import RewardModel
+from dtrain.policy.other_models import RewardModel
 from dtrain.recipe.rollouts import RolloutSection, Sampling
 from dtrain.rl.checks import graph_obstacles
 from dtrain.rl.rewards import Rewards

@@ -11,24 +11,21 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE, Batch
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
-from dtrain.base.ranges import at_least, is_number
+from dtrain.base.errors import Problem, UserError
+from dtrain.base.ranges import UP_TO_1, at_least, is_number
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold
-from dtrain.methods.method import AttachedModels, MethodWithReference
-from dtrain.methods.run_context import RunContext, RunLog
+from dtrain.methods.method import AttachedModels, MethodWithReference, RunContext, RunLog
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy import DynamicShapes, Packed, Policy
 from dtrain.policy.batching import gather_rows
-from dtrain.policy.reward_model import RewardModel
+from dtrain.policy.other_models import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
-from dtrain.recipe import key_aliases
-from dtrain.recipe.ranges import UP_TO_1
+from dtrain.recipe import spelling
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.rl.checks import answer_problems, engine_problems, image_problems, size_problems
 from dtrain.rl.collect import (
@@ -440,7 +437,7 @@ def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mappin
         options: `grpo.kwargs`.
     """
     if loss not in LOSSES:
-        text = f"grpo.loss={loss} is not a policy loss{key_aliases.hint('grpo.loss', loss, LOSSES)}"
+        text = f"grpo.loss={loss} is not a policy loss{spelling.hint('grpo.loss', loss, LOSSES)}"
         return [Problem("grpo.loss", text)]
     found = problems(loss, clip, beta, options, "grpo.", "grpo.kwargs.")
     if loss == "cispo" and len(clip) == 2 and is_number(clip[1]) and 0 <= clip[1] < 1:

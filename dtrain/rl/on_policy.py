@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.base.ranks import Ranks
 from dtrain.data import Cursor, Rows
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
 from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
 from dtrain.rl.rollouts import Buffer, Rollouts

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate
-from dtrain.base.dealing import deal
+from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate, collate_with_images
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
-from dtrain.base.row_images import collate_with_images
+from dtrain.base.ranks import deal
 from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.rows.rows import permute
 from dtrain.methods.method import BatchSource

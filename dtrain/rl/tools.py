@@ -17,7 +17,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import loads, read_text
-from dtrain.rl.rewards.find import definition, find_file
+from dtrain.rl.rewards.catalog import definition, find_file
 
 Schema = dict[str, Any]
 

@@ -23,7 +23,7 @@ from typing import Any, Self, TypedDict
 
 from dtrain.base import orphans
 from dtrain.base.errors import UserError
-from dtrain.base.import_paths import search_path
+from dtrain.base.processes import search_path
 from dtrain.base.ranges import LARGEST_REWARD
 
 LOAD_SECONDS = 120.0  # for the imports of the user's own modules; a longer timeout counts

@@ -3,9 +3,9 @@
 registry              the table of the methods, and recipes of them; imports no torch
 trainer               the loop
 inputs                a recipe in a world, with everything that follows before a file is read
-setup, checks         a module per topic: its checks and its facts; the table of all checks
+setup                 a module per topic: its checks and its facts
 spec                  the frozen spec of a run, and `resolve`, which builds it on each rank
-dry_run, host         the same functions in one process, which collects problems
+dry_run, host         the same functions in one process, which collects problems; the table of all checks
 step_spec             the spec of one optimizer step, for devices that need not be there
 model_facts           facts about a model that follow from its shapes
 full_rows             rows of the largest size that a recipe allows

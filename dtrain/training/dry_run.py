@@ -4,29 +4,125 @@
 collected, no file is left behind, large files are read only in part, and code that the recipe names is not imported.
 What only the run can find out is not checked: ports, servers, memory, damage inside files, and files that are still to
 be downloaded.
+
+The checks are the functions of `training.setup` that look for problems, in the order of the report. There are three
+kinds. `check_keys` reads the recipe only. `check_models` also reads each model's config.json. `check_files` also reads
+the headers of weights, tokenizers, and the first rows of data. A check returns its problems; an error that it raises is
+one problem. The checks of all topics of one kind are called before those of the next kind.
+
+Imports torch, and the packages of optional features only for a recipe that uses them.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
 
 import torch
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem, without_repetition
-from dtrain.policy.precision import choose_precision
-from dtrain.recipe import Recipe
+from dtrain.base.errors import Problem, UserError, problems_in, without_repetition
+from dtrain.policy.options import choose_precision
+from dtrain.recipe import Recipe, saved
 from dtrain.training import metrics, resume
-from dtrain.training.checks import find_problems
 from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs, World
-from dtrain.training.setup import first_rows, kernels, outputs, schedule
+from dtrain.training.setup import (
+    code,
+    data,
+    first_rows,
+    kernels,
+    mesh,
+    model,
+    optimizer,
+    outputs,
+    schedule,
+    sizes,
+    start,
+    tokenizer,
+)
 from dtrain.training.setup import model as model_setup
 from dtrain.training.setup import sizes as sizes_setup
 from dtrain.training.setup import start as start_setup
 from dtrain.training.setup.data import DataFacts
 from dtrain.training.setup.model import MetaModel
 from dtrain.training.spec import check_other_models, read_evals
+
+Depth = Literal["keys", "models", "files"]
+Check = Callable[[RunInputs], list[Problem]]
+
+
+def find_problems(inputs: RunInputs, until: Depth = "files") -> list[Problem]:
+    """Return every problem of a recipe that can be found before a run.
+
+    Args:
+        inputs: The recipe and its world.
+        until: The last kind of checks to call.
+    """
+    problems = _call(_checks_of_keys(inputs), inputs)
+    if until in ("models", "files"):
+        problems += _call(_checks_of_models(inputs), inputs)
+    if until == "files":
+        problems += _call(_checks_of_files(inputs), inputs)
+    return problems
+
+
+def _call(checks: list[tuple[str, Check]], inputs: RunInputs) -> list[Problem]:
+    problems = []
+    for key, check in checks:
+        problems += problems_in(key, partial(check, inputs))
+    return problems
+
+
+def _checks_of_keys(inputs: RunInputs) -> list[tuple[str, Check]]:
+    checks: list[tuple[str, Check]] = [("run", outputs.check_keys), ("model", model.check_keys)]
+    if inputs.recipe.lora is not None:
+        checks.append(("lora", _optional("adapter").check_keys))
+    checks += [("parallel", mesh.check_keys), ("optimizer", optimizer.check_keys), ("data", data.check_keys)]
+    if inputs.recipe.evals:
+        checks.append(("eval", _optional("evals").check_keys))
+    checks += [("train", sizes.check_keys), ("model.attention", kernels.check_keys)]
+    checks += [("scheduler", schedule.check_keys), ("checkpoint", start.check_keys)]
+    return checks
+
+
+def _checks_of_models(inputs: RunInputs) -> list[tuple[str, Check]]:
+    checks: list[tuple[str, Check]] = [("model.path", model.check_models)]
+    if inputs.others:
+        checks.append((inputs.recipe.method, _optional("others").check_models))
+    if inputs.recipe.lora is not None:
+        checks.append(("lora", _optional("adapter").check_models))
+    checks += [("parallel", mesh.check_models), ("model.linear_attention", kernels.check_models)]
+    return checks
+
+
+def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
+    checks: list[tuple[str, Check]] = [
+        ("run", outputs.check_files),
+        ("model.path", tokenizer.check_files),
+        ("model.path", model.check_files),
+    ]
+    if inputs.others:
+        checks.append((inputs.recipe.method, _optional("others").check_files))
+    checks += [("", code.check_files), ("data", data.check_files)]
+    if inputs.recipe.evals:
+        checks.append(("eval", _optional("evals").check_files))
+    checks += [("train", sizes.check_files), ("checkpoint", start.check_files)]
+    return checks
+
+
+def notes_before(inputs: RunInputs) -> list[str]:
+    """Return notes for the user before a run, which are no mistakes."""
+    lines = saved.notes(inputs.written)
+    if inputs.recipe.lora is not None:
+        lines += _optional("adapter").notes(inputs)
+    return [*lines, *optimizer.notes(inputs), *data.notes(inputs)]
+
+
+def _optional(name: str) -> ModuleType:
+    """Return a module of `training.setup` that only recipes with an optional feature load."""
+    return import_module(f"dtrain.training.setup.{name}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.inference.native import NativeEngine
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
 from dtrain.rl.judging import Questions, Report, ScoredAnswer, evaluate, open_judges
 from dtrain.rl.rewards import Rewards

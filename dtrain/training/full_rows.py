@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, Row, collate
-from dtrain.base.row_images import RowImages
+from dtrain.base.batch import IGNORE, Row, RowImages, collate
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.images.tensors import feature_index
 from dtrain.methods import Method
-from dtrain.training.setup.row_images import is_packed
+from dtrain.training.setup.data import is_packed
 from dtrain.training.step_spec import StepSpec
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem, problems_of_error
+from dtrain.base.errors import Problem, UserError, problems_of_error
 from dtrain.base.ranks import Ranks
 
 T = TypeVar("T")

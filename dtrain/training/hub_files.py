@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
-from dtrain.base.problems import Problem
 from dtrain.base.ranges import beside, plural
 from dtrain.data.sources.files import absent_ids, entries, files_to_copy, is_url, paths_of
-from dtrain.data.sources.hub_splits import Pick
+from dtrain.data.sources.hub import Pick
 from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import DataSource, Source
+from dtrain.recipe.world import changed
 from dtrain.training import eval_sets
 from dtrain.training.registry import method_of
 

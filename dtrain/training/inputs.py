@@ -16,8 +16,7 @@ from dtrain.base.ranges import out_of_range
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import with_compile, without_auto
-from dtrain.recipe.world import dp_of
+from dtrain.recipe.world import dp_of, with_compile, without_auto
 from dtrain.training.directory import RunDirectory
 from dtrain.training.registry import REWARD_MODEL, method_of
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dtrain.base.gpus import OF_FREE
-from dtrain.base.row_images import Grid, RowImages
+from dtrain.base.batch import Grid, RowImages
+from dtrain.base.hardware import OF_FREE
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.flops import flops_per_token, weights_in

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.base.problems import Problem, RecipeError, without_repetition
+from dtrain.base.errors import Problem, RecipeError, without_repetition
 from dtrain.recipe import Recipe, redact
 from dtrain.training.hub_files import not_here, with_local_model
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.registry import recipe_and_problems
 
 if TYPE_CHECKING:
-    from dtrain.training.checks import Depth
+    from dtrain.training.dry_run import Depth
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
@@ -40,7 +40,7 @@ def preflight(
         until: What the checks read, as in `checks.find_problems`.
         refused: Problems of the recipe's text, to which the others are joined.
     """
-    from dtrain.training.checks import find_problems  # loads torch
+    from dtrain.training.dry_run import find_problems  # loads torch
 
     inputs = RunInputs.of(recipe, World(world_size))
     problems = without_repetition(refused, find_problems(inputs, until))
@@ -58,7 +58,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[Problem]:
 
 def notes(recipe: Recipe) -> list[str]:
     """Return notes for the user before a run, which are no mistakes."""
-    from dtrain.training.checks import notes_before  # loads torch
+    from dtrain.training.dry_run import notes_before  # loads torch
 
     return notes_before(RunInputs.of(recipe, World(1)))
 

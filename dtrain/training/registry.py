@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.recipe import Recipe, convert, keys, load, read
 from dtrain.recipe.saved import Loaded
 

@@ -30,9 +30,8 @@ from dtrain.base.json_files import digest, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.base.ranges import shown
 from dtrain.base.ranks import Ranks, digests
-from dtrain.checkpoint.dcp.origin import Origin
-from dtrain.checkpoint.dcp.rng import random_state, set_random_state
-from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.dcp.store import CheckpointStore, Origin, locate
+from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.data import Rows

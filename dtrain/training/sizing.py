@@ -14,8 +14,7 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.recipe.automatic import AUTO, USUAL, Config, as_choices, changed, open_keys, value_of, without_auto
-from dtrain.recipe.world import dp_of
+from dtrain.recipe.world import AUTO, USUAL, Config, as_choices, changed, dp_of, open_keys, value_of, without_auto
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.registry import REWARD_MODEL, TEACHER

@@ -22,8 +22,8 @@ from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.data import Rows
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
-from dtrain.parallel.runtime import Runtime
-from dtrain.policy.precision import Precision, choose_precision
+from dtrain.parallel.mesh import Runtime
+from dtrain.policy.options import Precision, choose_precision
 from dtrain.recipe import Recipe, Sizes
 from dtrain.training import resume
 from dtrain.training.directory import RunDirectory

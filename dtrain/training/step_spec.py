@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtrain.base.problems import Problem, RecipeError
+from dtrain.base.errors import Problem, RecipeError
 from dtrain.data.images.processor import Layout
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy.optimizer import is_torchs
-from dtrain.policy.precision import Precision, choose_precision
+from dtrain.policy.options import Precision, choose_precision
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.automatic import changed
 from dtrain.recipe.schema import OPTIMIZERS, Scheduler
-from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS
+from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, changed
 from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.model_facts import ModelFacts
@@ -29,8 +28,7 @@ from dtrain.training.preflight import shapes
 from dtrain.training.registry import method_of
 from dtrain.training.setup import model as model_setup
 from dtrain.training.setup import sizes as sizes_setup
-from dtrain.training.setup.data import DataFacts
-from dtrain.training.setup.row_images import images_of_first_rows
+from dtrain.training.setup.data import DataFacts, images_of_first_rows
 
 if TYPE_CHECKING:
     from dtrain.methods import Method

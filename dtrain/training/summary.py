@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtrain import __version__
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource
@@ -198,7 +198,7 @@ def _answers(directory: Path) -> Iterator[str]:
     paths = [path for name in ("evals.jsonl", "samples.jsonl") if (path := directory / name).is_file()]
     if not paths:
         return
-    from dtrain.training.metrics.answers import Answers  # a run without answers loads nothing of them
+    from dtrain.training.metrics.records import Answers  # a run without answers loads nothing of them
 
     for index in map(Answers, paths):
         index.look()

@@ -25,19 +25,24 @@ import torch
 import torch.distributed as dist
 
 from dtrain import recipe as config
-from dtrain.base.errors import NOTHING_LOST, Interrupted, Stopped, Unavailable, UserError
+from dtrain.base.errors import NOTHING_LOST, Interrupted, RecipeError, Stopped, Unavailable, UserError
 from dtrain.base.files import replace_text
-from dtrain.base.problems import RecipeError
 from dtrain.checkpoint.dcp.background import Saver
-from dtrain.checkpoint.dcp.origin import run_of
-from dtrain.checkpoint.dcp.retention import Patience, Retention
-from dtrain.checkpoint.dcp.space import bytes_of, free_bytes, saves_at_once, shown_bytes, space_line
+from dtrain.checkpoint.dcp.retention import (
+    Patience,
+    Retention,
+    bytes_of,
+    free_bytes,
+    saves_at_once,
+    shown_bytes,
+    space_line,
+)
+from dtrain.checkpoint.dcp.store import run_of
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.data import Cursor
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import RunContext
 from dtrain.models.common.flops import text_flops
-from dtrain.parallel.mesh import build_mesh, init_one_process_group
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh, init_one_process_group
 from dtrain.policy import Policy
 from dtrain.policy.options import BuildOptions
 from dtrain.policy.results import StepResult, UpdateResult

@@ -19,11 +19,10 @@ from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy.build import build_model
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.options import choose_precision
 from tests.tiny import save_weights, tiny_recipe, write_model
 from tests.world import run_world
 

@@ -29,8 +29,8 @@ from dtrain.checkpoint.peft.config import (
 )
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
 from dtrain.models.shapes import linears, modules
+from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.recipe.schema import Lora
 from dtrain.training.preflight import notes
 from tests.adapters.by_peft import IDS, SHAPES, STACKS, TIED, load_adapter, load_base, logits, save_adapter, save_base
@@ -264,7 +264,7 @@ def read_on_a_mesh(rank, recipe, adapter):
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import build_mesh
     from dtrain.policy.build import build_model
-    from dtrain.policy.precision import choose_precision
+    from dtrain.policy.options import choose_precision
 
     ranks = torch.distributed.get_world_size()
     sizes = config.sizes(recipe, ranks)

@@ -10,8 +10,8 @@ from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.read_config import parse_config
 from dtrain.parallel.fsdp import Sharding
+from dtrain.policy.build import choose_trained
 from dtrain.policy.reference import Reference
-from dtrain.policy.trained import choose_trained
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.models.test_vision_models import CASES, images_of, token_rows
 from tests.models.vision.test_training import ARCHITECTURES

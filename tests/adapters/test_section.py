@@ -10,8 +10,7 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import add_adapters
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
 from dtrain.models.common.decoder import DECODER_PLAN
 from dtrain.models.common.linear import Linear

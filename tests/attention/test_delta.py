@@ -8,7 +8,7 @@ from dtrain.attention.linear import chunks as delta_chunks
 from dtrain.attention.linear import layer as delta
 from dtrain.attention.linear.flash import FlashDelta
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
-from dtrain.memory.selective_checkpointing import KEPT
+from dtrain.memory.activation_checkpointing import KEPT
 from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 

@@ -89,7 +89,7 @@ def test_a_model_without_a_template_is_refused(model, chat, tmp_path):
 
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
-    from dtrain.commands.chat.conversation import Conversation
+    from dtrain.commands.chat.terminal import Conversation
     from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
     from dtrain.data.text.template import choose_template
     from dtrain.data.text.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import training_tensors
-from dtrain.parallel.mesh import init_one_process_group
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, init_one_process_group
 from dtrain.training.trainer import Trainer, train
 from tests.checkpoint.tiny import on_mesh, seeded, whole
 from tests.running import run, trajectory, weights

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch.start import validate
 from tests.methods import test_distill, test_kto, test_on_policy, test_reward
 from tests.methods.test_dpo_runs import recipe_of as dpo

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.checkpoint.huggingface import packed, stored
+from dtrain.checkpoint.huggingface import safetensor_files
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.merged import whole_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
@@ -63,7 +63,7 @@ def test_a_stack_in_mxfp4_opens_its_file_once_for_its_values_and_once_for_its_ex
         {"w_blocks": random_bytes(5, 4, 1, 16), "w_scales": random_bytes(5, 4, 1)}, tmp_path / "model.safetensors"
     )
     files, paths = WeightFiles(tmp_path), []
-    monkeypatch.setattr(packed, "opened", lambda path: paths.append(path) or stored.opened(path))
+    monkeypatch.setattr(safetensor_files, "opened", lambda path: paths.append(path) or safetensor_files.opened(path))
     assert files.read("w").shape == (5, 32, 4) and len(paths) == 2
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.launch.start import validate
 from dtrain.methods.sft import SftMethod
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.training import METHODS, trainer
 from tests.checkpoint.processes import checkpoints
 from tests.problem_lines import preflight

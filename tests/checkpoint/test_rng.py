@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.checkpoint.dcp.rng import random_state, set_random_state
+from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.training import resume
 
 

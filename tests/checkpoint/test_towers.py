@@ -14,8 +14,7 @@ from dtrain.checkpoint.huggingface.export import export
 from dtrain.methods.sft import SftMethod
 from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.training import load_recipe
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
-from dtrain.recipe import key_aliases, rollouts, schema
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.recipe import rollouts, schema, spelling
 from dtrain.training import SECTIONS, load_recipe, recipe_and_problems, recipe_keys
 from tests.problem_lines import lines
 
@@ -264,7 +263,7 @@ def test_words_for_a_value_and_text_that_is_no_yaml():
 
 def test_our_keys_in_the_answers_exist_and_theirs_do_not():
     ours = recipe_keys()
-    for word, answer in key_aliases.OURS.items():
+    for word, answer in spelling.OURS.items():
         named = answer.split(",")[0].split(":")[0].split(" ")[0].split("=")[0]
         assert named in ours or any(key.startswith(f"{named}.") for key in ours), word
 

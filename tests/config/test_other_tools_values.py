@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from dtrain import recipe as config
-from dtrain.base.problems import RecipeError
-from dtrain.recipe import key_aliases
+from dtrain.base.errors import RecipeError
+from dtrain.recipe import spelling
 from dtrain.recipe.other_tools import (
     automodel,
     axolotl,
@@ -67,7 +67,7 @@ def test_each_component_of_torchtune_has_an_answer_of_its_own():
         "metric_logger": "metrics.wandb",
         "profiler": "does not have this yet: a profiler",
     }
-    answers = [key_aliases.answer(f"{section}._component_") for section in keys]
+    answers = [spelling.answer(f"{section}._component_") for section in keys]
     assert all(key in answer for key, answer in zip(keys.values(), answers, strict=True))
     assert len({*answers}) == len(keys)
 

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
 from dtrain.training import load_recipe, recipe_keys
 from dtrain.training.preflight import notes

@@ -14,9 +14,8 @@ from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
 from dtrain.data.formats.encoder import Encoder
 from dtrain.data.formats.prompts import Prompt, PromptEncoder
-from dtrain.data.text.control_tokens import ESCAPE
 from dtrain.data.text.template import choose_template
-from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.data.text.tokenizer import ESCAPE, Tokenizer
 from dtrain.inference.generate import encode_prompt
 from dtrain.training import load_recipe
 from tests.checkpoint.gguf.models import LLAMA3, byte_level, sentencepiece

@@ -11,8 +11,7 @@ from huggingface_hub import constants
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from dtrain.data.sources.files import is_data_id
-from dtrain.data.sources.hub import cached, download, read_card
-from dtrain.data.sources.hub_splits import Pick, choose_files
+from dtrain.data.sources.hub import Pick, cached, choose_files, download, read_card
 from dtrain.launch import launch
 from dtrain.training.preflight import load
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)

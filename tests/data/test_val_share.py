@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.data.rows import cache
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer

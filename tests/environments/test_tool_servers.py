@@ -16,7 +16,7 @@ from anyio.from_thread import start_blocking_portal
 
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.data.text.tool_format import learn_tool_format
+from dtrain.data.text.tool_calls import learn_tool_format
 from dtrain.recipe.rollouts import Tool
 from dtrain.rl.environments import mcp
 from dtrain.rl.environments.episodes import Observations, run_episodes

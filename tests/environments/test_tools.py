@@ -12,8 +12,7 @@ from dtrain.commands.cli import main
 from dtrain.data import Tokenizer
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import ChatTemplate
-from dtrain.data.text.tool_calls import FORMS, ToolCall, read_calls
-from dtrain.data.text.tool_format import learn_tool_format
+from dtrain.data.text.tool_calls import FORMS, ToolCall, learn_tool_format, read_calls
 from dtrain.inference.request import Completion
 from dtrain.recipe.rollouts import Tool
 from dtrain.rl.environments.episodes import Observations, run_episodes

@@ -12,7 +12,7 @@ import pytest
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.data.text.tool_format import learn_tool_format
+from dtrain.data.text.tool_calls import learn_tool_format
 from dtrain.rl.environments.episodes import Observations, run_episodes
 from dtrain.rl.environments.stepping import Environments
 from tests.environments.test_environment import Scripted, requests_for
@@ -211,6 +211,6 @@ def test_recipes(tmp_path, monkeypatch, capfd, stand_in):
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     with pytest.raises(UserError, match=r"there is no package verifiers: pip install 'dtrain\[verifiers\]'"):
-        from dtrain.rl.rewards.find import find_verifiers
+        from dtrain.rl.rewards.catalog import find_verifiers
 
         find_verifiers(NAME)

@@ -9,7 +9,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.rl.environments.stepping import Environments, Turn
-from dtrain.rl.environments.verifiers_tasks import load_tasks
+from dtrain.rl.environments.verifiers import load_tasks
 
 pytest.importorskip("verifiers", minversion="0.4", reason="verifiers 0.4 is no package of the tests")
 

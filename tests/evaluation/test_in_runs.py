@@ -15,7 +15,7 @@ from dtrain.checkpoint.dcp.retention import Patience
 from dtrain.commands.cli import main
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan
-from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.parallel.mesh import Runtime, StopFlag
 from dtrain.rl.remote.judge import Judge
 from dtrain.training.evaluations import Evaluations
 from dtrain.training.trainer import train

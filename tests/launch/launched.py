@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.commands.run import plan_beside
+from dtrain.commands.plan.command import plan_beside
 from dtrain.launch import launch
-from dtrain.launch.reports import WorkerFailed
+from dtrain.launch.exits import WorkerFailed
 from dtrain.training import load_recipe
 from tests.tiny import tiny_recipe
 

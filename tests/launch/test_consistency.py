@@ -14,9 +14,9 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.launch.consistency import refuse_other_hosts, refuse_other_recipes
 from dtrain.launch.place import RankPlace
-from dtrain.parallel.runtime import Runtime
+from dtrain.launch.rank import refuse_other_hosts, refuse_other_recipes
+from dtrain.parallel.mesh import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.trainer import train
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -78,7 +78,7 @@ def test_a_command_typed_otherwise_on_one_host_is_refused(tmp_path, first, secon
 
 
 def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.launch.consistency.SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("dtrain.launch.rank.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
     told = two_hosts(tmp_path, lambda rank: refuse_other_hosts(recipe))

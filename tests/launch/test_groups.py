@@ -16,8 +16,7 @@ from dtrain.launch import launch
 from dtrain.launch.devices import start_device
 from dtrain.launch.place import RankPlace
 from dtrain.parallel import mesh
-from dtrain.parallel.mesh import build_mesh, init_process_group, new_host_group
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh, init_process_group, new_host_group
 from dtrain.rl.rewards import Rewards
 from tests.running import metrics, on_rank
 from tests.tiny import tiny_recipe

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
 from dtrain.launch import meeting
+from dtrain.launch.exits import on_signals
 from dtrain.launch.meeting import meet
 from dtrain.launch.place import RankPlace
-from dtrain.launch.signals import on_signals
-from dtrain.parallel.runtime import StopFlag
+from dtrain.parallel.mesh import StopFlag
 
 
 def free_port() -> int:

@@ -6,8 +6,7 @@ import os
 import pytest
 
 import dtrain
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch.start import launch, validate
 from dtrain.recipe.saved import values_of
 from dtrain.training import load_recipe

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
-from dtrain.launch import launch, signals
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.launch import exits, launch
+from dtrain.launch.exits import OutOfMemory
 from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import memory_errors
-from dtrain.launch.reports import OutOfMemory
 from dtrain.training import load_recipe
 from tests.checkpoint.processes import Processes, children
 from tests.launch.processes import Launched, wait_until_gone
@@ -156,9 +155,9 @@ def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path
 
 
 def test_a_second_signal_is_raised_where_the_run_stands(monkeypatch):
-    monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
+    monkeypatch.setattr(exits, "SAME_SECONDS", 0.0)
     asked = []
-    with pytest.raises(KeyboardInterrupt), signals.on_signals(asked.append):
+    with pytest.raises(KeyboardInterrupt), exits.on_signals(asked.append):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.01)
@@ -265,7 +264,7 @@ def test_sighup_stays_ignored_under_nohup():
     asked = []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals.on_signals(asked.append):
+        with exits.on_signals(asked.append):
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.01)
         assert asked == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.commands.plan.meta_kernels import MetaKernels
-from dtrain.commands.plan.planned_device import PlannedDevice
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.losses.head.logprobs import logprobs_from_hidden_states
 from dtrain.losses.head.sources import head_tile_rows
 from dtrain.losses.head.vocabulary import add_product_

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dtrain.base.top_p import kept_by_top_p, last_kept
-from dtrain.commands.plan.meta_kernels import MetaKernels
-from dtrain.commands.plan.planned_device import PlannedDevice
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
 from tests.losses.test_head_memory import Made

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
+from dtrain.base.ranges import SIZE
 from dtrain.methods import Method
 from dtrain.policy.score import LogprobSource
-from dtrain.recipe.ranges import SIZE
 
 
 @dataclass

@@ -14,8 +14,7 @@ from dtrain.losses.head.kl import forward_kl, reverse_kl
 from dtrain.losses.head.vocabulary import HeadInput
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from dtrain.training import load_recipe

@@ -9,8 +9,7 @@ from dtrain.base.batch import collate
 from dtrain.losses.preference.options import LOSSES
 from dtrain.methods.dpo import DpoMethod, PairSums
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from tests.problem_lines import method_problems

@@ -4,7 +4,7 @@ import pytest
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dtrain.base.errors import Stopped
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.tensor import VocabEmbedding
 from dtrain.training.trainer import train
 from tests.methods.comparing import assert_same_metrics

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
 from dtrain.inference.native import NativeEngine
-from dtrain.parallel.mesh import init_one_process_group
-from dtrain.parallel.runtime import Runtime, StopFlag
+from dtrain.parallel.mesh import Runtime, StopFlag, init_one_process_group
 from dtrain.training.metrics import Recorder
 from dtrain.training.trainer import Trainer
 from tests.methods.comparing import assert_same_metrics, rows_of, samples_of

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from dtrain import models
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError
 from dtrain.methods import Method
 from dtrain.recipe import to_yaml
 from dtrain.training import METHODS, load_recipe, method_class, recipe_keys

@@ -10,8 +10,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.models import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy, load_models, save_models
 from dtrain.recipe import sizes
 from dtrain.recipe.schema import Optimizer

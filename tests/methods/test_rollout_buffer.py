@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dtrain.base.batch import IGNORE
-from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
+from dtrain.base.ranks import deal
 from dtrain.rl.rollouts import Buffer, Rollouts
 from dtrain.rl.samples import Sample
 

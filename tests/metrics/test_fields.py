@@ -4,7 +4,7 @@ import pytest
 
 from dtrain.commands.report.charts import charts_of
 from dtrain.training import METHODS, method_class
-from dtrain.training.metrics.fields import EVALUATION, FIELDS, field_of
+from dtrain.training.metrics.records import EVALUATION, FIELDS, field_of
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.running import metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_prompts

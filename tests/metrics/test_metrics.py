@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.base.gpus import peak_flops
+from dtrain.base.hardware import peak_flops
 from dtrain.recipe import schema
 from dtrain.training import metrics
 from dtrain.training.metrics.terminal import Progress

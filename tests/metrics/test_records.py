@@ -4,8 +4,7 @@ import json
 import random
 
 from dtrain.training.metrics import records
-from dtrain.training.metrics.answers import Answers
-from dtrain.training.metrics.records import Lines, rows
+from dtrain.training.metrics.records import Answers, Lines, rows
 from dtrain.training.metrics.terminal import one_line, plot
 
 

@@ -7,10 +7,9 @@ import torch
 from dtrain.base.randomness import key, uniform
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.models.read_config import read_config
-from dtrain.optim.stochastic_rounding import bit_positions, random_bits
-from dtrain.parallel.mesh import build_mesh
+from dtrain.optim.local_shard import bit_positions, random_bits
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from tests.tiny import tiny_recipe, write_model

@@ -5,13 +5,11 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.memory.low_bit_adam import LowBitAdam
-from dtrain.memory.low_bit_states import BLOCK_SIZE, Int8Moment, kind_of, read, write
-from dtrain.memory.optimizer_offload import RING
-from dtrain.optim.local_shard import LocalShard
-from dtrain.optim.stochastic_rounding import round_bfloat16
+from dtrain.memory.host_memory import RING
+from dtrain.memory.low_bit_adam import BLOCK_SIZE, Int8Moment, LowBitAdam, kind_of, read, write
+from dtrain.optim.local_shard import LocalShard, round_bfloat16
 from dtrain.policy.optimizer import build_optimizer
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.options import choose_precision
 from dtrain.recipe import schema
 from tests.optimizers.stepping import assert_same_bits, bits_of, recipe_of, step_on
 from tests.tiny import check, tiny_recipe

@@ -6,10 +6,9 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import plan_step
-from dtrain.optim.local_shard import LocalShard
-from dtrain.optim.stochastic_rounding import random_16_bits, random_bits
+from dtrain.optim.local_shard import LocalShard, random_16_bits, random_bits
+from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.training.trainer import train
 from tests.optimizers.stepping import bits_of, give_gradients, policy_on, recipe_of
 from tests.optimizers.test_low_bits import FEW, MESHES

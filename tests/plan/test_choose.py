@@ -13,8 +13,8 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
-from dtrain.memory.low_bit_states import kind_of
-from dtrain.recipe.automatic import USUAL, changed, open_keys, without_auto
+from dtrain.memory.low_bit_adam import kind_of
+from dtrain.recipe.world import USUAL, changed, open_keys, without_auto
 from dtrain.training import load_recipe
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
@@ -176,7 +176,7 @@ def test_layers_are_compiled_on_gpus_that_can(tmp_path, monkeypatch):
         ("triton", True, "cuda", True),
         ("triton", True, "cpu", False),
     ]:
-        monkeypatch.setattr("dtrain.recipe.automatic.find_spec", {"triton": spec}.get)
+        monkeypatch.setattr("dtrain.recipe.world.find_spec", {"triton": spec}.get)
         assert RunInputs.of(recipe, World(1, device, is_here)).recipe.train.compile is is_compiled
     written = tiny_recipe(tmp_path, "train.compile=true")
     assert RunInputs.of(written, World(1)).recipe.train.compile is True and without_auto(recipe).train.compile is False

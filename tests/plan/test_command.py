@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError
 from dtrain.commands.cli import main
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.base.gpus import peak_flops
-from dtrain.base.problems import RecipeError
+from dtrain.base.errors import RecipeError
+from dtrain.base.hardware import peak_flops
 from dtrain.commands.cli import main
 from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS, hardware_of
 from dtrain.commands.plan.plan import make_plan
 from dtrain.launch.devices import DeviceFacts
-from dtrain.recipe.automatic import USUAL, as_overrides
+from dtrain.recipe.world import USUAL, as_overrides
 from dtrain.training import load_recipe
 from tests.tiny import tiny_recipe
 

@@ -12,7 +12,7 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.data.images.processor import Layout
 from dtrain.recipe.schema import DataSource
 from dtrain.training.full_rows import split
-from dtrain.training.setup.row_images import densest
+from dtrain.training.setup.data import densest
 from tests.data.makers import write_jsonl
 from tests.pictures import picture_recipe, write_model
 

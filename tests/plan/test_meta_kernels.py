@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.commands.plan.meta_kernels import MetaKernels
+from dtrain.commands.plan.planned_device import MetaKernels
 
 
 def meta(*shape, dtype=torch.bfloat16):

@@ -14,9 +14,8 @@ from dtrain import recipe as config
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.step import plan_step
 from dtrain.memory import tiles
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.training import method_of
 from dtrain.training.full_rows import batch_of, full_rows, images_of

@@ -13,8 +13,8 @@ from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.search import ClosedForms
 from dtrain.commands.plan.step import plan_step
+from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.trainer import Trainer
 from tests.cases import run_cases

@@ -6,11 +6,9 @@ import torch
 from dtrain.attention import check_varlen
 from dtrain.base.errors import UserError
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Mesh, Runtime
 from dtrain.policy import build
-from dtrain.policy.options import BuildOptions
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.options import BuildOptions, choose_precision
 from tests.tiny import tiny_recipe
 from tests.world import run_world
 

@@ -19,8 +19,8 @@ from dtrain.attention.varlen import VarlenKernel
 from dtrain.base import compiled as compilers
 from dtrain.memory import compilation as regions
 from dtrain.models.common.micro_batch import MicroBatchContext
+from dtrain.parallel.mesh import Runtime, StopFlag
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.training.trainer import train, train_checked
 from tests.pretend.worlds import run_pretend
 from tests.running import metrics

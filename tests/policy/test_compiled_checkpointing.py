@@ -18,9 +18,8 @@ from dtrain.memory import compilation as compiling
 from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.fsdp import mixed_precision, shard_model
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, StopFlag, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime, StopFlag
 from dtrain.training.trainer import train_checked
 from tests.policy.test_compile import (
     COMPILE,

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from dtrain.base.row_images import RowImages
+from dtrain.base.batch import RowImages
 from dtrain.data.images.tensors import feature_index
 from dtrain.methods.sft import SftMethod
 from dtrain.models.building import init_weights
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.policy.batching import Packed
 from dtrain.training import load_recipe

@@ -11,9 +11,8 @@ from dtrain.memory import tiles
 from dtrain.models.building import init_weights
 from dtrain.models.common.routing import BalanceLoss, RoutingRecord
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from dtrain.policy.batching import Fixed, micro_batches
 from dtrain.recipe import sizes

@@ -17,8 +17,7 @@ from dtrain.models import read_config
 from dtrain.models.common.keys_first import project_keys_first
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.context.batch import shard_sequence
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from tests.cases import run_cases
 from tests.policy.test_compile import by_aot_eager, forget_compiled, graphs

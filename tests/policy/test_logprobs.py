@@ -6,8 +6,7 @@ import torch
 from dtrain.base.batch import collate
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from tests.cases import run_cases

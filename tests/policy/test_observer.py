@@ -5,10 +5,9 @@ import torch
 
 from dtrain.base.batch import collate
 from dtrain.models.read_config import read_config
-from dtrain.optim.shard_optimizer import allocate_state
-from dtrain.parallel.mesh import build_mesh
+from dtrain.optim.local_shard import allocate_state
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import BuildOptions, Policy, StepObserver
 from tests.tiny import VOCAB, tiny_recipe
 from tests.world import run_world

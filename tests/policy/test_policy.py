@@ -8,10 +8,9 @@ from dtrain.base.errors import UserError
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.optim.update import LossScale, Schedule, Updater
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import DTensorPolicyWorker, Policy
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.options import choose_precision
 from dtrain.recipe import sizes
 from dtrain.training import load_recipe
 from tests.stepping import bare_worker, train_step

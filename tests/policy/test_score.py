@@ -5,8 +5,7 @@ import pytest
 from dtrain.base.batch import IGNORE, collate
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from dtrain.training import load_recipe

@@ -13,8 +13,7 @@ from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.weights import buckets
 from dtrain.recipe import sizes

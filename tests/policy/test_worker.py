@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import DTensorPolicyWorker, Policy
 from dtrain.recipe import sizes
 from tests.stepping import train_step

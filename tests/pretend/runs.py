@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.recipe.schema import Recipe
 from dtrain.training.trainer import train_checked
 from tests.pretend import cuda, journal

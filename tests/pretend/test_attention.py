@@ -10,7 +10,7 @@ from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.packing import Packing
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.attention.visibility import Visibility
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.training.trainer import train
 from tests.pretend import journal
 from tests.pretend.mutants import Mutant

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dtrain.base.deterministic import deterministic_algorithms
+from dtrain.base.torch_functions import deterministic_algorithms
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.test_methods import grpo
 from tests.pretend.test_sft import EXACT, STEPS, assert_close, on_cpu

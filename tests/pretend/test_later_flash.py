@@ -14,7 +14,7 @@ from dtrain.attention.later_flash import choose
 from dtrain.base.ranks import Ranks
 from dtrain.models.read_config import read_config
 from dtrain.policy import build
-from dtrain.policy.precision import choose_precision
+from dtrain.policy.options import choose_precision
 from tests.pretend import cuda, journal
 from tests.pretend.card import Card
 from tests.pretend.kernels import Kernels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime
 from dtrain.training.trainer import train
 from tests.pretend.runs import rows_of, train_on_card
 from tests.pretend.worlds import run_pretend

@@ -15,10 +15,9 @@ from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
-from dtrain.policy.weight_buckets import WeightReceiver, flatten, weight_group
+from dtrain.policy.weights import WeightReceiver, flatten, weight_group
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.publish import DirectoryPublisher, StreamPublisher
-from dtrain.rl.remote.shared_directory import MARKER, mark, newest, prune, step_directory
+from dtrain.rl.remote.publish import MARKER, DirectoryPublisher, StreamPublisher, mark, newest, prune, step_directory
 from dtrain.rl.remote.training import RolloutPrefetcher
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dtrain.base.errors import UserError
 from dtrain.rl.remote import training
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.weight_transfer import NcclRoot, TransferPublisher
+from dtrain.rl.remote.publish import NcclRoot, TransferPublisher
 from tests.policy.test_weights import policy_of
 from tests.problem_lines import method_problems
 from tests.remote.fakes import FakeVllm, Refusal

@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from dtrain.rl.rewards.assert_tests import AssertTest
+from dtrain.rl.rewards.python_tests import AssertTest
 from tests.rollout.test_code_sandbox import sandbox_or_skip
 
 # With another SHIFT the code is wrong, and each of the tests must fail.

@@ -14,8 +14,7 @@ from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
-from dtrain.parallel.mesh import build_mesh
-from dtrain.parallel.runtime import Runtime
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.rl.remote.http import HttpEngine
 from tests.models.oracle import save
 from tests.models.test_vision_models import CASES, IMAGE, images_of, make, token_rows

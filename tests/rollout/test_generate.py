@@ -115,7 +115,7 @@ def test_mistakes_are_named(model, prompts, settings, message):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with a checkpoint and an export."""
-    from dtrain.parallel.runtime import Runtime
+    from dtrain.parallel.mesh import Runtime
     from dtrain.training.trainer import train
 
     root = tmp_path_factory.mktemp("finished")

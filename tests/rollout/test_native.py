@@ -22,9 +22,8 @@ from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.fsdp import Sharding, mixed_precision, shard_model
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from tests.models.oracle import VARIANTS
 from tests.rollout.test_engine import same
 from tests.rollout.test_graphs import Makers

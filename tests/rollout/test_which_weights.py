@@ -10,10 +10,10 @@ import transformers as hf
 
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.model_files import held_by
-from dtrain.commands.serve.server import Follower
+from dtrain.commands.serve.start import Follower
 from dtrain.inference.generate import image_problem, load
 from dtrain.models import from_pretrained
-from dtrain.rl.remote.shared_directory import MARKER, mark, step_directory
+from dtrain.rl.remote.publish import MARKER, mark, step_directory
 from tests.checkpoint.processes import checkpoints
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe, write_rows

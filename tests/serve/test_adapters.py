@@ -13,7 +13,7 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.inference.engine import Engine
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.shared_directory import mark
+from dtrain.rl.remote.publish import mark
 from tests.remote.test_publish import paused_under_way
 from tests.serve.serving import (
     GREEDY,

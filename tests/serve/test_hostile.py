@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dtrain.commands.serve.fields import ApiError, Field, check
-from dtrain.commands.serve.protocol import CHAT, COMPLETION
+from dtrain.commands.serve.protocol import CHAT, COMPLETION, ApiError, Field, check
 from tests.serve.serving import GREEDY, assert_well, make_model, naive_ids, post, raw, serving
 from tests.tiny import VOCAB
 

@@ -24,7 +24,7 @@ from dtrain.data.images.reader import ImageReader
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
 from dtrain.models.common.vision_names import is_in_vision_tower
-from dtrain.rl.remote.shared_directory import mark
+from dtrain.rl.remote.publish import mark
 from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save

@@ -7,7 +7,7 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.commands.serve.fields import ApiError
+from dtrain.commands.serve.protocol import ApiError
 from dtrain.inference import engine as engine_module
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams

@@ -14,11 +14,11 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.commands.serve.text import TextStream
+from dtrain.commands.serve.answers import TextStream
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.shared_directory import mark
+from dtrain.rl.remote.publish import mark
 from tests.serve.serving import Process, ask, controlled, events, make_model, naive, wait_until
 from tests.tiny import VOCAB
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from dtrain.commands.serve.fields import ApiError
-from dtrain.commands.serve.protocol import Parser
+from dtrain.commands.serve.protocol import ApiError, Parser
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer

@@ -5,9 +5,8 @@ import torch
 
 from dtrain import models
 from dtrain.models.read_config import read_config
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import Policy
 from tests.tiny import tiny_recipe
 from tests.world import run_world

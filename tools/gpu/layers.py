@@ -63,7 +63,7 @@ def _beside_plan(name: str, recipe: Recipe, size: int, peak: int) -> str:
 def _planned_seconds(recipe: Recipe, size: int) -> str:
     import torch
 
-    from dtrain.base.gpus import board_of
+    from dtrain.base.hardware import board_of
     from dtrain.commands.plan.hardware import GPUS, estimate
     from dtrain.commands.plan.plan import resolve_plan
     from dtrain.commands.plan.step import plan_step

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.gpus import board_of
+from dtrain.base.hardware import board_of
 from tools.gpu.ranks import Run
 from tools.gpu.runs import Options
 

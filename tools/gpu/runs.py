@@ -70,8 +70,8 @@ def train_rank(rank: int, size: int, recipe: Recipe, device: str = "cuda") -> No
     """Train as a rank of `dtrain run` does, under deterministic algorithms where the recipe wants them."""
     import torch
 
-    from dtrain.base.deterministic import deterministic_algorithms
-    from dtrain.parallel.runtime import Runtime
+    from dtrain.base.torch_functions import deterministic_algorithms
+    from dtrain.parallel.mesh import Runtime
     from dtrain.training.trainer import train
 
     there = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
@@ -93,8 +93,7 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
 
     from dtrain.base.batch import collate
     from dtrain.models.read_config import read_config
-    from dtrain.parallel.mesh import build_mesh, init_one_process_group
-    from dtrain.parallel.runtime import Runtime
+    from dtrain.parallel.mesh import Runtime, build_mesh, init_one_process_group
     from dtrain.policy import Policy
     from dtrain.training import method_of
     from dtrain.training.full_rows import full_rows

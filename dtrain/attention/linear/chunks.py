@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
 from dtrain.attention.linear.context import Pieces
-from dtrain.base.deterministic import cumsum
-from dtrain.base.torch_functions import has_values
+from dtrain.base.torch_functions import cumsum, has_values
 
 CHUNK = 64
 GROUP = 2**19  # elements of the values that are computed at a time, on a CPU: what a cache holds

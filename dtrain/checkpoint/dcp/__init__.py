@@ -1,11 +1,8 @@
 """Saves that a run resumes from, through torch's distributed checkpoint.
 
-store             the steps of one run, `checkpoints/step-N`
+store             the steps of one run, `checkpoints/step-N`, and the step of another run that it began from
 pieces            tensors of any placement as items of the distributed checkpoint
-training_state    model and optimizer as named tensors and JSON, and back
-rng               random number generators, likewise
+training_state    model, optimizer and random number generators as named tensors and JSON, and back
 background        saves that training does not wait for
-retention         saves that stay
-space             what saves take on the disk, and what is free
-origin            what a run began from
+retention         which saves stay, and the disk space that they need
 """

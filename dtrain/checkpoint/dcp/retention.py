@@ -1,12 +1,20 @@
-"""Retention of a run's saves, and patience: when a run has not got better for too long. Knows no tensor and
-imports no torch."""
+"""Retention of a run's saves, its patience, and the disk space that its saves need.
+
+Retention decides which saves stay. Patience ends a run whose metric has not improved for too long. The disk space is
+the size of one save times the number that the retention keeps.
+"""
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from dtrain.base.json_files import loads, split_lines
+from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.recipe.schema import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -69,3 +77,88 @@ class Patience:
             return False
         best = self.values.index(self.better(self.values))
         return len(self.values) - 1 - best >= self.most
+
+
+def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """Return the size in bytes of a save of `tensors` by all ranks, without its small files. No collective.
+
+    Args:
+        tensors: This rank's tensors. A DTensor counts with its global size.
+    """
+    total = 0
+    for tensor in tensors.values():
+        piece = Piece.of(tensor)
+        total += piece.global_size.numel() * piece.local.element_size()
+    return total
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free space in bytes for this user in `directory`, which need not exist yet."""
+    existing = directory.absolute()
+    while not existing.is_dir():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def shown_bytes(size: int) -> str:
+    """Format a number of bytes with its unit.
+
+    >>> shown_bytes(3 << 30), shown_bytes(1536), shown_bytes(12)
+    ('3.0 GiB', '1.5 KiB', '12 bytes')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size} bytes"
+
+
+def saves_at_once(retention: Retention, saves: int | None = None) -> int | None:
+    """Return the largest number of saves that exist at the same time. None if the retention sets no limit.
+
+    A save is deleted only after the next one is complete, so there is one more than `keep_last` for a moment.
+
+    Args:
+        retention: Which saves are kept.
+        saves: The number of saves that the run makes. None if it is not known.
+    """
+    if retention.keep_last is None or retention.keep_every is not None:
+        return saves
+    largest = retention.keep_last + 1
+    if retention.keep_best is not None:
+        largest += 1
+    return largest if saves is None else min(largest, saves)
+
+
+def planned_saves_line(size: int, keep: Checkpoint, steps: int | None, directory: Path) -> str:
+    """Return a line about the saves that a run will write, and the free space in their directory.
+
+    Args:
+        size: Bytes of one save, about.
+        keep: The recipe's section `checkpoint`, whose `every` is not null.
+        steps: Steps of the run. None if they are not known.
+        directory: The directory of the saves, which need not exist yet.
+    """
+    assert keep.every is not None, "the run saves nothing"
+    saves = None if steps is None else -(-steps // keep.every)
+    line = space_line(size, Retention(keep.keep_last, keep.keep_every, keep.keep_best), saves)
+    return f"{line}; {shown_bytes(free_bytes(directory))} are free in {directory}"
+
+
+def space_line(size: int, retention: Retention, saves: int | None) -> str:
+    """Return a line for the terminal about the disk space of a run's saves.
+
+    For example: "3.0 GiB each, at most 3 at a time (checkpoint.keep_last=2): 9.0 GiB".
+
+    Args:
+        size: Bytes of one save.
+        retention: Which saves are kept.
+        saves: The number of saves that the run makes. None if it is not known.
+    """
+    values = {"keep_last": retention.keep_last, "keep_every": retention.keep_every, "keep_best": retention.keep_best}
+    settings = ", ".join(f"checkpoint.{key}={value}" for key, value in values.items() if value is not None)
+    if not settings:
+        settings = "checkpoint.keep_last=null"
+    largest = saves_at_once(retention, saves)
+    if largest is None:
+        return f"{shown_bytes(size)} each, and {settings} sets no limit to their number"
+    return f"{shown_bytes(size)} each, at most {largest} at a time ({settings}): {shown_bytes(size * largest)}"

@@ -10,6 +10,11 @@
 
 A save goes to `.partial-step-N`, is synced by every rank, and gets its name in one rename; readers look at no other
 name. What killed saves leave is deleted by the next save or `clean`, which the run's lock makes safe.
+
+A run may begin from a step of another run (`Origin`). The step is chosen once and identified by its content:
+`began.json` in the run's directory, and the state of each of its saves, keep one record for `checkpoint.resume` and one
+for `checkpoint.init_from`. If the other run trains on, its path may mean a later step, and the record still means the
+first.
 """
 
 import json
@@ -22,6 +27,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial as bound
 from pathlib import Path
 from typing import Any
@@ -37,8 +43,7 @@ from dtrain.base.files import Record, checksum, publish, set_aside, write_new
 from dtrain.base.json_files import OWN, digest, loads, read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.pieces import Piece, PieceReader, PieceWriter, Table, read_table, read_whole
-from dtrain.checkpoint.dcp.retention import Retention
-from dtrain.checkpoint.dcp.space import bytes_of, free_bytes, shown_bytes
+from dtrain.checkpoint.dcp.retention import Retention, bytes_of, free_bytes, shown_bytes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -422,3 +427,70 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _text_checksum(content: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A step, what its tensors hold (`CheckpointStore.identity`) and its save's own mark, None for old ones.
+
+    path: where it lay, for messages, and to look there where no other path is given.
+    """
+
+    path: str
+    step: int
+    identity: str
+    save: str | None
+
+    @classmethod
+    def read(cls, record: Any, file: Path) -> "Origin":
+        """Read what JSON has in `file`. Raises UserError."""
+        kinds = {"path": str, "step": int, "identity": str, "save": str | None}
+        is_whole = isinstance(record, dict) and record.keys() == kinds.keys()
+        if not is_whole or not all(isinstance(record[key], kind) for key, kind in kinds.items()):
+            raise UserError(f"{file} is damaged: it does not say what the run began from; delete it to begin anew")
+        return cls(**record)
+
+    @classmethod
+    def of(cls, store: CheckpointStore, step: int) -> "Origin":
+        """Collective."""
+        path = str(store.path(step).absolute())
+        return store.ranks.first(lambda: cls(path, step, store.identity(step), store.read_state(step).get("save")))
+
+    def at(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
+        """The store that a user means by `path`, if it holds this very step. Collective."""
+        try:
+            store, _ = locate(path, ranks)
+        except UserError:  # on every rank
+            return None
+        if step_of(Path(path).absolute()) not in (None, self.step):
+            return None
+        same = ranks.first(lambda: not store.faults(self.step) and store.identity(self.step) == self.identity)
+        return store if same else None
+
+    def lay_at(self, path: str | Path, ranks: Ranks) -> bool:
+        """Return whether this step is gone from `path`: the run there trained on, or nothing is left. Collective."""
+        place = Path(path).absolute()
+        try:
+            store, newest = locate(path, ranks)
+        except UserError:  # on every rank
+            return place in [Path(self.path), *Path(self.path).parents][:3]
+        save: str | None = ranks.first(lambda: store.read_state(newest).get("save"))
+        if step_of(place) is not None or save is None or self.save is None:
+            return False
+        return run_of(save) == run_of(self.save)
+
+    def again(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
+        """The store at `path`, which `key` gives, and this step. Collective. UserError where that is gone or another;
+        `otherwise` says what may be done beside putting it back."""
+        store = self.at(path, ranks)
+        if store is None:
+            raise UserError(
+                f"{key}={path}: this run began from step {self.step} there ({self.path}), which is gone or holds "
+                f"something else by now: put it back, {otherwise}"
+            )
+        return store, self.step
+
+
+def run_of(save: str) -> str:
+    """The mark of a run in that of one of its saves, `RUN-SAVE`."""
+    return save.split("-")[0]

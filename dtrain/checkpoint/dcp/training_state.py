@@ -1,4 +1,4 @@
-"""Model and optimizer as named tensors and JSON, and back: what a checkpoint holds of them.
+"""State of training as named tensors and JSON, and back: model, optimizer and random number generators.
 
 Tensors: `model.<name>`, and `optim.<name>.<key>` for every tensor of the optimizer's state (`exp_avg`, `step`, ...).
 Names are those of the model's state dict, so a checkpoint does not depend on the order of parameters. JSON: the
@@ -9,8 +9,17 @@ Resuming:
     optimizer_state = store.read_state(step)["optimizer"]
     restore_optimizer(model, optimizer, optimizer_state)       # makes room for the tensors, sets the scalars
     store.load(step, training_tensors(model, optimizer))       # fills model and optimizer in place
+
+Random number generators are Python's, torch's on the CPU, and torch's on this rank's CUDA device, as JSON. dtrain's own
+random numbers depend on the seed and the logical position, so these generators matter only to other code, such as a
+reward function or a user's method. On the saved world size each rank continues exactly. A rank that gets a copy of
+another rank's state (`CheckpointStore.read_rank_state`) is seeded from that state and the number of the copy: always
+the same, and unlike the original.
 """
 
+import base64
+import binascii
+import random
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,9 +29,54 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
+from dtrain.base.randomness import digest
 from dtrain.checkpoint.dcp.pieces import Piece
-from dtrain.optim.shard_optimizer import ShardOptimizer, allocate_state
+from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.placement import local_tensor
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator of this process, as JSON."""
+    version, words, gauss = random.getstate()
+    state = {"python": [version, list(words), gauss], "torch": _to_text(torch.get_rng_state())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _to_text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
+    """Put the generators of this process into `state` (copy 0), or into one derived from it. CUDA, where this process
+    has it and the state does not, is seeded from the CPU's. UserError for what `random_state` has not written."""
+    try:
+        version, words, gauss = state["python"]
+        cpu = _from_text(state["torch"])
+        cuda = _from_text(state["cuda"]) if "cuda" in state else None
+        if copy == 0:
+            random.setstate((version, tuple(words), gauss))
+            torch.set_rng_state(cpu)
+        else:
+            random.seed(_seed(state["torch"], copy, "python"))
+            torch.default_generator.manual_seed(_seed(state["torch"], copy, "torch"))
+        if torch.cuda.is_available():
+            if copy == 0 and cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+            else:
+                torch.cuda.manual_seed(_seed(state["torch"], copy, "cuda"))
+    except (KeyError, TypeError, ValueError, RuntimeError, binascii.Error) as error:
+        raise UserError(f"the checkpoint's random state is damaged ({error})") from error
+
+
+def _seed(text: str, copy: int, generator: str) -> int:
+    return int.from_bytes(digest(generator, copy, text), "big") >> 1
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
 
 SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
 _SCALAR = (bool, int, float, str, type(None))

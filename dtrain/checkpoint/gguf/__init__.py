@@ -4,6 +4,5 @@ A file is written where llama.cpp computes the same logits and gives the same id
 
 export     a run, a checkpoint, a model or an adapter to one file
 families   hyper-parameters and tensors of each architecture, and what llama.cpp computes otherwise
-file       one file: types, tensors one by one, whole or absent
 tokenizer  the vocabulary, how it splits a text, its special tokens and the chat template
 """

@@ -2,11 +2,9 @@
 
 read, pretrained      weights into a model; a model with its weights
 write, export         a model's directory; `dtrain export`
-safetensor_files      the tensors of a directory's files
-stored, packed        headers and slices of one; weights in mxfp4 and fp8, read as bfloat16
+safetensor_files      the tensors of a directory's files: headers and slices; mxfp4 and fp8 read as bfloat16
 file_rows             rows of a file's tensor that make up one of the model's
 model_files           config.json, tokenizer and the other small files
 quantized             weights in 4 bits
-merged                weights with their adapter merged
-base_weights          the base model that an adapter names
+merged                weights with their adapter merged; the base weights of an adapter
 """

@@ -16,11 +16,19 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, has_weights, is_
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, Sizes, locate
 from dtrain.checkpoint.dcp.training_state import SCORE, aliases, model_tensors
-from dtrain.checkpoint.huggingface.base_weights import BaseWeights, RunFacts, step_around, trained_beside
-from dtrain.checkpoint.huggingface.merged import WholeWeight, exact_names, in_files, stored_weight, wider
+from dtrain.checkpoint.huggingface.merged import (
+    BaseWeights,
+    RunFacts,
+    WholeWeight,
+    exact_names,
+    in_files,
+    step_around,
+    stored_weight,
+    trained_beside,
+    wider,
+)
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.huggingface.stored import BY_NAME
+from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
 from dtrain.checkpoint.peft.config import ADAPTER, BASE, base_of
 from dtrain.checkpoint.peft.export import StoredAdapter

@@ -1,16 +1,157 @@
-"""The safetensors files of a directory: what they hold, and slices of it.
+"""Safetensors files of a directory: names, shapes and dtypes of their tensors, and slices of these.
 
 https://huggingface.co/docs/safetensors fixes the format: eight bytes of header length, a JSON header, then the data.
+Weights in mxfp4 (gpt-oss) and fp8 are read as bfloat16.
+
+mxfp4 (OCP Microscaling Formats, 1.0): of a stack X [E, in, out] of experts the tensors `X_blocks` uint8
+[E, out, in/32, 16], two FP4 values (E2M1) a byte, the first in its low half, and `X_scales` uint8 [E, out, in/32], the
+exponent of two plus 127 that 32 values share. fp8 (DeepSeek-V3, arXiv:2412.19437, section 3.3): `X` of E4M3
+[.., out, in], and `X_scale_inv` [.., out/128, in/128], rounded up, the factor of each block of 128 × 128. Both are
+rounded to bfloat16 once. A slice is dequantised from the blocks around it; nothing else is read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
-from dtrain.checkpoint.huggingface.stored import Stored, opened
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What an export carries of parts that dtrain does not train, beside these.
+CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+CARRIED |= {"BOOL": torch.bool}
+BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return DTYPES.get(self.kind)
+
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """(A slice of) it, [any shape], as it is stored, of any dtype. No collective."""
+        with opened(self.file) as file:  # a tensor without dimensions has no slice
+            return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator:
+    """Context in which the file `path` is open. UserError, naming it, where it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file, but {INDEX} names it; download it again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+_BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
+_GROUP = 32  # values of mxfp4 that share an exponent
+_SIDE = 128  # of a block of fp8
+
+
+def unpack(stored: dict[str, Stored]) -> None:
+    """Put one bfloat16 tensor in the place of each weight in few bits, and its scales, that `stored` has by name. What
+    is in no such form stays, for the reader to refuse."""
+    for name, entry in list(stored.items()):
+        base = name.removesuffix(_BLOCKS)
+        scales, inverse = stored.get(f"{base}{_SCALES}"), stored.get(f"{name}{_INVERSE}")
+        if base != name and scales is not None and base not in stored and _is_mxfp4(entry, scales):
+            experts, rows, groups, _ = entry.shape
+            del stored[name], stored[f"{base}{_SCALES}"]
+            stored[base] = MxFp4(entry.file, base, (experts, groups * _GROUP, rows), "BF16", entry, scales)
+        elif inverse is not None and _is_fp8(entry, inverse):
+            del stored[f"{name}{_INVERSE}"]
+            stored[name] = BlockFp8(entry.file, name, entry.shape, "BF16", entry, inverse)
+
+
+def _is_mxfp4(blocks: Stored, scales: Stored) -> bool:
+    is_shaped = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP // 2 and blocks.shape[:3] == scales.shape
+    return is_shaped and blocks.kind == scales.kind == "U8"
+
+
+def _is_fp8(weight: Stored, scales: Stored) -> bool:
+    if len(weight.shape) < 2:
+        return False
+    *lead, rows, columns = weight.shape
+    wanted = (*lead, -(-rows // _SIDE), -(-columns // _SIDE))
+    return weight.kind == "F8_E4M3" and scales.kind in ("F32", "BF16") and scales.shape == wanted
+
+
+@dataclass(frozen=True)
+class _Packed(Stored):
+    """A weight [shape] in few bits. values, scales: as the file has them."""
+
+    values: Stored
+    scales: Stored
+
+    def _slices(self, slices: tuple[slice, ...] | None) -> list[slice]:
+        given = slices or ()
+        given = (*given, *(slice(None),) * (len(self.shape) - len(given)))
+        return [slice(*part.indices(size)[:2]) for part, size in zip(given, self.shape, strict=True)]
+
+
+class MxFp4(_Packed):
+    """A stack of experts [E, in, out] in mxfp4."""
+
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """Override `Stored.read`: bfloat16. Beside the result the memory of one expert's slice."""
+        experts, inner, outer = self._slices(slices)
+        groups = slice(inner.start // _GROUP, -(-inner.stop // _GROUP))
+        within = slice(inner.start - groups.start * _GROUP, inner.stop - groups.start * _GROUP)
+        sizes = (part.stop - part.start for part in (experts, inner, outer))
+        whole = torch.empty(*sizes, dtype=torch.bfloat16)
+        pairs = _pairs()
+        with opened(self.values.file) as of_values, opened(self.scales.file) as of_scales:
+            blocks, scales = of_values.get_slice(self.values.name), of_scales.get_slice(self.scales.name)
+            for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
+                codes = blocks[number, outer, groups, :]  # [out, in/32, 16]
+                exponents = scales[number, outer, groups].int() - 127  # [out, in/32]
+                halves = F.embedding(codes.int(), pairs).flatten(2)  # [out, in/32, 32]
+                values = torch.ldexp(halves, exponents[..., None]).flatten(1)  # [out, in]
+                matrix.copy_(values[:, within].t())
+        return whole
+
+
+class BlockFp8(_Packed):
+    """Matrices [.., out, in] in fp8."""
+
+    def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """Override `Stored.read`: bfloat16. A few times the memory of the slice."""
+        *lead, rows, columns = self._slices(slices)
+        blocks = [slice(part.start // _SIDE, -(-part.stop // _SIDE)) for part in (rows, columns)]
+        factors = self.scales.read((*lead, *blocks)).float()
+        for dim, part in ((-2, rows), (-1, columns)):
+            of_each = torch.arange(part.start, part.stop) // _SIDE - part.start // _SIDE
+            factors = factors.index_select(dim, of_each)
+        return (self.values.read((*lead, rows, columns)).float() * factors).bfloat16()
+
+
+def _pairs() -> Tensor:
+    """[256, 2] float32: the values of a byte's halves, the low one first."""
+    magnitudes = torch.tensor(_VALUES)
+    values = torch.cat([magnitudes, -magnitudes])
+    return torch.cartesian_prod(values, values).flip(1)
+
 
 _OF_FEW_BITS = ("_blocks", "_scale_inv")  # names of tensors beside others
 _ROWS = 4096  # of two tensors that are compared
@@ -28,9 +169,9 @@ class WeightFiles:
         for file, names in _files(directory, single).items():
             self._add(directory / file, names)
         if any(name.endswith(_OF_FEW_BITS) for name in self.stored):
-            from dtrain.checkpoint.huggingface import packed
+            from dtrain.checkpoint.huggingface import safetensor_files
 
-            packed.unpack(self.stored)
+            safetensor_files.unpack(self.stored)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """(A slice of) tensor `name`, [any shape], as `stored` has it. The file is mapped for this one tensor only, so

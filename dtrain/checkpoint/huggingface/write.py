@@ -34,8 +34,7 @@ from dtrain.checkpoint.huggingface.model_files import (
     write_companions,
 )
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
-from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.checkpoint.huggingface.stored import CARRIED, DTYPES
+from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.vision_names import is_in_vision_tower
 

@@ -2,10 +2,12 @@
 
 The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. A field of the file is either used (`_USED`),
 known to change no number (`_FREE`), or refused by its name. All problems are reported together.
+
+The base model that the file names is compared with the model of the run: by its path, its id, or its content.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,17 @@ from dtrain.adapters.config import (
     parameter_name,
 )
 from dtrain.base import hub
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import is_natural, read_json
-from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, is_adapter_directory
+from dtrain.base.model_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    files_of_weights,
+    is_adapter_directory,
+    read_header,
+)
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
-from dtrain.base.problems import Problem
 from dtrain.checkpoint.peft import tensors
 from dtrain.checkpoint.peft.tensors import PREFIX
 from dtrain.models.common.config import ModelConfig
@@ -449,3 +457,75 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "bias": ("none", lambda v: v in (None, "none"), f"none: {_MERGE}"),
     "init_lora_weights": (True, lambda v: v in _STARTS, f"true, false, gaussian, orthogonal or eva: {_CONVERT}"),
 }
+
+
+_COMPARED = 4096  # bytes of a tensor; training changes some of them
+
+
+def base_problems(directory: Path, model: Path) -> list[Problem]:
+    """Check that the adapter in `directory` was trained on the model in the directory `model`."""
+    if _is_base(directory, model) is not False:
+        return []
+    base = base_of(directory)
+    text = f"{directory / ADAPTER_CONFIG}: {BASE} is {_named(directory)}, and model.path={model} has other weights"
+    fix = f"Set model.path={base}, or write {model} there if the adapter was trained on it"
+    return [Problem("lora.path", text, fix)]
+
+
+def base_notes(directory: Path, model: Path) -> list[str]:
+    """Return notes for the user where it cannot be known that the adapter in `directory` is of `model`."""
+    try:
+        if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
+            return []
+        name = _named(directory)
+    except UserError:  # a problem that others tell
+        return []
+    reason = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
+    return [
+        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be told "
+        "here, and on another one the adapter means nothing"
+    ]
+
+
+def _named(directory: Path) -> Any:
+    return read_json(directory / ADAPTER_CONFIG).get(BASE)
+
+
+def _is_base(directory: Path, model: Path) -> bool | None:
+    """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
+    name = _named(directory)
+    if name and name in (str(model), hub.id_of(model)):
+        return True
+    try:
+        base = base_of(directory)
+        return True if base.resolve() == model.resolve() else _same_weights(base, model)
+    except UserError:
+        return None
+
+
+def _same_weights(base: Path, model: Path) -> bool | None:
+    """Compare a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
+    first, second = dict(_tensors(base)), dict(_tensors(model))
+    both = [name for name in first if name in second and first[name][0] == second[name][0]]
+    if any(_part(*first[name]) != _part(*second[name]) for name in both):
+        return False
+    return True if both and len(both) == len(first) == len(second) else None
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
+    """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
+    for file in files_of_weights(directory) or ():
+        entries, start = read_header(directory / file)
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            yield name, ((entry["dtype"], tuple(entry["shape"]), end - begin), directory / file, start + begin)
+
+
+def _part(kind: tuple, file: Path, begin: int) -> bytes:
+    size = kind[2]
+    try:
+        with file.open("rb") as stream:
+            stream.seek(begin + max(0, size - _COMPARED) // 2)
+            return stream.read(min(size, _COMPARED))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from error

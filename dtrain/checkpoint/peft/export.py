@@ -18,7 +18,7 @@ from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.huggingface.file_rows import joints, places
 from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge, stored_weight
 from dtrain.checkpoint.huggingface.model_files import write_companions
-from dtrain.checkpoint.huggingface.stored import DTYPES
+from dtrain.checkpoint.huggingface.safetensor_files import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import BASE, misread_problem, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights

@@ -15,7 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.base_weights import step_around
+from dtrain.checkpoint.huggingface.merged import step_around
 from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import resolve

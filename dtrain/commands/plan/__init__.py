@@ -2,17 +2,14 @@
 
     plan.make_plan          a recipe, resolved in a world that is not here, as a plan: memory by part, traffic, time
     step.plan_step          one rank's step, from a few layers of it: the trainer's own, traced on full rows
-    observer                tells the tracer which part of the step is under way; host memory without bytes
-    planned_device          how tensors without memory answer as the planned device's would
-    meta_kernels            operations on them
-    tracer                  sees every operation of the step, and counts its cost and its messages
+    planned_device          tensors without memory in place of the planned device's, and operations on them
+    tracer                  sees every operation of the step, and counts its cost and its messages; its observer
     compiled                compiled parts of layers: what they move and keep
     memory                  the step's allocations
     hardware                devices, links and the estimate
     choose                  values for what a recipe leaves to `auto`
     search                  other meshes and micro-batches, and what would fit
-    units                   bytes and seconds as text
-    command, report         the command's arguments; its output: a plan as text and as JSON
+    command, report         the command's arguments, and the start of the plan next to a run; its output: a plan as text and as JSON
     background              the plan that a run shows of itself; children, the processes that all of these work in
 
 How a step is planned. The plan runs the trainer's own step on tensors without memory, and counts what it does. No part

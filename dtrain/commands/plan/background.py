@@ -11,13 +11,12 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.children import Child
 from dtrain.commands.plan.choose import Choice, TooLarge, choose
-from dtrain.commands.plan.hardware import GPUS, USABLE, hardware_of
+from dtrain.commands.plan.hardware import GPUS, USABLE, gib, hardware_of
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.report import too_much
-from dtrain.commands.plan.units import gib
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Recipe
-from dtrain.recipe.automatic import changed, open_keys
+from dtrain.recipe.world import changed, open_keys
 
 PLAN_SECONDS = 120.0  # that a run waits for its plan, before it reads weights
 _BEHIND_THE_RUN = 5  # of `os.nice`

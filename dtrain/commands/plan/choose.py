@@ -15,17 +15,15 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from dtrain.base.errors import UserError
-from dtrain.base.host_memory import host_memory, num_cores
-from dtrain.base.problems import RecipeError
-from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.base.hardware import host_memory, num_cores
+from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate, gib
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
-from dtrain.commands.plan.units import gib
 from dtrain.policy.build import longest_row_under_mask
 from dtrain.recipe import Recipe, sizes
-from dtrain.recipe.automatic import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
 from dtrain.recipe.schema import Lora
+from dtrain.recipe.world import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
 from dtrain.training.sizing import Sizing
 from dtrain.training.step_spec import StepSpec
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtrain.base.torch_functions import in_backward, storage_key
 from dtrain.commands.plan.memory import Allocation, OpOverload
-from dtrain.memory.selective_checkpointing import KEPT_COMPILED
+from dtrain.memory.activation_checkpointing import KEPT_COMPILED
 
 
 class CompiledRegions:

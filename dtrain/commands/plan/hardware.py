@@ -19,10 +19,21 @@ from typing import Any
 
 import torch
 
-from dtrain.base.gpus import BOARDS, board_of
+from dtrain.base.hardware import BOARDS, board_of
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Sizes
+
+
+def gib(size: float) -> str:
+    if size < 2**13:
+        return f"{size:,.0f} B"
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def seconds(time: float) -> str:
+    return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
+
 
 BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
 HOP = {True: 1e-6, False: 5e-6}  # seconds from rank to rank of a ring, inside a node and between nodes

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.commands.plan.hardware import Hardware, Time, estimate
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.automatic import changed
-from dtrain.recipe.world import LARGEST_AUTO
+from dtrain.recipe.world import LARGEST_AUTO, changed
 from dtrain.training.preflight import shapes
 from dtrain.training.step_spec import StepSpec, config_of, resolve_step
 

@@ -7,14 +7,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError
-from dtrain.base.problems import RecipeError
-from dtrain.checkpoint.dcp.space import planned_saves_line
+from dtrain.base.errors import RecipeError, UserError
+from dtrain.checkpoint.dcp.retention import planned_saves_line
 from dtrain.commands.plan.choose import chosen_plan
-from dtrain.commands.plan.hardware import BANDWIDTH, GPUS
+from dtrain.commands.plan.hardware import BANDWIDTH, GPUS, gib, seconds
 from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
-from dtrain.commands.plan.units import gib, seconds
 from dtrain.launch.devices import with_processes
 from dtrain.training.preflight import load_with_problems
 

@@ -15,7 +15,7 @@ from dtrain.commands.plan.hardware import Time, estimate, wire_time
 from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.recipe import Recipe, Sizes, sizes
-from dtrain.recipe.automatic import USUAL, as_overrides, changed, value_of
+from dtrain.recipe.world import USUAL, as_overrides, changed, value_of
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,14 @@ import torch.distributed as dist
 
 from dtrain.commands.plan.children import side_by_side
 from dtrain.commands.plan.memory import LEFT_OUT, Phase
-from dtrain.commands.plan.meta_kernels import MetaKernels
-from dtrain.commands.plan.observer import PlannedMemory, PlanObserver
-from dtrain.commands.plan.planned_device import PlannedDevice, PlannedStream
-from dtrain.commands.plan.tracer import Collective, Tracer
+from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice, PlannedStream
+from dtrain.commands.plan.tracer import Collective, PlannedMemory, PlanObserver, Tracer
 from dtrain.models.common.config import ModelConfig
-from dtrain.parallel.mesh import build_mesh
+from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import bytes_of
-from dtrain.parallel.runtime import Runtime
 from dtrain.policy import BuildOptions, Policy
 from dtrain.policy.build import kernel_without_values
-from dtrain.policy.weight_memory import weight_memory
+from dtrain.policy.weights import weight_memory
 from dtrain.recipe import Sizes
 from dtrain.training.full_rows import FullRows
 from dtrain.training.step_spec import StepSpec

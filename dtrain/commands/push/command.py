@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
+from dtrain.base.hub import client_errors
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import (
     ADAPTER_CONFIG,
@@ -17,7 +18,6 @@ from dtrain.base.model_directory import (
     INDEX,
     companions_in,
 )
-from dtrain.base.network_errors import client_errors
 from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.checkpoint.peft.config import BASE
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg

@@ -16,8 +16,7 @@ from typing import Any
 from dtrain import methods, training
 from dtrain.commands.report.run_files import Curve, RunFiles
 from dtrain.training.metrics import records
-from dtrain.training.metrics.answers import Answers
-from dtrain.training.metrics.fields import field_of
+from dtrain.training.metrics.records import Answers, field_of
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
 OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"

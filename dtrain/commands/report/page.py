@@ -1,4 +1,8 @@
-"""The whole page: one file that fetches nothing. Its policy (CSP) lets a browser run dtrain's two scripts alone."""
+"""The page of a report: one HTML file that needs no network.
+
+Images of prompts are thumbnails in the page itself, as data URIs. The page's content security policy allows only
+dtrain's two scripts. No torch.
+"""
 
 import base64
 import hashlib
@@ -6,8 +10,9 @@ import json
 import time
 from collections.abc import Sequence
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -16,10 +21,65 @@ from markupsafe import Markup
 from dtrain import __version__
 from dtrain.base.errors import UserError
 from dtrain.commands.report import charts, sections
-from dtrain.commands.report.pictures import Pictures
 from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
+from dtrain.data.images.files import read_image, upright
+from dtrain.training.metrics.records import ImageOfPrompt
 from dtrain.training.metrics.terminal import printable
+
+SIDE = 256  # pixels of a thumbnail's longer side, at most
+QUALITY = 80  # of JPEG
+MOST = 64  # thumbnails on a page
+MOST_BYTES = 4 << 20  # of all of them
+
+
+class Picture(NamedTuple):
+    """Image of a prompt on the page. uri: its thumbnail; None where its name stands alone."""
+
+    name: str
+    uri: str | None
+
+
+class Pictures:
+    """Thumbnails of a page. What its bounds leave out is shown by name, as is a file that is gone, is no longer the
+    image that the run read, or cannot be decoded."""
+
+    def __init__(self) -> None:
+        self._uris: dict[ImageOfPrompt, str | None] = {}
+        self._count = self._bytes = 0
+
+    def of(self, images: Sequence[ImageOfPrompt]) -> list[Picture]:
+        """Return the pictures of a prompt's images."""
+        return [Picture(image.name, self._taken(image)) for image in images]
+
+    def _taken(self, image: ImageOfPrompt) -> str | None:
+        """Return the thumbnail of `image` where the page has room for it."""
+        if image.path is None or self._count >= MOST:
+            return None
+        if image not in self._uris:
+            self._uris[image] = thumbnail(image)
+        uri = self._uris[image]
+        if uri is None or self._bytes + len(uri) > MOST_BYTES:
+            return None
+        self._count, self._bytes = self._count + 1, self._bytes + len(uri)
+        return uri
+
+
+def thumbnail(image: ImageOfPrompt) -> str | None:
+    """Return the thumbnail of an image with a path as a data URI; None where its file cannot be read or shown, is
+    another one by its digest, or Pillow is not installed."""
+    try:
+        file = read_image(Path(str(image.path)), Path())
+        if file.digest != image.digest:
+            return None
+        small = upright(file.data, file.name)
+    except UserError:
+        return None
+    small.thumbnail((SIDE, SIDE))
+    jpeg = BytesIO()
+    small.save(jpeg, "JPEG", quality=QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
+
 
 MARK = '<meta name="generator" content="dtrain report">'
 _FILES = Path(__file__).parent

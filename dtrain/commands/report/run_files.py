@@ -11,7 +11,7 @@ from dtrain.recipe import secrets
 from dtrain.training import METHODS
 from dtrain.training.directory import ABOUT, DATA, is_held
 from dtrain.training.metrics import records
-from dtrain.training.metrics.answers import Answers
+from dtrain.training.metrics.records import Answers
 
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from dtrain.commands.report import charts
 from dtrain.commands.report.results import mesh_of, mesh_words
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.training.metrics.answers import Answer, Answers
+from dtrain.training.metrics.records import Answer, Answers
 
 STEPS = 5  # of a run whose answers are shown side by side
 LONGEST = 1500  # characters of an answer or a prompt

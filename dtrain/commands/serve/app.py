@@ -29,8 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import Answer, StreamChunk, server_sent_event
 from dtrain.commands.serve.classify import ClassifyService
-from dtrain.commands.serve.fields import ApiError, Table, check, read_object
-from dtrain.commands.serve.protocol import Ask
+from dtrain.commands.serve.protocol import ApiError, Ask, Table, check, read_object
 from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.worker import EngineThread, Job
 

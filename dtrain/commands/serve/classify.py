@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from dtrain.base.json_files import read_json
-from dtrain.commands.serve.fields import IGNORED, TEXT, ApiError, Field, Table
-from dtrain.commands.serve.protocol import MESSAGE, api_errors, texts_or_ids
+from dtrain.commands.serve.protocol import IGNORED, MESSAGE, TEXT, ApiError, Field, Table, api_errors, texts_or_ids
 from dtrain.commands.serve.routes import Routes
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.pairs import PairEncoder

@@ -4,10 +4,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrain.commands.serve.adapters import LOAD, UNLOAD, Adapters
-from dtrain.commands.serve.fields import IGNORED, ApiError, Field, Table
-from dtrain.commands.serve.protocol import Ask, Parser
-from dtrain.commands.serve.updates import BUCKET, CHECKSUMS, FROM_DISK, GROUP_NAME, MEETING, TENSORS, Updates
+from dtrain.commands.serve.protocol import IGNORED, ApiError, Ask, Field, Parser, Table
+from dtrain.commands.serve.updates import (
+    BUCKET,
+    CHECKSUMS,
+    FROM_DISK,
+    GROUP_NAME,
+    LOAD,
+    MEETING,
+    TENSORS,
+    UNLOAD,
+    Adapters,
+    Updates,
+)
 from dtrain.commands.serve.worker import MODES, EngineThread
 
 PAUSE: Table = {"mode": Field(str, "abort", among=(*MODES, "in_place")), "clear_cache": IGNORED}

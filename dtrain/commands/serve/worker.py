@@ -23,8 +23,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
-from dtrain.commands.serve.fields import ApiError
-from dtrain.commands.serve.protocol import Ask
+from dtrain.commands.serve.protocol import ApiError, Ask
 from dtrain.inference.engine import Engine, NotFinite
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request

@@ -36,7 +36,7 @@ from dtrain.data.formats.formats import (
 from dtrain.data.formats.image_parts import COLUMN, with_images, without_images
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.data.text.tool_format import learn_tool_format
+from dtrain.data.text.tool_calls import learn_tool_format
 
 if TYPE_CHECKING:
     from dtrain.data.images.reader import LaidOutImage

@@ -1,7 +1,12 @@
-"""Images as rows write them (path, `file://` or data URI, URL, bytes, `{"bytes", "path"}`): their bytes, and the record
-that a cache of rows keeps of each.
+"""Images of rows: their bytes, the record that a cache keeps of each, and their sizes and pixels, read by Pillow.
 
-An image is known by the SHA-256 of its bytes, never by its path. Neither torch nor Pillow is imported here.
+Formats are JPEG, PNG, GIF, WebP, BMP, TIFF and AVIF. A row writes an image as a path, a `file://` or data URI, a URL,
+bytes, or `{"bytes", "path"}`. An image is identified by the SHA-256 of its bytes, never by its path.
+
+A data set's images are first only opened, which reads their headers, and decoded when a batch needs them. `header` and
+`verify` find the mistakes that Pillow can see without decoding (an unknown format, too many pixels, a PNG whose
+checksums are wrong); a file that is cut short elsewhere is found by `decode`. Torch and Pillow are imported when they
+are used, because both are optional for a run without images.
 """
 
 import base64
@@ -9,20 +14,222 @@ import binascii
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.images.decoding import MOST_PIXELS, Header, decode, header
 from dtrain.data.images.processor import Layout
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
     from torch import Tensor
+
+
+MOST_PIXELS = 64_000_000
+MOST_PIXELS_KEY = "data.image_most_pixels"
+MOST_ASPECT = 200  # of the longer side to the shorter, as Qwen's processors have it
+ANIMATED = "an image has several frames: the first is used"
+CMYK = "a CMYK image becomes RGB without its colour profile"
+DEEP = "a grey image has more than 8 bits: values above 255 become white; save it with 8 bits to keep its shades"
+
+# Pillow's other formats are left out: some of them run programs.
+_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
+_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257  # tags of EXIF and TIFF
+# The chunks of a PNG that may hold its EXIF data.
+_PNG_EXIF_CHUNKS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+# Pillow's plugins raise any of these for files that are cut short or damaged.
+_DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
+# First bytes of files that people have in the place of an image, with the explanation and the fix.
+_OTHER_FILES = (
+    (b"version https://git-lfs", "it is a pointer of Git LFS; `git lfs pull` fetches the image"),
+    (b"<svg", "it is an SVG drawing; save it as PNG"),
+    (b"<?xml", "it is XML, perhaps an SVG drawing; save it as PNG"),
+    (b"<!doctype html", "it is a web page; download the image itself"),
+    (b"<html", "it is a web page; download the image itself"),
+    (b"%pdf", "it is a PDF; save its page as PNG"),
+)
+
+
+class Header(NamedTuple):
+    """Height and width of the upright image in pixels, and notes that are printed once for all images."""
+
+    height: int
+    width: int
+    notes: tuple[str, ...]
+
+
+def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
+    """Return an image's size after its EXIF orientation, without decoding its pixels.
+
+    A PNG that has its EXIF data after its pixels is decoded, because Pillow finds that data only then.
+
+    Args:
+        data: The bytes of the image's file.
+        name: The image's name in error messages.
+        most_pixels: The largest number of pixels that is accepted.
+
+    Raises:
+        UserError: If the bytes are not an image, the image is larger than `most_pixels`, one side is more than 200
+            times the other, or Pillow is not installed.
+    """
+    image = _open(data, name)
+    width, height = image.size
+    if image.format == "TIFF":
+        # Whether Pillow has already turned `size` depends on its release; the tags always hold the stored size.
+        width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]  # type: ignore[attr-defined]
+    if width * height > most_pixels:
+        raise UserError(
+            f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
+            f"{most_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MOST_PIXELS_KEY}"
+        )
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise UserError(
+            f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
+        )
+    notes = []
+    with _as_user_error(name, "the image is torn"):
+        swaps_sides = _orientation(image, data) >= 5
+        # The second frame of an MPO file is a camera's preview.
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            notes.append(ANIMATED)
+    if image.mode == "CMYK":
+        notes.append(CMYK)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        notes.append(DEEP)
+    if swaps_sides:
+        height, width = width, height
+    return Header(height, width, tuple(notes))
+
+
+def verify(data: bytes, name: str) -> None:
+    """Raise UserError if Pillow can tell, without decoding it, that an image's file is damaged.
+
+    Pillow compares the checksums of a PNG. For other formats, it checks no more than `header` does.
+    """
+    image = _open(data, name)
+    with _as_user_error(name, "the image is torn"):
+        image.verify()
+
+
+def decode(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
+    """Return the upright image as RGB, uint8 [3, H, W], of the height and width that `header` returns."""
+    import torch
+
+    rgb = upright(data, name, most_pixels)
+    values = bytearray(rgb.tobytes())
+    return torch.frombuffer(values, dtype=torch.uint8).view(rgb.height, rgb.width, 3).permute(2, 0, 1).contiguous()
+
+
+def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
+    """Return the image in RGB, turned by its EXIF orientation.
+
+    The first frame of an animation is used, and transparent pixels are placed on white. Other modes are converted as
+    Pillow converts them, which is what transformers' processors do with Pillow's images.
+
+    Raises:
+        UserError: As `header`, and if the file is cut short or damaged.
+    """
+    height, width, _ = header(data, name, most_pixels)
+    image = _open(data, name)
+    from PIL import ImageOps
+
+    with _as_user_error(name, "the image is torn"):
+        image.load()
+        turned = ImageOps.exif_transpose(image)
+        has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
+        rgb = _on_white(turned) if has_alpha else turned.convert("RGB")
+    if rgb.size != (width, height):
+        raise UserError(
+            f"{name}: the image is damaged: it has {rgb.width} × {rgb.height} pixels, and {width} × {height} by its "
+            "header; save it anew"
+        )
+    return rgb
+
+
+def _open(data: bytes, name: str) -> "ImageFile":
+    """Open the image with Pillow, which reads its header."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise UserError("images need Pillow, which is not installed: pip install 'dtrain[images]'") from error
+    Image.init()
+    installed = [kind for kind in _FORMATS if kind in Image.OPEN]  # AVIF came with Pillow 11.3
+    try:
+        return Image.open(BytesIO(data), formats=installed)
+    except UnidentifiedImageError as error:
+        explanation = _other_file(data) or "is the file complete?"
+        kinds = ", ".join(installed)
+        raise UserError(f"{name}: Pillow cannot read this file as an image ({kinds}): {explanation}") from error
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{name}: the image has more pixels than Pillow opens ({error}); shrink it") from error
+    except _DAMAGED as error:
+        raise UserError(f"{name}: the image is damaged ({_text_of(error)}); is the file complete?") from error
+
+
+def _other_file(data: bytes) -> str:
+    """Return what a file that is not an image is, and the fix, by its first bytes; "" if they are unknown."""
+    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for beginning, explanation in _OTHER_FILES:
+        if start.startswith(beginning):
+            return explanation
+    if data[4:8] == b"ftyp":
+        return "it looks like HEIC or a video; save it as JPEG"
+    return ""
+
+
+def _orientation(image: "ImageFile", data: bytes) -> int:
+    """Return EXIF's orientation, 1 to 8; 1 if there is none that can be read."""
+    if image.format == "TIFF":
+        value = image.tag_v2.get(_ORIENTATION, 1)  # type: ignore[attr-defined]
+    elif image.format == "PNG" and not any(chunk in data for chunk in _PNG_EXIF_CHUNKS):
+        value = 1  # getexif would decode a PNG without EXIF data in search of it
+    else:
+        value = image.getexif().get(_ORIENTATION, 1)
+    return value if value in range(1, 9) else 1
+
+
+def _on_white(image: "Image") -> "Image":
+    from PIL import Image
+
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white.convert("RGB")
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def _as_user_error(name: str, problem: str) -> Iterator[None]:
+    """Convert Pillow's errors in the block to a UserError."""
+    try:
+        yield
+    except _DAMAGED as error:
+        raise UserError(f"{name}: {problem} ({_text_of(error)}); is the file complete?") from error
+
 
 MOST_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it
 LONGEST_NAME = 80  # characters of an image's name in a message

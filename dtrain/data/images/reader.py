@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.images.decoding import MOST_PIXELS, verify
 from dtrain.data.images.families import read_processor
-from dtrain.data.images.files import ImageBytes, ImageRecord, read_image
+from dtrain.data.images.files import MOST_PIXELS, ImageBytes, ImageRecord, read_image, verify
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.text.tokenizer import Tokenizer
 

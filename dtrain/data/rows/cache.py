@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import lock, publish, sync, write_new
-from dtrain.base.host_memory import num_cores
+from dtrain.base.hardware import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranges import plural

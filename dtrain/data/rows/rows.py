@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import IGNORE
-from dtrain.base.dealing import deal
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, mix
+from dtrain.base.ranks import deal
 from dtrain.data.rows.cache import Samples, Share
 
 if TYPE_CHECKING:

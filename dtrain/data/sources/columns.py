@@ -5,10 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import loads
 from dtrain.base.nested_columns import column_names, column_of, has_column
-from dtrain.base.problems import Problem
 from dtrain.base.ranges import nearest
 from dtrain.data.formats.formats import KINDS, LABELS, detect
 

@@ -1,7 +1,11 @@
 """Data files: the files of a path, the format of each by its first row, and their rows in order, with their lines.
 
 JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
-three may be gzipped (`.gz`). Nothing is read whole: rows of bounded size come in chunks. Torch is not imported.
+three may be gzipped (`.gz`). No file is read at once: rows of bounded size come in chunks. Torch is not imported.
+
+In parquet files a struct column has one set of keys for all rows: each call of a tool gets the arguments of every other
+call, each tool the parameters of every other tool, as nulls. Those keys are left out again. A null that was written
+into an argument cannot be told from them. Nulls of other columns, which rewards may read, and those in lists are kept.
 """
 
 import csv
@@ -12,8 +16,10 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,13 +30,102 @@ from dtrain.base.hub import is_id
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
 from dtrain.data.formats.formats import ENDINGS, ending_of
-from dtrain.data.sources.chunk import CHUNK_BYTES, CHUNK_ROWS, ROW_BYTES, Chunk, refuse_doubled
 from dtrain.data.sources.columns import how_to_map, lacking, renamed
-from dtrain.data.sources.hub_splits import Pick
+from dtrain.data.sources.hub import Pick
 from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
     from dtrain.data.sources.urls import RemoteFile
+
+
+CHUNK_ROWS = 256
+CHUNK_BYTES = 1 << 20
+ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
+
+    `size` is the number of bytes of the file that the chunk stands for: a progress bar adds them up to the file's size.
+    """
+
+    file: str
+    rows: list[tuple[int, Any]]
+    size: int
+
+
+def refuse_doubled(place: str, names: Sequence[str]) -> None:
+    """Raise UserError where a name stands twice among the columns of a table."""
+    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")
+
+
+_CALLS = ("tool_calls", "function_call")
+
+
+def chunks(file: Path) -> Iterator[tuple[Chunk, bool]]:
+    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about ROW_BYTES, each with a flag: one of its
+    rows may have more. Raises UserError."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as problem:
+        raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            columns = list(table.schema_arrow)
+            _refuse_doubled_fields(file, columns)
+            tools = {column.name for column in columns if _holds_tools(column)}
+            nested = {*tools, *(column.name for column in columns if _holds_calls(column))}
+            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
+            rows_at_once = max(1, min(CHUNK_ROWS, ROW_BYTES * total // max(1, size)))  # images make rows large
+            for batch in table.iter_batches(batch_size=rows_at_once):
+                rows = batch.to_pylist()
+                for row in rows if nested else ():
+                    row |= {name: _without_filled(row[name], name in tools) for name in nested}
+                chunk = Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
+                yield chunk, batch.nbytes > ROW_BYTES
+                line += len(rows)
+    except pyarrow.ArrowException as problem:
+        raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
+
+
+def _inner(field: Any) -> list[Any]:
+    """Return the fields of a field's type: of a struct its keys, of a list its element."""
+    return [field.type.field(index) for index in range(field.type.num_fields)]
+
+
+def _holds_calls(field: Any) -> bool:
+    """Return whether `field` is, or has anywhere within it, the calls of a message."""
+    return field.name in _CALLS or any(map(_holds_calls, _inner(field)))
+
+
+def _holds_tools(field: Any) -> bool:
+    """Return whether the column `field` lists tools: objects with a function, or with a name and parameters."""
+    is_list = hasattr(field.type, "value_type")
+    names = {key.name for element in _inner(field) for key in _inner(element)} if is_list else set()
+    return "function" in names or {"name", "parameters"} <= names
+
+
+def _without_filled(value: Any, within: bool) -> Any:
+    """Return `value` without the nulls of the structs in the calls that it holds; within: of all of its structs."""
+    if isinstance(value, dict):
+        return {
+            name: _without_filled(item, within or name in _CALLS)
+            for name, item in value.items()
+            if item is not None or not within
+        }
+    return [_without_filled(item, within) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
+    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
+    refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
+    for field in fields:
+        _refuse_doubled_fields(file, _inner(field), f"{parent}{field.name}.")
+
 
 _PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
 NO_SPACE = re.compile(r"\S|\Z")
@@ -156,9 +251,9 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
     """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
     kind = kind_of(file)
     if kind == "parquet":
-        from dtrain.data.sources import parquet
+        from dtrain.data.sources import files
 
-        for chunk, is_large in parquet.chunks(file):
+        for chunk, is_large in files.chunks(file):
             for line, row in chunk.rows if is_large else ():
                 _refuse_long(file, line, _text_size(row))
             yield chunk

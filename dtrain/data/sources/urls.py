@@ -25,8 +25,8 @@ from fsspec.core import url_to_fs
 
 from dtrain.base.errors import UserError, first_line
 from dtrain.base.files import lock, replace_text
+from dtrain.base.hub import client_errors
 from dtrain.base.json_files import LARGE, digest, read_text, split_lines
-from dtrain.base.network_errors import client_errors
 
 FILES = "files"
 # Entries of fsspec's `info` that change with the content of a file, in lower case. Each file system has its own.

@@ -31,8 +31,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json, read_text
 from dtrain.base.model_directory import CHAT_TEMPLATE, CHAT_TEMPLATES
 from dtrain.data.formats.formats import ROLES
-from dtrain.data.text.control_tokens import ControlTokens
-from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.data.text.tokenizer import ControlTokens, Tokenizer
 
 SpecialTokens = Literal["structure", "all", "none"]  # of `data.special_tokens`
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, hint, is_number, one_of, sizes_for
 
 LEVELS = ("token", "sequence", "sequence_token")

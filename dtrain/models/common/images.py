@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.base.row_images import Grid
+from dtrain.base.batch import Grid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtrain.base.row_images import Grid
+from dtrain.base.batch import Grid
 
 Frame = tuple[int, int]  # rows and columns of patches
 

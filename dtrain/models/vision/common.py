@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial
 
-from dtrain.base.row_images import Grid
+from dtrain.base.batch import Grid
 from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.base.dealing import deal
-from dtrain.base.row_images import Grid
+from dtrain.base.batch import Grid
+from dtrain.base.ranks import deal
 from dtrain.models.common.images import Features, Images
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.vision_config import VisionConfig

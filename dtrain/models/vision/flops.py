@@ -5,8 +5,8 @@ from itertools import chain
 
 from torch import nn
 
+from dtrain.base.batch import RowImages
 from dtrain.base.name_patterns import matched
-from dtrain.base.row_images import RowImages
 from dtrain.models.vision.common import VisionTower
 
 

@@ -7,9 +7,8 @@ Compared with nemo_automodel/components (training, optim, _peft, datasets) and n
 import fnmatch
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool
+from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, put_split
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
-from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets, put_split
 
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,

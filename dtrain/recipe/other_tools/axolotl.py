@@ -8,8 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain.recipe.other_tools import hugging_face, trl
-from dtrain.recipe.other_tools.draft import Draft, Tool, listed
-from dtrain.recipe.other_tools.sources import FILE_READERS, Dataset, put_chat_template, put_datasets, put_split
+from dtrain.recipe.other_tools.draft import (
+    FILE_READERS,
+    Dataset,
+    Draft,
+    Tool,
+    listed,
+    put_chat_template,
+    put_datasets,
+    put_split,
+)
 
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 512,

@@ -10,16 +10,18 @@ recipe's own key. Values that a tool's module computes with are read by `take_in
 
     draft.take_int("gradient_accumulation_steps", default=1)   # 1, and the lost key
     # gradient_accumulation_steps: [4] is not a whole number. Write a number such as 8
+
+Lists of data sets, which several tools write alike, become `data.train` and `data.val`.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from dtrain.recipe import key_aliases
+from dtrain.recipe import spelling
 from dtrain.recipe.other_tools.conversion import Conversion, LostKey
 from dtrain.recipe.schema import OPTIMIZERS, SCHEDULES
 
@@ -259,7 +261,7 @@ class Draft:
         self._read.add(source)
         meaning = meaning_of(key, value)
         if meaning is None:
-            self.lose(source, f"{key} does not take {value}: {key_aliases.meant(key, value)}", key)
+            self.lose(source, f"{key} does not take {value}: {spelling.meant(key, value)}", key)
             return
         if meaning.remark:
             self.note(f"{source}={value}: {key}={_shown(meaning.value)}, {meaning.remark}")
@@ -362,7 +364,7 @@ class Draft:
             self._read.add(source)
             return
         key = ""
-        moved = key_aliases.moved(source, value)
+        moved = spelling.moved(source, value)
         if moved is not None:
             key, value = moved
         elif source in self.keys.names:
@@ -389,7 +391,7 @@ class Draft:
         """List a key that nobody read as lost, unless it changes nothing: switched off, or known to be needless."""
         value = self.file[key]
         is_off = value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {})
-        answer = key_aliases.answer(key) or _NO_KEY
+        answer = spelling.answer(key) or _NO_KEY
         is_needless = answer.startswith("dtrain needs")
         has_no_effect_at_zero = answer.startswith("dtrain does not have") and value == 0
         if not (is_off or is_needless or has_no_effect_at_zero or self._is_switched_off(key)):
@@ -427,7 +429,7 @@ def meaning_of(key: str, value: Any) -> Meaning | None:
     Returns:
         The meaning; the value itself if the table does not have it; None if the table only has advice for it.
     """
-    text = key_aliases.meant(key, value)
+    text = spelling.meant(key, value)
     if text is None:
         return Meaning(value, {}, "")
     word, _, remark = text.partition(",")
@@ -488,3 +490,87 @@ def _shown(value: Any) -> str:
         return "null"
     text = str(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+FILE_READERS = ("json", "csv", "parquet", "arrow", "text")
+"""Names that `load_dataset` accepts in place of a data set. The files are then in `data_files`."""
+
+
+@dataclass
+class Dataset:
+    """One data set of a file, with dtrain's names for its options. A value of None was not given."""
+
+    path: str | list[str]
+    split: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    format: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    weight: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that are set, by their names in `data.train.sources`. The path is not one of them."""
+        values = {
+            "split": self.split if self.split != "train" else None,  # dtrain's default too
+            "subset": self.subset,
+            "revision": self.revision,
+            "format": self.format,
+            "columns": self.columns or None,
+            "weight": self.weight if self.weight != 1 else None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def put_datasets(draft: Draft, section: str, datasets: Sequence[Dataset], source: str) -> None:
+    """Write data sets to `data.train` or `data.val`.
+
+    Data sets with the same options become a list of paths, others become `sources`.
+
+    Args:
+        section: "data.train" or "data.val".
+        source: The file's key, for messages.
+    """
+    if not datasets:
+        return
+    first_options = datasets[0].options()
+    if all(dataset.options() == first_options for dataset in datasets) and "weight" not in first_options:
+        paths: list[str] = []
+        for dataset in datasets:
+            paths += dataset.path if isinstance(dataset.path, list) else [dataset.path]
+        draft.put(f"{section}.path", paths, source)
+        for name, value in first_options.items():
+            draft.put(f"{section}.{name}", value, source)
+    else:
+        sources = [{"path": dataset.path, **dataset.options()} for dataset in datasets]
+        draft.put(f"{section}.sources", sources, source)
+
+
+def put_split(draft: Draft, key: str, value: Any, source: str) -> str | None:
+    """Return the split's name; a slice such as `train[:95%]` becomes a lost key instead."""
+    if value is None:
+        return None
+    if "[" in str(value) or "+" in str(value):
+        draft.lose(source, f"{key} takes a split's name, no slice; write the part into a file of its own", key)
+        return None
+    return str(value)
+
+
+def put_chat_template(draft: Draft, source: str) -> None:
+    """Write a chat template that the file gives as a file's path, as text, or by a name of the tool's own."""
+    value = draft.take(source)
+    if value in (None, "tokenizer_default", "default"):  # the model's own
+        return
+    text = str(value)
+    if "{%" in text or "{{" in text:
+        draft.lose(
+            source,
+            "the file contains the template's text; save it to a file of its own and set data.chat_template to it",
+        )
+    elif text.endswith((".jinja", ".jinja2", ".txt")):
+        draft.put("data.chat_template", text, source)
+    else:
+        tool = draft.tool.name if draft.tool else "the other tool"
+        draft.lose(
+            source,
+            f"the template {text} is {tool}'s; here the model's own is used, or the file that data.chat_template names",
+        )

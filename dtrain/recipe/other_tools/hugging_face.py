@@ -7,7 +7,7 @@ what takes more than a name.
 import math
 from typing import Any, Literal
 
-from dtrain.recipe import key_aliases
+from dtrain.recipe import spelling
 from dtrain.recipe.other_tools.draft import Draft, number_of
 
 DEFAULTS: dict[str, Any] = {
@@ -271,7 +271,7 @@ def convert_rewards(draft: Draft, prefix: str = "") -> None:
         weights.append(float(number))
     rewards = []
     for index, function in enumerate(functions):
-        known = key_aliases.meant("grpo.rewards.fn", function) or str(function)
+        known = spelling.meant("grpo.rewards.fn", function) or str(function)
         reward: dict[str, Any] = {"fn": known.partition(",")[0]}
         if index < len(weights) and weights[index] != 1:
             reward["weight"] = weights[index]

@@ -6,8 +6,7 @@ Compared with llamafactory/hparams and llamafactory/train of LLaMA-Factory 0.9.5
 from typing import Any
 
 from dtrain.recipe.other_tools import hugging_face
-from dtrain.recipe.other_tools.draft import Draft, Tool
-from dtrain.recipe.other_tools.sources import Dataset, put_datasets
+from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_datasets
 
 DEFAULTS: dict[str, Any] = {
     "data.max_length": 2048,

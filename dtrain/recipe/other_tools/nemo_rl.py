@@ -7,8 +7,7 @@ nemo_rl/models/automodel of commit 7ea279a. That example's values are the defaul
 from collections.abc import Mapping
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool
-from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets, put_split
+from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets, put_split
 
 METHODS = {"grpo": "grpo", "ppo": "ppo", "dpo": "dpo", "sft": "sft", "distillation": "distill", "rm": "reward"}
 """The file's section and the method. Its first section in this order counts. dtrain refuses a recipe with method=ppo,

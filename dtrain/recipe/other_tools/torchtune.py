@@ -8,9 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dtrain.recipe.other_tools.draft import Draft, Tool
+from dtrain.recipe.other_tools.draft import FILE_READERS, Dataset, Draft, Tool, put_datasets, put_split
 from dtrain.recipe.other_tools.hugging_face import put_bfloat16_weights
-from dtrain.recipe.other_tools.sources import FILE_READERS, Dataset, put_datasets, put_split
 
 DEFAULTS: dict[str, Any] = {
     "data.packing": False,

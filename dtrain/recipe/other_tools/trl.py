@@ -7,8 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrain.recipe.other_tools import hugging_face
-from dtrain.recipe.other_tools.draft import Draft, Tool, listed
-from dtrain.recipe.other_tools.sources import FILE_READERS, Dataset, put_chat_template, put_datasets, put_split
+from dtrain.recipe.other_tools.draft import (
+    FILE_READERS,
+    Dataset,
+    Draft,
+    Tool,
+    listed,
+    put_chat_template,
+    put_datasets,
+    put_split,
+)
 
 METHODS = {
     "grpo": ("num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"),

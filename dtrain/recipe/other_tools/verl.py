@@ -7,8 +7,7 @@ written as lines `data.train_batch_size: 1024`, or nested, first.
 
 from typing import Any
 
-from dtrain.recipe.other_tools.draft import Draft, Tool
-from dtrain.recipe.other_tools.sources import Dataset, put_chat_template, put_datasets
+from dtrain.recipe.other_tools.draft import Dataset, Draft, Tool, put_chat_template, put_datasets
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

@@ -14,7 +14,7 @@ All on one rank only.
 
     episodes                        completions and what stands between them, around an engine
     tools, mcp                      the environment of `grpo.tools`: calls are done, and answered; servers of tools
-    verifiers, verifiers_tasks      those of `grpo.verifiers`, of the library of that name; of its releases from 0.4
+    verifiers                       those of `grpo.verifiers`, of the library of that name, in all its releases
     stepping                        `Environments` asks them, in a process of their own
     calls                           there: the calls; threads, each given up where it hangs
 """

@@ -15,13 +15,13 @@ from dtrain.data.formats.formats import read_tool_calls
 from dtrain.data.text.call_form import QUESTION
 from dtrain.data.text.replies import REPLY, Replies
 from dtrain.data.text.template import ChatTemplate
-from dtrain.data.text.tool_format import ToolFormat, learn_tool_format
+from dtrain.data.text.tool_calls import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import RunContext
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.recipe.schema import Data
 from dtrain.rl.environments.stepping import EnvironmentReply, Environments, Observation, Turn
-from dtrain.rl.rewards.find import find
+from dtrain.rl.rewards.catalog import find
 from dtrain.rl.samples import Sample
 from dtrain.rl.tools import tool_schemas
 

@@ -10,7 +10,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.data.text.tool_calls import FAILED
 from dtrain.rl.environments.calls import MOST_LATE, total
-from dtrain.rl.rewards.find import find
+from dtrain.rl.rewards.catalog import find
 from dtrain.rl.worker import Lost, Outcome, Worker
 
 GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads

@@ -13,13 +13,12 @@ from dtrain.base.errors import Interrupted, Unavailable, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.methods.run_context import RunContext
+from dtrain.methods.method import RunContext
 from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.rl.remote.http import HttpEngine, wait_for
-from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher
-from dtrain.rl.remote.weight_transfer import TransferPublisher
+from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher, TransferPublisher
 from dtrain.rl.routed import RoutedReader
 
 STREAMS: dict[str, type[StreamPublisher]] = {kind.way: kind for kind in (StreamPublisher, TransferPublisher)}

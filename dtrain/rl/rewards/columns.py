@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.nested_columns import column_names, column_of, has_column
-from dtrain.rl.rewards.find import BUILT_IN, NEEDS_MORE, NO_REWARD, READS_ANSWERS, definition, find_file
+from dtrain.rl.rewards.catalog import BUILT_IN, NEEDS_MORE, NO_REWARD, READS_ANSWERS, definition, find_file
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def lacking_columns(
     module, function, file = find_file(name)
     own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
     if own is not None:
-        column = {**import_module("dtrain.rl.rewards.options").REWARDS[own], **options}.get("column")
+        column = {**import_module("dtrain.rl.rewards.catalog").REWARDS[own], **options}.get("column")
         if column is not None:
             if not has_column(columns, column):
                 return no_column(own, column, columns, keys)

@@ -3,24 +3,234 @@
 Each test runs in a sandbox of its own (`code_sandbox`). There are two kinds: a program that reads an input and prints
 an expected output (`ProgramTest`), and a text of Python that calls the code (`AssertTest`). The output of a program,
 and values that a test compares with literals, are compared outside the sandbox.
+
+Before a test in Python is sent into the sandbox, each comparison with a literal is replaced by a report of the value.
+So the sandbox never contains the expected literal, and the comparison is made here:
+
+    assert add(1, 2) == 3                      _dtrain_report(0, add(1, 2))            here: _0 == 3
+    assert abs(half(3) - 1.5) < 1e-6, "half"   _dtrain_report(1, half(3))              here: abs(_0 - 1.5) < 1e-6
+    assert f(x) == y                           _dtrain_report_equality(2, f(x), y)     here: _0 == _1
+    assert is_even(2)                          assert is_even(2)                       decided in the sandbox
+
+The test passes if it ran to its end and all reported values satisfy their comparisons.
 """
 
+import ast
 import json
+import math
+import operator
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from textwrap import dedent
 from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import split_lines
 from dtrain.base.ranges import shown
-from dtrain.rl.rewards.assert_tests import AssertTest
 from dtrain.rl.rewards.code_sandbox import CodeSandbox
 from dtrain.rl.rewards.columns import values_of
+
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda item, container: item in container,
+    ast.NotIn: lambda item, container: item not in container,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"abs": abs, "math.isclose": math.isclose}
+
+# Type of a reported value -> how it is made. Frozen sets take the place of sets, and equal them. A value that is no
+# plain data becomes a new object, which equals nothing.
+_DECODE: Mapping[str, Callable[..., object]] = {
+    "int": lambda digits: int(digits, 16),
+    "Fraction": Fraction,
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "tuple": lambda *items: items,
+    "set": lambda *items: frozenset(items),
+    "dict": lambda *pairs: dict(pairs),
+    "object": object,
+}
+
+
+@dataclass(frozen=True)
+class AssertTest:
+    """A text of Python that runs after the code, in the same module."""
+
+    text: str
+
+    def passes(self, code: str, sandbox: CodeSandbox) -> bool:
+        """Run the test and decide the comparisons that it reports."""
+        rewriter = _Rewriter()
+        try:
+            tree = ast.parse(self.text)
+            test = ast.unparse(rewriter.visit(tree))
+        except (SyntaxError, ValueError):
+            return False
+        finished = sandbox.run(code, test=test, modules=_module_names(tree))
+        *reports, last = finished.output.splitlines() or [""]
+        if last != '"end"':
+            return False
+        reached = set()
+        try:
+            for line in reports:
+                number, nodes = json.loads(line)
+                values = {f"_{place}": _decode(node) for place, node in enumerate(nodes)}
+                if not _evaluate(rewriter.conditions[number], values):
+                    return False
+                reached.add(number)
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            return False  # values that cannot be compared, or a line that the code forged
+        return rewriter.required <= reached
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Replaces the asserts that are decided outside the sandbox by reports.
+
+    Attributes:
+        conditions: For the reports of each number, the comparison that has to hold.
+        required: Numbers of asserts that have to be reached. Those in a branch need not be.
+    """
+
+    def __init__(self) -> None:
+        self.conditions: list[ast.expr] = []
+        self.required: set[int] = set()
+        self._is_in_branch = False
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Visit the statements of a block, except in a `try`: the test may catch the error of an assert there."""
+        if isinstance(node, ast.Try | ast.TryStar):
+            return node
+        was_in_branch = self._is_in_branch
+        self._is_in_branch = was_in_branch or isinstance(node, ast.If | ast.While | ast.Match)
+        super().generic_visit(node)
+        self._is_in_branch = was_in_branch
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        """Replace each part of `assert a and b` by a statement, without the message, which may contain the literal."""
+        match node.test:
+            case ast.BoolOp(ast.And(), parts):
+                return [self._statement(part) for part in parts]
+            case test:
+                return [self._statement(test)]
+
+    def _statement(self, test: ast.expr) -> ast.stmt:
+        """Return the report of a test, or its assert if the sandbox has to decide it."""
+        reported: list[ast.expr] = []
+        condition = _condition(test, reported)
+        if condition is None:
+            return ast.Assert(test)
+        number = len(self.conditions)
+        self.conditions.append(condition)
+        if not self._is_in_branch:
+            self.required.add(number)
+        function = "_dtrain_report" if _has_literal(condition) else "_dtrain_report_equality"
+        return ast.Expr(ast.Call(ast.Name(function), [ast.Constant(number), *reported], []))
+
+
+def _condition(test: ast.expr, reported: list[ast.expr]) -> ast.expr | None:
+    """Return what is decided outside the sandbox; None if the sandbox has to decide the test.
+
+    Args:
+        test: An expression of an assert.
+        reported: Receives the expressions that the sandbox evaluates. The condition names them `_0`, `_1`, ..
+    """
+    match test:
+        case ast.Compare(left, operators, rights):
+            for compares, right in zip(operators, rights, strict=True):
+                # A container of the code may have its own `in`, and the item to look for is not secret.
+                if isinstance(compares, ast.In | ast.NotIn) and not _is_literal(right):
+                    return None
+            first, *others = (_operand(operand, reported) for operand in (left, *rights))
+            condition = ast.Compare(first, operators, others)
+            is_equality = len(operators) == 1 and isinstance(operators[0], ast.Eq)
+            return condition if is_equality or _has_literal(condition) else None
+        case ast.Call(function, [_, _] as arguments, options) if ast.unparse(function) == "math.isclose":
+            is_known = all(_is_literal(option.value) for option in options)
+            if is_known and any(map(_is_literal, arguments)):
+                return ast.Call(function, [_operand(argument, reported) for argument in arguments], options)
+    return None
+
+
+def _operand(node: ast.expr, reported: list[ast.expr]) -> ast.expr:
+    """Return a side of a comparison as the condition contains it."""
+    if _is_literal(node):
+        return node
+    match node:
+        case ast.Call(ast.Name("abs") as function, [ast.BinOp(left, ast.Sub() as minus, right)], []):
+            if _is_literal(left) or _is_literal(right):
+                difference = ast.BinOp(_operand(left, reported), minus, _operand(right, reported))
+                return ast.Call(function, [difference], [])
+    reported.append(node)
+    return ast.Name(f"_{len(reported) - 1}")
+
+
+def _is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _has_literal(condition: ast.expr) -> bool:
+    """Return whether a condition contains more than names of reported values."""
+    return not isinstance(condition, ast.Compare) or not all(
+        isinstance(operand, ast.Name) for operand in (condition.left, *condition.comparators)
+    )
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    """Return the value of a condition. It consists only of what `_condition` and `_operand` build.
+
+    Args:
+        node: The condition or a part of it.
+        values: Name -> the value that the sandbox reported.
+    """
+    match node:
+        case ast.Name(name):
+            return values[name]
+        case ast.Compare(left, operators, rights):
+            operands = [_evaluate(operand, values) for operand in (left, *rights)]
+            pairs = zip(operators, operands, operands[1:], strict=False)
+            return all(_COMPARISONS[type(compares)](left, right) for compares, left, right in pairs)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _evaluate(left, values) - _evaluate(right, values)
+        case ast.Call(function, arguments, options) if not _is_literal(node):
+            positional = [_evaluate(argument, values) for argument in arguments]
+            keywords = {str(option.arg): ast.literal_eval(option.value) for option in options}
+            return _FUNCTIONS[ast.unparse(function)](*positional, **keywords)
+    return ast.literal_eval(node)
+
+
+def _module_names(tree: ast.Module) -> tuple[str, ...]:
+    """Return the modules of the standard library that a test may use without importing them, as `math` in `math.pi`."""
+    names = [
+        node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
+    return tuple(sorted(sys.stdlib_module_names.intersection(names)))
+
+
+def _decode(node: Any) -> object:
+    """Return a reported value, which `sandboxed.encode` wrote or the code forged."""
+    if isinstance(node, list):
+        return [_decode(item) for item in node]
+    if isinstance(node, dict):
+        return _DECODE[node["type"]](*[_decode(item) for item in node["items"]])
+    return node
+
 
 _BLOCK = re.compile(
     r"^[ \t]*(?P<fence>`{3,})[ \t]*(?P<language>[^\s`]*)[^\n`]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)(?![\w`])|\Z)",

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
+from dtrain.rl.rewards.catalog import find
 from dtrain.rl.rewards.columns import signature_of, takes_more
-from dtrain.rl.rewards.find import find
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt, reward_of, shown
 
 if TYPE_CHECKING:

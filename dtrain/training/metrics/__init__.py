@@ -1,11 +1,9 @@
 """Metrics of a run, and its record of them. Rank 0 alone writes. No torch before it is asked of a device.
 
-fields    the table of a row's fields: units, meanings, order
 metrics   the rows of a run
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
 terminal  the bar and the lines of a run, words made harmless, small plots
-records   what was written, read again
-answers   completions of samples.jsonl and evals.jsonl, read again
+records   the table of a row's fields; rows and completions read again
 """
 
 from dtrain.training.metrics.metrics import Recorder, build, lacking, memory_gib, model_flops_utilisation

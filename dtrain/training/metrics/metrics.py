@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dtrain.base.errors import UserError
-from dtrain.base.gpus import peak_flops
+from dtrain.base.errors import Problem, UserError
+from dtrain.base.hardware import peak_flops
 from dtrain.base.json_files import loads
-from dtrain.base.problems import Problem
 from dtrain.recipe.schema import Metrics
-from dtrain.training.metrics.fields import ROW_ORDER
+from dtrain.training.metrics.records import ROW_ORDER
 from dtrain.training.metrics.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from dtrain.training.metrics.terminal import Progress
 

@@ -8,9 +8,8 @@ adapter      the section `lora`
 code         what the recipe names by an import path or a command
 mesh         the mesh, and whether the batch and the models fit it
 optimizer    the optimizer on the meta device
-data         the rows of the splits
+data         the rows of the splits, and the most images that a row may have
 first_rows   the rows as a dry run reads them
-row_images   the most images that a row of the data may have
 evals        the sets of `eval`
 sizes        the batch, the method and the steps
 kernels      the kernels of attention

@@ -12,14 +12,12 @@ from dtrain.adapters.config import (
     matches,
     parameter_name,
 )
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
-from dtrain.base.problems import Problem
 from dtrain.base.ranges import nearest, out_of_range, shown
-from dtrain.checkpoint.peft.base import base_notes, base_problems
-from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, misread_problem
+from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, base_notes, base_problems, misread_problem
 from dtrain.models.shapes import adaptable, modules
-from dtrain.recipe import Recipe, key_aliases
+from dtrain.recipe import Recipe, spelling
 from dtrain.recipe.schema import Lora
 from dtrain.training.inputs import RunInputs
 
@@ -313,7 +311,7 @@ def _hint_for_name(name: str, layers: Sequence[str]) -> str:
 
 def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> str:
     """Return the fix for a regular expression that matches no layer."""
-    meant = key_aliases.meant(f"lora.{key}", expression)
+    meant = spelling.meant(f"lora.{key}", expression)
     if meant:
         return f"Did you mean lora.{key}={meant}?"
     rule = f"A text is a regular expression for full names, such as {layers[0]}"

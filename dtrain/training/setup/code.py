@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import nearest
-from dtrain.recipe import key_aliases
+from dtrain.recipe import spelling
 from dtrain.training import eval_sets
 from dtrain.training.inputs import RunInputs
 
@@ -58,7 +57,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
     if name in known or "." in name:
         return []
     text = f"{key}={name} is none of {', '.join(known)}"
-    near = key_aliases.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+    near = spelling.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]
@@ -86,7 +85,7 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
 
 def _origin(code: NamedCode) -> str:
     """Return where the code is, such as "from /home/me/rewards.py". Raises UserError."""
-    from dtrain.rl.rewards.find import find_file, find_verifiers  # only a recipe that names code needs them
+    from dtrain.rl.rewards.catalog import find_file, find_verifiers  # only a recipe that names code needs them
     from dtrain.rl.tools import find_server, tool_schema
 
     if code.kind == "server of tools":

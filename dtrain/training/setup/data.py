@@ -1,4 +1,8 @@
-"""Setup of the data: the rows of each split, as the run reads them."""
+"""Setup of the data: the rows of each split, as the run reads them.
+
+The largest images of a row are those of the document with the most patches among the first rows. A packed row has them
+as often as this document fits into it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,22 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem, RecipeError, problems_in
+from dtrain.base.errors import Problem, RecipeError, UserError, in_words, problems_in
+from dtrain.base.model_directory import has_vision
+from dtrain.base.ranges import plural
 from dtrain.data import Rows, open_rows
+from dtrain.data.images.processor import Layout
 from dtrain.data.sources import columns
-from dtrain.data.sources.files import (
-    absent_ids,
-    entries,
-    files_to_copy,
-    formats_of,
-    is_data_id,
-    kind_of,
-    paths_of,
-)
+from dtrain.data.sources.files import absent_ids, entries, files_to_copy, formats_of, is_data_id, kind_of, paths_of
 from dtrain.data.sources.files import resolve as find_files
-from dtrain.data.sources.hub_splits import Pick
+from dtrain.data.sources.hub import Pick
+from dtrain.data.sources.sources import looks
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
+from dtrain.methods import Method
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.training.host import Host
@@ -296,3 +296,71 @@ def open_splits(
         has_images=has_images,
         is_read=True,
     )
+
+
+@dataclass(frozen=True)
+class AssumedImages:
+    """The images that every row is taken to have.
+
+    Attributes:
+        layouts: Their layouts. Empty if rows have no images, or if the model takes none.
+        notes: A note on the assumption.
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
+    """Return the images that every row is taken to have. No row is read if the model takes no images."""
+    try:
+        if not has_vision(inputs.source.path) or inputs.source.vision_config.vision is None:
+            return AssumedImages()
+    except UserError:
+        return AssumedImages()
+    try:
+        options = row_options(inputs, None)
+        chunks = [look.first() for look in looks(inputs.recipe.data, split="train", **options)]
+    except (OSError, UserError) as error:
+        note = f"images are left out: the first rows of data.train cannot be read ({in_words(error)})"
+        return AssumedImages(notes=(note,))
+    documents = [
+        (length, [record.layout for record in records])
+        for chunk in chunks
+        if chunk is not None
+        for length, records in zip(chunk.lengths, chunk.images, strict=False)  # text alone has no lists of images
+        if records
+    ]
+    if not documents:
+        return AssumedImages(notes=("images are left out: the first rows of data.train have none",))
+    layouts = densest(documents, inputs.method.row_length(), is_packed(inputs.method))
+    patches = sum(image.patches for image in layouts)
+    tokens = sum(image.tokens for image in layouts)
+    count = len(layouts)
+    note = (
+        f"images: every row is taken to have {count} {plural(count, 'image')} of {patches:,} patches and {tokens:,} "
+        "tokens, the most by the first rows of data.train"
+    )
+    return AssumedImages(layouts, (note,))
+
+
+def is_packed(method: Method) -> bool:
+    """Check whether rows hold several documents."""
+    return bool(method.recipe.data.packing) and method.kind != "prompts"
+
+
+def densest(documents: Sequence[tuple[int, Sequence[Layout]]], length: int, packed: bool) -> tuple[Layout, ...]:
+    """Return the images of a row of `length` tokens. documents: tokens and images of each document."""
+
+    def copies(tokens: int) -> int:
+        return max(1, length // tokens) if packed else 1
+
+    def patches(document: tuple[int, Sequence[Layout]]) -> int:
+        tokens, images = document
+        return copies(tokens) * sum(image.patches for image in images)
+
+    tokens, images = max(documents, key=patches)
+    row = [*images] * copies(tokens)
+    while sum(image.tokens for image in row) > length - 2:  # a token before the images of each of two documents
+        row.pop()
+    return tuple(row)

@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem, RecipeError, problems_in
+from dtrain.base.errors import Problem, RecipeError, UserError, problems_in
 from dtrain.data.formats.encoder import evaluated_as
 from dtrain.data.formats.formats import detect
 from dtrain.data.formats.prompts import normalise_prompt
@@ -21,10 +20,9 @@ from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.judging import QuestionOptions, Questions, prepare_questions
+from dtrain.rl.rewards.catalog import BUILT_IN, is_path
 from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
-from dtrain.rl.rewards.find import BUILT_IN
 from dtrain.rl.rewards.math_answers import answer_in
-from dtrain.rl.rewards.options import is_path
 from dtrain.training.eval_sets import EvalFacts, EvalSet, longest_answer, sets
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.models.common.config import ModelConfig
 from dtrain.policy.build import choose_attention, choose_delta
-from dtrain.policy.precision import Precision
+from dtrain.policy.options import Precision
 from dtrain.recipe import Recipe
 from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs

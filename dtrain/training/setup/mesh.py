@@ -3,7 +3,7 @@
 from dataclasses import replace
 from importlib.metadata import version
 
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.recipe.world import batch_problems, mesh_problems

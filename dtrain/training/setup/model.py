@@ -12,16 +12,15 @@ from torch.optim import Optimizer
 
 from dtrain import models
 from dtrain.adapters.nf4 import block_problems, held_by_nf4, holds_codes
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, RecipeError, UserError, problems_of_error
 from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is_adapter_directory, read_header
 from dtrain.base.name_patterns import unmatched
-from dtrain.base.problems import Problem, RecipeError, problems_of_error
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.models.shapes import on_meta
 from dtrain.parallel.apply import find_plan, styles_of
-from dtrain.policy.precision import Precision
-from dtrain.policy.trained import choose_trained, frozen_pattern_problems
+from dtrain.policy.build import choose_trained, frozen_pattern_problems
+from dtrain.policy.options import Precision
 from dtrain.recipe import Recipe
 from dtrain.training.hub_files import model_ids
 from dtrain.training.inputs import RunInputs

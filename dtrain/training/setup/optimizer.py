@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import Range, is_finite, shown
 from dtrain.policy.optimizer import NAMES, UNSHARDED_ONLY, build_optimizer, cannot_step_shards, is_torchs
-from dtrain.policy.precision import Precision
+from dtrain.policy.options import Precision
 from dtrain.recipe.schema import OPTIMIZERS
 from dtrain.training.inputs import RunInputs
 from dtrain.training.setup.code import unknown_name

@@ -4,9 +4,8 @@ from dataclasses import fields
 from functools import partial
 
 from dtrain import models
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, UserError, problems_in
 from dtrain.base.model_directory import TOKENIZER, is_adapter_directory
-from dtrain.base.problems import Problem, problems_in
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.data.model_directory import ModelDirectory

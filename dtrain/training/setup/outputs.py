@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from dtrain import recipe as config
+from dtrain.base.errors import Problem
 from dtrain.base.files import refuse_unwritable
-from dtrain.base.problems import Problem
 from dtrain.base.ranges import hint, shown
 from dtrain.base.ranks import Ranks
 from dtrain.recipe.schema import BEST

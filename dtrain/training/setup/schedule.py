@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtrain.base.errors import UserError
-from dtrain.base.problems import Problem
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import plural
 from dtrain.data import Rows
 from dtrain.optim.update import build_scheduler

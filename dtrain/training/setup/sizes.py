@@ -5,12 +5,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
-from dtrain.base.problems import Problem, RecipeError
+from dtrain.base.errors import Problem, RecipeError
 from dtrain.base.ranges import plural, shown
 from dtrain.data import Cursor, Rows
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.automatic import largest_divisor
+from dtrain.recipe.world import largest_divisor
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
 from dtrain.training.registry import method_of

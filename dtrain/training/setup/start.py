@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
 from dtrain.adapters.config import AdapterConfig
-from dtrain.base.errors import UserError
+from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
-from dtrain.base.problems import Problem
 from dtrain.base.ranges import beside, hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit

@@ -1,6 +1,6 @@
 """Setup of the tokenizer and the chat template of the model's directory."""
 
-from dtrain.base.problems import Problem, problems_in
+from dtrain.base.errors import Problem, problems_in
 from dtrain.data.formats.encoder import refuse_without_template
 from dtrain.training.inputs import RunInputs
 

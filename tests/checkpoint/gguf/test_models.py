@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.checkpoint.gguf import file as gguf_file
+from dtrain.checkpoint.gguf import export as gguf_file
 from dtrain.checkpoint.gguf.export import _write_model, export_gguf
 from dtrain.checkpoint.huggingface.export import WholeModel, export
 from dtrain.checkpoint.huggingface.merged import whole_weights

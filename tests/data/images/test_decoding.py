@@ -11,8 +11,8 @@ from PIL import Image, ImageFile
 from transformers.image_transforms import convert_to_rgb
 
 from dtrain.base.errors import UserError
-from dtrain.data.images import decoding
-from dtrain.data.images.decoding import ANIMATED, CMYK, DEEP, decode, header
+from dtrain.data.images import files
+from dtrain.data.images.files import ANIMATED, CMYK, DEEP, decode, header
 from tests.data.images.makers import animation, chunk, encoded, picture, png_that_claims, values
 
 LOSSLESS = {"PNG": {}, "TIFF": {}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
@@ -147,7 +147,7 @@ def test_broken_files_are_refused_or_read_as_their_header_says():
 
 
 def test_pixels_of_another_size_than_the_header_s_are_refused(monkeypatch):
-    monkeypatch.setattr(decoding, "header", lambda *_: (20, 33, ()))
+    monkeypatch.setattr(files, "header", lambda *_: (20, 33, ()))
     with pytest.raises(UserError, match="^it: the image is damaged: it has 20 × 33 pixels, and 33 × 20 by its header"):
         decode(FILES["PNG"], "it")
 

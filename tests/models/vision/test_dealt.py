@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dtrain.base.dealing import deal
+from dtrain.base.ranks import deal
 from dtrain.models.vision.dealt import deal_images, deal_locally
 
 

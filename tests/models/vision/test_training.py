@@ -22,7 +22,7 @@ from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
 from dtrain.models.shapes import adaptable
 from dtrain.models.vision.flops import flops_per_patch
-from dtrain.policy.trained import choose_trained
+from dtrain.policy.build import choose_trained
 from dtrain.training.setup import adapter
 from tests.models.test_vision_models import CASES
 from tests.problem_lines import lines, preflight

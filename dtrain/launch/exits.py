@@ -1,21 +1,92 @@
-"""The report of a rank that did not finish: an error file that torch's elastic agent, or our own launcher, reads.
+"""How a rank ends early: its answer to signals, and the report of its error.
 
-torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`, which torchrun prints. Our launcher
-reads the entry `dtrain`, a `Report`.
+The first signal asks the run to stop, a second one ends it. The report is an error file that torch's elastic agent, or
+our own launcher, reads. torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`, which torchrun
+prints. Our launcher reads the entry `dtrain`, a `Report`.
 """
 
 import json
+import os
 import signal
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.files import replace_text
+from dtrain.base.orphans import descendants, kill
+from dtrain.base.processes import STOP_SIGNALS, handled_by
 from dtrain.recipe import Recipe, redact
+
+SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
+END_SECONDS = 5.0  # for the main thread to unwind after a second signal
+LOOK_SECONDS = 0.25
+
+
+@contextmanager
+def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
+    """Call `ask` with the number of the first stop signal; raise KeyboardInterrupt with the number of a second one.
+
+    If the block does not end by that KeyboardInterrupt, the process ends within seconds. Only the main thread handles
+    signals; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+    asked_at: list[float] = []
+    last: list[int] = []
+    ended = threading.Event()
+
+    def handle(signum: int, frame: object) -> None:
+        if os.getpid() != owner:  # a forked helper: the run's own process decides for both
+            if signum == signal.SIGTERM:
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
+        elif not asked_at:
+            asked_at.append(time.monotonic())
+            ask(signum)
+        elif time.monotonic() - asked_at[0] > SAME_SECONDS:
+            last.append(signum)
+            raise KeyboardInterrupt(signum)
+
+    def insist() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
+                kill(descendants(owner))
+                os._exit(128 + last[0])
+
+    threading.Thread(target=insist, daemon=True).start()
+    try:
+        with handled_by(handle):
+            yield
+    finally:
+        ended.set()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Block stop signals in this thread, and in processes that the block starts until they call `let_through`.
+
+    A process that has just been started has no handlers yet, so that a signal would end it without a word. A blocked
+    signal stays pending instead.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Unblock stop signals, once this process has handlers; a pending one is delivered now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone

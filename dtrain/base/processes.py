@@ -1,13 +1,23 @@
-"""The signals that ask a run to stop, and the answer to them before there is anything to save."""
+"""Stop signals of a process, and the search path for code that a recipe names."""
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from dtrain.base.errors import NOTHING_LOST
+
+
+def search_path() -> list[str]:
+    """Return sys.path with the working directory at its end where it is not on it yet: a file there may have the name
+    of a library, and does not take its place."""
+    here = str(Path.cwd())
+    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]
+
 
 # Batch systems announce a pre-emption with SIGUSR1. SIGHUP comes when a terminal or an ssh connection closes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
