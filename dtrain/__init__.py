@@ -73,7 +73,7 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResul
     `dtrain.base.errors.UserError` for what its user can mend, `Stopped` when a signal ended the run in order, and
     `WorkerFailed`, with the traceback as text, when a process died of anything else.
     """
-    from dtrain.commands.plan.command import plan_beside
+    from dtrain.commands.run import plan_beside
     from dtrain.launch import launch
     from dtrain.training import preflight
     from dtrain.training.metrics import records

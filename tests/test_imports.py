@@ -54,7 +54,7 @@ TORCH_FREE = """
     dtrain.data.text.template dtrain.data.formats.encoder dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.training.directory dtrain.inference
     dtrain.rl.rewards dtrain.rl.rewards.scoring dtrain.rl.remote.http
-    dtrain.rl.remote.publish dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.training.metrics
+    dtrain.commands.serve.answers dtrain.rl.environments.calls dtrain.training.metrics
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live dtrain.commands.web
     dtrain.data.images.files dtrain.data.images.families
 """.split()

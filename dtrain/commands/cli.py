@@ -193,7 +193,7 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 def _run(arguments: argparse.Namespace) -> None:
     with handled_by(exit_at_once):  # until the run handles signals itself
-        from dtrain.commands.plan.command import plan_beside
+        from dtrain.commands.run import plan_beside
         from dtrain.launch import launch
         from dtrain.launch.exits import WorkerFailed
         from dtrain.training import preflight

@@ -51,8 +51,6 @@ def checkpoint_activations(
     """
     options: dict[str, Any] = {"determinism_check": determinism_check}
     if kind == "selective":
-        from dtrain.memory.activation_checkpointing import AS_WRITTEN  # optional
-
         options["context_fn"] = AS_WRITTEN
     if layers is None:
         layers = [*model.model.layers, *model.model.vision_layers]

@@ -3,7 +3,7 @@
 Each topic has a module in `training.setup`. Its functions take the facts that they need and return new ones; nothing is
 changed afterwards. `resolve` is what a rank of a run calls. The other commands call the same functions:
 
-    dtrain run       the checks (`training.checks`) in the launcher; then `resolve` on each rank
+    dtrain run       the checks (`training.dry_run`) in the launcher; then `resolve` on each rank
     dtrain validate  `training.dry_run`: the checks, then the functions of `resolve`, in one process
     dtrain plan      the checks of keys and models, then the functions up to the sizes
     dtrain preview   the rows of `setup.data`
@@ -109,7 +109,7 @@ class ResolvedRun:
 def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     """Resolve the spec of a run on this rank.
 
-    The recipe has been checked (`training.checks`). The run's directory is locked, and its metrics are open, until
+    The recipe has been checked (`training.dry_run`). The run's directory is locked, and its metrics are open, until
     `stack` closes.
 
     Raises:

@@ -62,8 +62,8 @@ def test_a_stack_in_mxfp4_opens_its_file_once_for_its_values_and_once_for_its_ex
     save_file(
         {"w_blocks": random_bytes(5, 4, 1, 16), "w_scales": random_bytes(5, 4, 1)}, tmp_path / "model.safetensors"
     )
-    files, paths = WeightFiles(tmp_path), []
-    monkeypatch.setattr(safetensor_files, "opened", lambda path: paths.append(path) or safetensor_files.opened(path))
+    files, paths, opened = WeightFiles(tmp_path), [], safetensor_files.opened
+    monkeypatch.setattr(safetensor_files, "opened", lambda path: paths.append(path) or opened(path))
     assert files.read("w").shape == (5, 32, 4) and len(paths) == 2
 
 

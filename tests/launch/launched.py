@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.commands.plan.command import plan_beside
+from dtrain.commands.run import plan_beside
 from dtrain.launch import launch
 from dtrain.launch.exits import WorkerFailed
 from dtrain.training import load_recipe

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.rl.rewards import Rewards, catalog
+from dtrain.rl.rewards import Rewards, find
 
 MODULE = """
 import asyncio, os, sys, time

@@ -1,7 +1,7 @@
 """Full weights of a model with its adapters merged, one tensor at a time, and the base weights of an adapter.
 
-The model's own weights are read and not written; only `merge_in_place` changes them. `BaseWeights` finds the base of an
-adapter, or of frozen parameters, on one process, and reads its weights as they were in training. A run that freezes
+The model's own weights are read and not written; only `merge_in_place` changes them. `base_weights` finds the base of
+an adapter, or of frozen parameters, on one process, and reads its weights as they were in training. A run that freezes
 weights holds them in the dtype that it computes in, or in 4 bits; its steps leave them out, for the files at its
 model.path have them. What they hold is compared with what the run read.
 """

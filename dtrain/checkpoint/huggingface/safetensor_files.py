@@ -169,9 +169,7 @@ class WeightFiles:
         for file, names in _files(directory, single).items():
             self._add(directory / file, names)
         if any(name.endswith(_OF_FEW_BITS) for name in self.stored):
-            from dtrain.checkpoint.huggingface import safetensor_files
-
-            safetensor_files.unpack(self.stored)
+            unpack(self.stored)
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """(A slice of) tensor `name`, [any shape], as `stored` has it. The file is mapped for this one tensor only, so

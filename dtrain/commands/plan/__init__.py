@@ -9,7 +9,8 @@
     hardware                devices, links and the estimate
     choose                  values for what a recipe leaves to `auto`
     search                  other meshes and micro-batches, and what would fit
-    command, report         the command's arguments, and the start of the plan next to a run; its output: a plan as text and as JSON
+    command                 the command's arguments
+    report                  the output: a plan as text and as JSON
     background              the plan that a run shows of itself; children, the processes that all of these work in
 
 How a step is planned. The plan runs the trainer's own step on tensors without memory, and counts what it does. No part
@@ -26,7 +27,7 @@ of the step is implemented a second time. `step.trace_step` does this in a proce
            PlannedDevice   function mode: meta tensors say that they are on the planned device
            Tracer          dispatch mode: counts the memory, messages and arithmetic of each operation
          PlanObserver      tells the tracer which micro-batch, layer and part of the step an operation belongs to, from
-                           the events of `policy.observer.StepObserver` and from hooks of layers and optimizer
+                           the events of `policy.results.StepObserver` and from hooks of layers and optimizer
       -> Trace                                a few layers and micro-batches
       -> Step                                 extrapolated to all layers and micro-batches
       -> Plan                                 with the estimated time; then text, JSON, search, choice

@@ -1,14 +1,9 @@
-"""The command `dtrain plan`, and the plan that `dtrain run` computes next to its run. No torch until one of them runs."""
+"""The command `dtrain plan`: its arguments and its entry point. No torch until it runs."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from dtrain.base.hardware import BOARDS
+from dtrain.base.gpus import BOARDS
 from dtrain.commands.arguments import PROCESSES, add_recipe, at_least, positive
-from dtrain.recipe import Recipe
-
-if TYPE_CHECKING:
-    from dtrain.commands.plan.background import PlannedPeak
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +30,3 @@ def run(arguments: argparse.Namespace) -> None:
     from dtrain.commands.plan.report import answer
 
     answer(arguments)
-
-
-def plan_beside(recipe: Recipe, world_size: int, device_type: str) -> "PlannedPeak":
-    """Return the plan of `recipe` on `world_size` devices of a type, which is computed once its context is entered."""
-    from dtrain.commands.plan.background import PlannedPeak
-
-    return PlannedPeak(recipe, world_size, device_type)

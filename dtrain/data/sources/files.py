@@ -251,9 +251,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
     """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
     kind = kind_of(file)
     if kind == "parquet":
-        from dtrain.data.sources import files
-
-        for chunk, is_large in files.chunks(file):
+        for chunk, is_large in chunks(file):
             for line, row in chunk.rows if is_large else ():
                 _refuse_long(file, line, _text_size(row))
             yield chunk

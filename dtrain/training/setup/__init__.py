@@ -23,7 +23,7 @@ Every module has some of these functions:
 `check_files`   checks headers of weights, tokenizers and first rows
 `notes`         returns lines for the user that are no mistakes
 
-They take `RunInputs` and return problems; `training.checks` has the table of them. The other functions (`build`,
+They take `RunInputs` and return problems; `training.dry_run` has the table of them. The other functions (`build`,
 `open_data`, `read_sets`, `decide`, `resolve`) return facts: frozen dataclasses such as `DataFacts`. `training.spec`
 and `training.dry_run` call them in order.
 """

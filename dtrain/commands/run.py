@@ -1,0 +1,15 @@
+"""The plan that `dtrain run` and `dtrain.run` compute next to their run. Imports no torch."""
+
+from typing import TYPE_CHECKING
+
+from dtrain.recipe import Recipe
+
+if TYPE_CHECKING:
+    from dtrain.commands.plan.background import PlannedPeak
+
+
+def plan_beside(recipe: Recipe, world_size: int, device_type: str) -> "PlannedPeak":
+    """Return the plan of `recipe` on `world_size` devices of a type, which is computed once its context is entered."""
+    from dtrain.commands.plan.background import PlannedPeak
+
+    return PlannedPeak(recipe, world_size, device_type)
