@@ -48,7 +48,7 @@ EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
     dtrain dtrain.base.errors dtrain.recipe dtrain.training.inputs dtrain.training.hub_files dtrain.methods
     dtrain.commands.cli dtrain.launch
-    dtrain.commands.plan.command dtrain.training.preflight dtrain.models.common.config dtrain.models.read_config
+    dtrain.commands.run dtrain.training.preflight dtrain.models.common.config dtrain.models.read_config
     dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
     dtrain.data.text.template dtrain.data.formats.encoder dtrain.data.formats.pairs

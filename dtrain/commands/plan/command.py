@@ -2,7 +2,7 @@
 
 import argparse
 
-from dtrain.base.gpus import BOARDS
+from dtrain.base.hardware import BOARDS
 from dtrain.commands.arguments import PROCESSES, add_recipe, at_least, positive
 
 
