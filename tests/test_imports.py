@@ -29,8 +29,7 @@ EXCEPTIONS = {
 OPTIONAL_OPTIMIZERS = (
     "optim/muon",
     "memory/low_bit",
-    "memory/optimizer_offload",
-    "memory/host_masters",
+    "memory/host_memory",
     "memory/gradient_sums",
 )
 NOT_FOR_SFT = (
@@ -150,7 +149,7 @@ def test_a_plain_sft_run_loads_no_optional_package(tmp_path):
     names = [str(file.relative_to(PACKAGE)) for file in files]
     assert not [name for name in names if name.startswith(NOT_FOR_SFT)]
     of_methods = {name.removeprefix("methods/") for name in names if name.startswith("methods/")}
-    assert of_methods == {"__init__.py", "method.py", "run_context.py", "sft.py"}
+    assert of_methods == {"__init__.py", "method.py", "sft.py"}
 
 
 @pytest.mark.parametrize("name", LATE)
