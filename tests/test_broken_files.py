@@ -7,10 +7,12 @@ import tracemalloc
 
 import pytest
 
-from dtrain import data, models
+from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import OWN, read_text
 from dtrain.base.model_directory import indexed_files
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.models.read_config import read_config
 from tests.problem_lines import preflight
 from tests.tiny import tiny_recipe, write_model
@@ -41,7 +43,7 @@ def told(directory):
     found = []
     for read in (
         read_config,
-        lambda path: data.choose_template(path, data.Tokenizer.from_directory(path)),
+        lambda path: choose_template(path, Tokenizer.from_directory(path)),
         indexed_files,
     ):
         try:
@@ -155,9 +157,9 @@ def test_a_template_that_is_no_utf_8_or_no_template_is_named(tmp_path, directory
     for content in (b"{{ \xff }}", b"a" * (2 << 20), b"{{ " + b"(" * 20000, loops):
         path.write_bytes(content)
         with pytest.raises(UserError, match=str(path)):
-            data.choose_template(directory, data.Tokenizer.from_directory(directory))
+            choose_template(directory, Tokenizer.from_directory(directory))
         with pytest.raises(UserError, match=str(path)):
-            data.choose_template(tmp_path, data.Tokenizer.from_directory(directory), str(path))
+            choose_template(tmp_path, Tokenizer.from_directory(directory), str(path))
 
 
 def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path):

@@ -220,13 +220,14 @@ def replayed_on_rank(rank, recipe, world_size, batching):
             said += [found.loss, found.grad_norm]
             said += [*found.result.routing_metrics.values()]
         logprobs = torch.zeros(2, 6, 20, dtype=torch.float64)
-        logprobs[0, mine] = policy.get_logprobs(batch, batching)["logprobs"]
+        logprobs[0, mine] = policy.logprobs(batch, batching)
         policy.init_reference_model()
-        logprobs[1, mine] = policy.get_reference_policy_logprobs(batch, batching)["reference_logprobs"]
+        with policy.use_reference_model():
+            logprobs[1, mine] = policy.logprobs(batch, batching)
         all_reduced(logprobs, policy.mesh.dp)
         del batch["routed_experts"]
         with policy.use_reference_model():
-            alone = policy.get_logprobs(batch, batching)["logprobs"]
+            alone = policy.logprobs(batch, batching)
         assert torch.equal(alone.double(), logprobs[1, mine])
         return said, logprobs.numpy()
 

@@ -18,13 +18,13 @@ from tests.tiny import write_model, write_rows
 from tools.package_map import README, package_table
 
 PACKAGE = Path(dtrain.__file__).parent
-# dtrain.models hands out from_pretrained, which reads files. dtrain.parallel.context hands out a context that computes
-# the attention of other code, and dtrain.parallel the functions that put a model on meshes; their names there are a
-# contract with users.
+# dtrain.models exports from_pretrained, which reads files, and dtrain.parallel.context a context that computes the
+# attention of other code; their names there are a contract with users. The functions by which NeMo-RL's users put a
+# model on their meshes have an argument for activation checkpointing.
 EXCEPTIONS = {
     ("models/__init__.py", "checkpoint"),
-    ("parallel/__init__.py", "policy"),
     ("parallel/context/__init__.py", "attention"),
+    ("parallel/parallelize.py", "memory"),
 }
 OPTIONAL_OPTIMIZERS = (
     "optim/muon",
@@ -45,10 +45,9 @@ NOT_FOR_SFT = (
 FOREIGN = {"numpy", "transformers", "ray"}
 EXTRAS = {"PIL", "plotly", "pyarrow", "datasets", "tensorboard", "wandb"}
 TORCH_FREE = """
-    dtrain dtrain.base.errors dtrain.recipe dtrain.training.inputs dtrain.training.hub_files dtrain.methods
+    dtrain dtrain.base.errors dtrain.recipe dtrain.training.inputs dtrain.training.hub_files
     dtrain.commands.cli dtrain.launch
     dtrain.commands.run dtrain.training.preflight dtrain.models.common.config dtrain.models.read_config
-    dtrain.losses.policy.options dtrain.losses.preference.options dtrain.losses.token.options
     dtrain.data dtrain.data.sources.files dtrain.data.formats.formats dtrain.data.text.tokenizer
     dtrain.data.text.template dtrain.data.formats.encoder dtrain.data.formats.pairs
     dtrain.data.formats.prompts dtrain.checkpoint dtrain.base.files dtrain.training.directory dtrain.inference
@@ -57,8 +56,8 @@ TORCH_FREE = """
     dtrain.commands.push.command dtrain.commands.report.compare dtrain.commands.report.live dtrain.commands.web
     dtrain.data.images.files dtrain.data.images.families
 """.split()
-# Packages that import names when they are first used.
-LATE = "data losses methods models parallel parallel.context policy".split()
+# Packages that import names when they are first used (PEP 562).
+LATE = ["models", "parallel.context"]
 SFT = """
 import json, sys
 from dtrain import run

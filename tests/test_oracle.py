@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtrain import data
+from dtrain.data.rows.rows import Batches
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.training import load_recipe
 from tests.running import run, trajectory
 from tests.tiny import write_model, write_rows
@@ -59,10 +61,10 @@ def padded_batches(path):
 
 def packed_batches(recipe):
     """The documents that share the rows of each packed batch: which ones is not what this test is about."""
-    tokenizer = data.Tokenizer.from_directory(recipe.model.path)
-    rows = data.open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None)
+    tokenizer = Tokenizer.from_directory(recipe.model.path)
+    rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None)
     batches = []
-    for batch in islice(data.Batches(rows, global_batch=ROWS), STEPS):
+    for batch in islice(Batches(rows, global_batch=ROWS), STEPS):
         documents = []
         for row in batch.rows:
             for document in row["seq_ids"].unique():

@@ -8,7 +8,8 @@ import transformers
 
 from dtrain.base.batch import IGNORE, collate
 from dtrain.commands.cli import main
-from dtrain.data import Tokenizer, open_rows
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe.schema import Recipe
 from tests.models.vision.oracle import WideIslands, gemma3_images, gemma4_images
 from tests.pictures import picture_recipe

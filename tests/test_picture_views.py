@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtrain.commands.preview import preview
-from dtrain.data import Tokenizer, open_rows
 from dtrain.data.images.reader import ImageReader
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.models import from_pretrained
 from dtrain.models.common.flops import flops_per_token
 from dtrain.training import metrics as run_metrics

@@ -12,7 +12,7 @@ import torch
 
 import dtrain
 from dtrain import RunResult, losses, run
-from dtrain.data import Cursor
+from dtrain.data.rows.rows import Cursor
 from dtrain.losses import TrainingSamplingParams
 from dtrain.methods import Method
 from dtrain.models import ModelConfig, from_pretrained, read_config

@@ -41,7 +41,7 @@ from server_images import check_images, make_image_model  # noqa: E402
 from server_runs import check_flags, check_restart, check_runs, check_two  # noqa: E402
 from server_transfer import check_own, check_transfer, plugin  # noqa: E402
 
-from dtrain.data import Tokenizer  # noqa: E402
+from dtrain.data.text.tokenizer import Tokenizer  # noqa: E402
 
 SMOLLM2 = ROOT / "build/SmolLM2-135M-Instruct"
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")

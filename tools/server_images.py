@@ -11,7 +11,9 @@ from server_checks import Report, engine_of, finish, grpo
 from server_runs import DIRECTORY, failure, log_of, steps
 
 from dtrain import models
-from dtrain.data import Cursor, Tokenizer, open_rows
+from dtrain.data.rows.rows import Cursor
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.engine import Engine
 from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.images import images_of

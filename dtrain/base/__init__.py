@@ -12,7 +12,6 @@ torch_functions                 functions that torch lacks; deterministic algori
 files                           files that are whole or absent
 hub, model_directory            the hub's cache of models; names of a model directory's files
 name_patterns                   patterns of parameter names: regular expressions and globs
-exports                         names of packages that are imported late
 addresses, orphans              addresses to listen at; children that end with their parent
 processes                       signals that ask a run to stop; the search path of users' code
 """

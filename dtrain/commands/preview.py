@@ -32,19 +32,18 @@ BLOCK = 1 << 16  # samples read at once
 def preview(
     recipe: Recipe,
     samples: int = 3,
-    color: bool | None = None,
     out: TextIO | None = None,
     hide: Callable[[str], str] = str,
 ) -> None:
     """Print rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
 
-    color   None: where `out` (standard output) is a terminal; without colour trained spans stand in [[ ]]
+    out     standard output by default. Colours are for a terminal; elsewhere trained spans are in [[ ]]
     hide    removes the secrets from a line
 
     Tokenises into the cache that a run of the recipe uses. Raises UserError as a run would.
     """
     out = out or sys.stdout
-    color = out.isatty() if color is None else color
+    color = out.isatty()
 
     def say(text: str = "") -> None:
         print(hide(text), file=out)

@@ -10,29 +10,5 @@ images     images in rows: files, sizes, pixels as a model takes them
 
 model_directory    the directory of a model: config, tokenizer, chat template
 
-Names are imported when they are used, so that what needs no torch loads none.
+This package exports no names. Import them from its modules, most of which load no torch.
 """
-
-from typing import TYPE_CHECKING
-
-from dtrain.base.exports import late_names
-
-if TYPE_CHECKING:
-    from dtrain.data.formats.prompts import PromptOptions
-    from dtrain.data.rows.rows import Batches, Cursor, GlobalBatch, Rows
-    from dtrain.data.sources.sources import open_rows
-    from dtrain.data.text.template import choose_template
-    from dtrain.data.text.tokenizer import Tokenizer
-else:  # a type checker would accept any name from __getattr__
-    __getattr__ = late_names(
-        __name__,
-        {
-            "formats.prompts": "PromptOptions",
-            "rows.rows": "Batches Cursor GlobalBatch Rows",
-            "sources.sources": "open_rows",
-            "text.template": "choose_template",
-            "text.tokenizer": "Tokenizer",
-        },
-    )
-
-__all__ = ["Batches", "Cursor", "GlobalBatch", "PromptOptions", "Rows", "Tokenizer", "choose_template", "open_rows"]

@@ -5,122 +5,84 @@ logits        from logits in each layout: plain, vocabulary-parallel, DTensor
 token         of supervised fine-tuning: the table of names and options
 policy        of policy gradients: formulas, options, advantages
 preference    of pairs and of replies marked good or bad
-
-Names are imported when they are used: the tables of options are read where no torch is.
 """
 
-# ruff: noqa: F401
-from typing import TYPE_CHECKING
-
-from dtrain.base.exports import late_names
-
-if TYPE_CHECKING:
-    from dtrain.losses.head.filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
-    from dtrain.losses.head.kl import (
-        KlSums,
-        forward_kl,
-        generalized_jsd,
-        jsd_sum_from_hidden_states,
-        kl_sum_from_hidden_states,
-        mixed_kl,
-        reverse_kl,
-    )
-    from dtrain.losses.head.logprobs import (
-        HeadLogprobs,
-        TrainingSamplingParams,
-        logprobs_from_hidden_states,
-        need_top_k_or_top_p_filtering,
-    )
-    from dtrain.losses.head.topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
-    from dtrain.losses.head.vocabulary import HeadInput, VocabShard
-    from dtrain.losses.head.weighted_sum import TokenSums, token_loss_sums, weighted_logprob_sum
-    from dtrain.losses.logits.groups import (
-        AllGatherCPTensor,
-        _get_tokens_on_this_cp_rank,
-        allgather_cp_sharded_tensor,
-        cp_shift_next,
-        group_all_reduce_sum,
-        group_all_reduce_sum_with_grad,
-    )
-    from dtrain.losses.logits.logprob import (
-        ChunkedDistributedEntropy,
-        ChunkedDistributedGatherLogprob,
-        ChunkedDistributedLogprob,
-        DistributedCrossEntropy,
-        DistributedLogprob,
-        _compute_distributed_log_softmax,
-        _compute_distributed_softmax,
-        vocab_parallel_log_softmax,
-    )
-    from dtrain.losses.logits.next_token import (
-        ChunkedDistributedLogprobWithSampling,
-        DistributedLogprobWithSampling,
-        all_to_all_sq2vp,
-        all_to_all_vp2sq,
-        dtensor_from_parallel_logits_to_logprobs,
-        from_parallel_logits_to_logprobs,
-        from_parallel_logits_to_logprobs_packed_sequences,
-        get_logprobs_from_vocab_parallel_logits,
-        get_next_token_logprobs_from_logits,
-    )
-    from dtrain.losses.logits.sequence_first import (
-        ChunkedDistributedHiddenStatesToLogprobs,
-        from_parallel_hidden_states_to_logprobs,
-    )
-    from dtrain.losses.logits.topk import (
-        distributed_vocab_topk,
-        gather_logits_at_global_indices,
-        get_distillation_topk_logprobs_from_logits,
-        vocab_parallel_argmax,
-        vocab_parallel_gather_columns,
-    )
-    from dtrain.losses.policy.advantage import (
-        advantages,
-        decoupled_advantages,
-        soft_overlong_penalty,
-        without_truncated,
-        zero_variance_groups,
-    )
-    from dtrain.losses.policy.formulas import Documents, RowSequences
-    from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_loss, policy_terms, top_entropy_threshold
-    from dtrain.losses.preference.losses import (
-        combined_preference_loss,
-        length_desensitised_weights,
-        preference_loss,
-        preference_rewards,
-        preference_weights,
-        running_mean,
-    )
-
-_MODULES = {
-    "head.filtered": "apply_top_k_top_p filtered_logprobs_from_hidden_states",
-    "head.kl": "KlSums forward_kl generalized_jsd jsd_sum_from_hidden_states kl_sum_from_hidden_states mixed_kl "
-    "reverse_kl",
-    "head.logprobs": "HeadLogprobs TrainingSamplingParams logprobs_from_hidden_states need_top_k_or_top_p_filtering",
-    "head.topk": "TopkKlSums topk_kl_sum_from_hidden_states topk_logits_from_hidden_states",
-    "head.vocabulary": "HeadInput VocabShard",
-    "head.weighted_sum": "TokenSums token_loss_sums weighted_logprob_sum",
-    "logits.groups": "AllGatherCPTensor _get_tokens_on_this_cp_rank allgather_cp_sharded_tensor cp_shift_next "
-    "group_all_reduce_sum group_all_reduce_sum_with_grad",
-    "logits.logprob": "ChunkedDistributedEntropy ChunkedDistributedGatherLogprob ChunkedDistributedLogprob "
-    "DistributedCrossEntropy DistributedLogprob _compute_distributed_log_softmax _compute_distributed_softmax "
-    "vocab_parallel_log_softmax",
-    "logits.next_token": "ChunkedDistributedLogprobWithSampling DistributedLogprobWithSampling all_to_all_sq2vp "
-    "all_to_all_vp2sq dtensor_from_parallel_logits_to_logprobs from_parallel_logits_to_logprobs "
-    "from_parallel_logits_to_logprobs_packed_sequences get_logprobs_from_vocab_parallel_logits "
-    "get_next_token_logprobs_from_logits",
-    "logits.sequence_first": "ChunkedDistributedHiddenStatesToLogprobs from_parallel_hidden_states_to_logprobs",
-    "logits.topk": "distributed_vocab_topk gather_logits_at_global_indices get_distillation_topk_logprobs_from_logits "
-    "vocab_parallel_argmax vocab_parallel_gather_columns",
-    "policy.advantage": "advantages decoupled_advantages soft_overlong_penalty without_truncated zero_variance_groups",
-    "policy.formulas": "Documents RowSequences",
-    "policy.terms": "Counts PolicySpec means policy_loss policy_terms top_entropy_threshold",
-    "preference.losses": "combined_preference_loss length_desensitised_weights preference_loss preference_rewards "
-    "preference_weights running_mean",
-}
-
-if not TYPE_CHECKING:  # a type checker would accept any name from __getattr__
-    __getattr__ = late_names(__name__, _MODULES)
+from dtrain.losses.head.filtered import apply_top_k_top_p, filtered_logprobs_from_hidden_states
+from dtrain.losses.head.kl import (
+    KlSums,
+    forward_kl,
+    generalized_jsd,
+    jsd_sum_from_hidden_states,
+    kl_sum_from_hidden_states,
+    mixed_kl,
+    reverse_kl,
+)
+from dtrain.losses.head.logprobs import (
+    HeadLogprobs,
+    TrainingSamplingParams,
+    logprobs_from_hidden_states,
+    need_top_k_or_top_p_filtering,
+)
+from dtrain.losses.head.topk import TopkKlSums, topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
+from dtrain.losses.head.vocabulary import HeadInput, VocabShard
+from dtrain.losses.head.weighted_sum import TokenSums, token_loss_sums, weighted_logprob_sum
+from dtrain.losses.logits.groups import (
+    AllGatherCPTensor,
+    _get_tokens_on_this_cp_rank,
+    allgather_cp_sharded_tensor,
+    cp_shift_next,
+    group_all_reduce_sum,
+    group_all_reduce_sum_with_grad,
+)
+from dtrain.losses.logits.logprob import (
+    ChunkedDistributedEntropy,
+    ChunkedDistributedGatherLogprob,
+    ChunkedDistributedLogprob,
+    DistributedCrossEntropy,
+    DistributedLogprob,
+    _compute_distributed_log_softmax,
+    _compute_distributed_softmax,
+    vocab_parallel_log_softmax,
+)
+from dtrain.losses.logits.next_token import (
+    ChunkedDistributedLogprobWithSampling,
+    DistributedLogprobWithSampling,
+    all_to_all_sq2vp,
+    all_to_all_vp2sq,
+    dtensor_from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs_packed_sequences,
+    get_logprobs_from_vocab_parallel_logits,
+    get_next_token_logprobs_from_logits,
+)
+from dtrain.losses.logits.sequence_first import (
+    ChunkedDistributedHiddenStatesToLogprobs,
+    from_parallel_hidden_states_to_logprobs,
+)
+from dtrain.losses.logits.topk import (
+    distributed_vocab_topk,
+    gather_logits_at_global_indices,
+    get_distillation_topk_logprobs_from_logits,
+    vocab_parallel_argmax,
+    vocab_parallel_gather_columns,
+)
+from dtrain.losses.policy.advantage import (
+    advantages,
+    decoupled_advantages,
+    soft_overlong_penalty,
+    without_truncated,
+    zero_variance_groups,
+)
+from dtrain.losses.policy.formulas import Documents, RowSequences
+from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_loss, policy_terms, top_entropy_threshold
+from dtrain.losses.preference.losses import (
+    combined_preference_loss,
+    length_desensitised_weights,
+    preference_loss,
+    preference_rewards,
+    preference_weights,
+    running_mean,
+)
 
 __all__ = [
     "AllGatherCPTensor",
@@ -194,7 +156,3 @@ __all__ = [
     "without_truncated",
     "zero_variance_groups",
 ]
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]

@@ -6,13 +6,6 @@ sft, dpo, kto, distill, reward    each method with its section; method grpo is i
 The table of the methods is dtrain.training.METHODS.
 """
 
-from typing import TYPE_CHECKING
-
-from dtrain.base.exports import late_names
-
-if TYPE_CHECKING:
-    from dtrain.methods.method import Method
-else:  # a type checker would accept any name from __getattr__
-    __getattr__ = late_names(__name__, {"method": "Method"})
+from dtrain.methods.method import Method
 
 __all__ = ["Method"]

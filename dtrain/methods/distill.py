@@ -12,8 +12,8 @@ from torch import Tensor
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import DIVISOR, SHARE, UP_TO_1, at_least, shown
-from dtrain.data import Rows
 from dtrain.data.model_directory import ModelDirectory
+from dtrain.data.rows.rows import Rows
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
 from dtrain.losses.head.topk import topk_kl_sum_from_hidden_states, topk_logits_from_hidden_states
 from dtrain.methods.method import AttachedModels, Method, RunContext

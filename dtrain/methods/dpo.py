@@ -36,8 +36,7 @@ from dtrain.base.errors import Problem
 from dtrain.base.json_files import digest
 from dtrain.base.ranges import SHARE, UP_TO_1, WEIGHT, at_least, is_number, shown
 from dtrain.base.ranks import Ranks
-from dtrain.data import GlobalBatch, Rows
-from dtrain.data.rows.rows import pack
+from dtrain.data.rows.rows import GlobalBatch, Rows, pack
 from dtrain.losses.preference.losses import (
     combined_preference_loss,
     length_desensitised_weights,

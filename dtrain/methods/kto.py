@@ -21,9 +21,8 @@ from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, t
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.randomness import key
 from dtrain.base.ranges import DIVISOR, UP_TO_1, WEIGHT, at_least
-from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labels import is_wanted
-from dtrain.data.rows.rows import pack, row_of
+from dtrain.data.rows.rows import GlobalBatch, Rows, pack, row_of
 from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.policy import Policy

@@ -17,8 +17,8 @@ from torch import Tensor
 from dtrain.base.batch import Batch, collate, collate_with_images
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import shown
-from dtrain.data import Batches, Cursor, GlobalBatch, Rows
 from dtrain.data.model_directory import ModelDirectory
+from dtrain.data.rows.rows import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe

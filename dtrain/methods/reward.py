@@ -18,8 +18,8 @@ from dtrain.base.batch import Batch, documents
 from dtrain.base.errors import Problem
 from dtrain.base.ranges import WEIGHT
 from dtrain.checkpoint.huggingface.model_files import padding_token
-from dtrain.data import GlobalBatch, Rows
 from dtrain.data.formats.labels import Label
+from dtrain.data.rows.rows import GlobalBatch, Rows
 from dtrain.methods.method import Method, RunContext
 from dtrain.policy import Policy
 from dtrain.policy.other_models import at_the_ends

@@ -1,4 +1,4 @@
-"""The tp sizes that a model's sizes allow. Imports no torch, so that a recipe can be checked without it."""
+"""The tp sizes that a model's sizes allow."""
 
 import math
 from typing import Protocol

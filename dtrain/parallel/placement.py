@@ -106,16 +106,16 @@ def cut_by(tensor: Tensor, dim: int) -> list[tuple[DeviceMesh, int]]:
 _REQUIRED: Any = object()
 
 
-def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm over the full gradients of `parameters`, each logical element once: a scalar on their device.
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The 2-norm over the full gradients of `parameters`, each logical element once: a scalar on their device.
 
-    Computed in max(float32, the gradients' dtype), summed in float64; p is any number above 0, or inf. Where a gradient
-    is a DTensor, one all-reduce of a scalar over the world, which must be what the meshes lie on; plain gradients
-    beside DTensors are taken to be the same on every rank.
+    Computed in max(float32, the gradients' dtype), summed in float64. Where a gradient is a DTensor, one all-reduce of
+    a scalar over the world, which must be what the meshes lie on; plain gradients beside DTensors are taken to be the
+    same on every rank.
     """
     grads = _grads(parameters)
     dtype = _widest(grads, torch.float32)
-    return _norm(grads, norm_type, dtype, [None]).to(dtype) if grads else torch.zeros(())
+    return _norm(grads, 2.0, dtype, [None]).to(dtype) if grads else torch.zeros(())
 
 
 def get_grad_norm(
@@ -127,8 +127,8 @@ def get_grad_norm(
     *,
     dp_group: dist.ProcessGroup | None = _REQUIRED,
 ) -> float:
-    """`grad_norm` over the ranks of two groups, as NeMo-RL's users call it; None is a group of one. dp_group is the
-    earlier name of dp_cp_group. norm_type: a number above 0, or "inf".
+    """The p-norm over the ranks of two groups, as NeMo-RL's users call it; None is a group of one. dp_group is the
+    earlier name of dp_cp_group. norm_type: p, a number above 0, or "inf".
 
     Computed in max(`dtype`, the gradients' dtype), summed in float64. One all-reduce of a scalar over each group, none
     where all gradients are plain: as in `grad_norm`, those are the same on every rank. Reading the number waits for the

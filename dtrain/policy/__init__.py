@@ -3,7 +3,6 @@
 policy                the one object through which trainer and methods train
 build                 a model on its mesh, and which of its parameters are trained
 optimizer             a recipe's optimizer, and the optional memory features that it uses
-parallelize           models on a user's own meshes, under NeMo-RL's names
 batching              a caller's batch at the door, and its micro-batches
 score                 what a loss may ask of the model
 results               what a step returns, and its events, for code that measures it
@@ -13,12 +12,9 @@ other_models          a teacher, and a reward model, which rates texts
 checkpoint            saving and loading, of one model or of several under their names
 offloader             weights and optimizer state moved to host memory and back; the device's memory and profiler
 weights               full tensors for an engine, sent in buckets; the bytes of a rank's weights
-worker                the policy under NeMo-RL's name and keywords, which training never loads
+worker                the policy under NeMo-RL's name and keywords
 """
 
-from typing import TYPE_CHECKING
-
-from dtrain.base.exports import late_names
 from dtrain.parallel.fsdp import unshard_fsdp2_model
 from dtrain.policy.batching import Batching, DynamicShapes, Fixed, Packed
 from dtrain.policy.checkpoint import load_models, save_models
@@ -27,11 +23,7 @@ from dtrain.policy.options import BuildOptions
 from dtrain.policy.policy import Policy
 from dtrain.policy.results import StepObserver, StepResult, UpdateResult
 from dtrain.policy.weights import WeightReceiver
-
-if TYPE_CHECKING:
-    from dtrain.policy.worker import DTensorPolicyWorker
-else:  # a type checker would accept any name from __getattr__
-    __getattr__ = late_names(__name__, {"worker": "DTensorPolicyWorker"})
+from dtrain.policy.worker import DTensorPolicyWorker
 
 __all__ = [
     "Batching",

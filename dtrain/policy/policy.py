@@ -12,7 +12,7 @@ inference engines, `monitor` reads the device's memory.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -353,39 +353,6 @@ class Policy:
 
         return self._scored(batch, micro_batch_size, score)[0]
 
-    def get_logprobs(self, batch: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
-        """Compute the log-probability of every token, whether it has a label or not (NeMo-RL's function).
-
-        Returns:
-            {"logprobs": [n, S]} on the CPU, in max(float32, the dtype of computation). Position i has the
-            log-probability of token i given the tokens before it in its document, 0 for a document's first token and
-            for padding. The same on every tp and cp rank.
-        """
-
-        def score(rows: Batch) -> list[Tensor]:
-            return [self.scorer.logprobs(rows, adapters=self._has_adapters)]
-
-        (values,) = self._scored(batch, micro_batch_size, score, every_token=True)
-        return {"logprobs": values.roll(1, 1)}  # the last position has no label
-
-    def get_topk_logits(
-        self, batch: Batch, k: int, micro_batch_size: int | Batching | None = None
-    ) -> dict[str, Tensor]:
-        """Compute the k largest logits at every position (NeMo-RL's function).
-
-        Args:
-            batch: This dp rank's rows, as for `forward_backward`. Labels are not read.
-            k: Number of logits; the vocabulary's size if it is smaller.
-            micro_batch_size: As for `forward_backward`.
-
-        Returns:
-            {"topk_logits", "topk_indices"}, each [n, S, k] on the CPU, after the model's softcap, descending, equal
-            logits by ascending token id; 0 on padding. The same on every tp and cp rank.
-        """
-        score = partial(self.scorer.topk_logits, k=k, adapters=self._has_adapters)
-        logits, ids = self._scored(batch, micro_batch_size, score, every_token=True)
-        return {"topk_logits": logits, "topk_indices": ids}
-
     def init_reference_model(self, path: str | None = None, *, base: bool = False) -> None:
         """Keep a copy of the current weights as the reference.
 
@@ -427,13 +394,6 @@ class Policy:
             raise RuntimeError("use_reference_model needs init_reference_model first")
         with self.reference.in_place():
             yield
-
-    def get_reference_policy_logprobs(
-        self, batch: Batch, micro_batch_size: int | Batching | None = None
-    ) -> dict[str, Tensor]:
-        """Compute `get_logprobs` with the reference's weights: {"reference_logprobs": [n, S]}."""
-        with self.use_reference_model():
-            return {"reference_logprobs": self.get_logprobs(batch, micro_batch_size)["logprobs"]}
 
     def _read_adapter(self, path: str) -> None:
         from dtrain.checkpoint.peft.files import read_adapter  # a run without an adapter loads none of it
@@ -537,7 +497,8 @@ class Policy:
             batch: This dp rank's rows. Streams other than the rows' own, images' and `routed_experts` are not read.
             micro_batch_size: As for `forward_backward`.
             score: Returns tensors [b, s, ..] for a host micro-batch.
-            every_token: Give every token its next token as label, instead of the batch's labels.
+            every_token: Give every token its next token as label, instead of the batch's labels
+                (`DTensorPolicyWorker.get_logprobs`).
 
         Returns:
             Tensors [n, S, ..] on the CPU.

@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from dtrain.base.batch import Batch
 from dtrain.base.hardware import free_memory
 from dtrain.base.randomness import key
 from dtrain.models.building import fill_normal
@@ -35,16 +37,6 @@ _NO_ZMQ = (
     "weights leave by a broadcast (init_collective, broadcast_weights_for_collective) or by handles "
     "(prepare_weights_for_ipc, get_weights_ipc_handles)"
 )
-
-
-def _taking_data(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of `Policy` under NeMo-RL's keyword for its batch."""
-
-    def call(self: Policy, data: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, data, *args, **kwargs)
-
-    call.__doc__ = method.__doc__
-    return call
 
 
 def _method_of(part: str, method: Callable[..., Any]) -> property:
@@ -164,6 +156,54 @@ class DTensorPolicyWorker(Policy):
             "model_dtype": self.precision.compute,
         }
 
+    def get_logprobs(self, data: Batch, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
+        """Compute the log-probability of every token, whether it has a label or not.
+
+        Args:
+            data: This dp rank's rows, as for `Policy.forward_backward`. Labels and masks are not read.
+            micro_batch_size: As for `Policy.forward_backward`.
+
+        Returns:
+            {"logprobs": [n, S]} on the CPU, in max(float32, the dtype of computation). Position i has the
+            log-probability of token i given the tokens before it in its document, 0 for a document's first token and
+            for padding. The same on every tp and cp rank.
+
+        Collectives:
+            Those of `Policy.logprobs`.
+        """
+
+        def score(rows: Batch) -> list[Tensor]:
+            return [self.scorer.logprobs(rows, adapters=self._has_adapters)]
+
+        (values,) = self._scored(data, micro_batch_size, score, every_token=True)
+        return {"logprobs": values.roll(1, 1)}  # the last position has no label
+
+    def get_reference_policy_logprobs(
+        self, data: Batch, micro_batch_size: int | Batching | None = None
+    ) -> dict[str, Tensor]:
+        """Compute `get_logprobs` with the reference's weights: {"reference_logprobs": [n, S]}."""
+        with self.use_reference_model():
+            return {"reference_logprobs": self.get_logprobs(data, micro_batch_size)["logprobs"]}
+
+    def get_topk_logits(self, data: Batch, k: int, micro_batch_size: int | Batching | None = None) -> dict[str, Tensor]:
+        """Compute the k largest logits at every position.
+
+        Args:
+            data: This dp rank's rows, as for `Policy.forward_backward`. Labels and masks are not read.
+            k: Number of logits; the vocabulary's size if it is smaller.
+            micro_batch_size: As for `Policy.forward_backward`.
+
+        Returns:
+            {"topk_logits", "topk_indices"}, each [n, S, k] on the CPU, after the model's softcap, descending, equal
+            logits by ascending token id; 0 on padding. The same on every tp and cp rank.
+
+        Collectives:
+            Those of `Policy.logprobs`.
+        """
+        score = partial(self.scorer.topk_logits, k=k, adapters=self._has_adapters)
+        logits, ids = self._scored(data, micro_batch_size, score, every_token=True)
+        return {"topk_logits": logits, "topk_indices": ids}
+
     # Methods of the policy's parts that NeMo-RL's users call on the worker.
     save_checkpoint = _method_of("checkpoint", PolicyCheckpoint.save_checkpoint)
     load_checkpoint = _method_of("checkpoint", PolicyCheckpoint.load_checkpoint)
@@ -182,10 +222,6 @@ class DTensorPolicyWorker(Policy):
     start_gpu_profiling = _method_of("monitor", DeviceMonitor.start_gpu_profiling)
     stop_gpu_profiling = _method_of("monitor", DeviceMonitor.stop_gpu_profiling)
 
-    get_logprobs = _taking_data(Policy.get_logprobs)
-    get_reference_policy_logprobs = _taking_data(Policy.get_reference_policy_logprobs)
-    get_topk_logits = _taking_data(Policy.get_topk_logits)
-    create_context_parallel_ctx = staticmethod(context.create_context_parallel_ctx)
     score = _refusing("score", "a policy has the head of a language model: train a rating model with method=reward")
     stream_weights_via_ipc_zmq = _refusing("stream_weights_via_ipc_zmq", _NO_ZMQ)
     get_zmq_address = _refusing("get_zmq_address", _NO_ZMQ)
@@ -193,6 +229,11 @@ class DTensorPolicyWorker(Policy):
     report_node_ip_and_gpu_id = _refusing(
         "report_node_ip_and_gpu_id", "places on nodes are Ray's; report_device_id names the device"
     )
+
+    @staticmethod
+    def create_context_parallel_ctx(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Call `dtrain.parallel.context.create_context_parallel_ctx`."""
+        return context.create_context_parallel_ctx(*args, **kwargs)
 
     @staticmethod
     def train_context(cp_context: Any = None) -> AbstractContextManager[None]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.data import Cursor, Rows, Tokenizer
 from dtrain.data.formats.formats import read_tools
-from dtrain.data.rows.rows import Placement
+from dtrain.data.rows.rows import Cursor, Placement, Rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine

@@ -13,9 +13,9 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE, Batch
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import UP_TO_1, at_least, is_number
-from dtrain.data import Cursor, GlobalBatch, Rows
 from dtrain.data.formats.prompts import PromptOptions
 from dtrain.data.model_directory import ModelDirectory
+from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.policy.options import LOSSES, problems
 from dtrain.losses.policy.terms import Counts, PolicySpec, means, policy_terms, top_entropy_threshold

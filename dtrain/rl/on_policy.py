@@ -17,8 +17,8 @@ from torch import Tensor
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem
 from dtrain.base.ranks import Ranks
-from dtrain.data import Cursor, Rows
 from dtrain.data.formats.prompts import PromptOptions
+from dtrain.data.rows.rows import Cursor, Rows
 from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import RunContext

@@ -14,8 +14,7 @@ from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate, collate_with_
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.base.ranks import deal
-from dtrain.data import Cursor, GlobalBatch, Rows
-from dtrain.data.rows.rows import permute
+from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows, permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
 from dtrain.policy import Policy

@@ -34,7 +34,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore, Origin, locate
 from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.data import Rows
+from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.sources import packs_by_itself
 from dtrain.methods import Method
 from dtrain.policy import Policy

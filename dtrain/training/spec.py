@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.data import Rows
 from dtrain.data.model_directory import ModelDirectory
+from dtrain.data.rows.rows import Rows
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.mesh import Runtime
 from dtrain.policy.options import Precision, choose_precision

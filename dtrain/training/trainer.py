@@ -39,7 +39,7 @@ from dtrain.checkpoint.dcp.retention import (
 )
 from dtrain.checkpoint.dcp.store import run_of
 from dtrain.checkpoint.huggingface.model_files import held_by
-from dtrain.data import Cursor
+from dtrain.data.rows.rows import Cursor
 from dtrain.methods.method import RunContext
 from dtrain.models.common.flops import text_flops
 from dtrain.parallel.mesh import Runtime, build_mesh, init_one_process_group

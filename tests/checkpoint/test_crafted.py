@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain import data, models
+from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.files import checksum
 from dtrain.checkpoint.dcp.store import _text_checksum
 from dtrain.checkpoint.huggingface.export import export
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.generate import generate_text
 from tests.checkpoint.processes import checkpoints
 from tests.running import run
@@ -179,10 +181,10 @@ def test_no_code_beside_a_model_is_run(tmp_path):
         models.build(models.read_config(directory), device="meta")
     except UserError:
         pass
-    data.Tokenizer.from_directory(directory)
+    Tokenizer.from_directory(directory)
     (directory / "tokenizer.json").write_bytes(pickled(harm))
     with pytest.raises(UserError):
-        data.Tokenizer.from_directory(directory)
+        Tokenizer.from_directory(directory)
     assert not harm.exists()
 
 
@@ -200,8 +202,8 @@ def test_no_code_beside_a_model_is_run(tmp_path):
 def test_no_template_reaches_the_machine(tmp_path, template):
     harm, directory = tmp_path / "harm", write_model(tmp_path / "model")
     (directory / "chat_template.jinja").write_text(template.replace("HARM", str(harm)))
-    tokenizer = data.Tokenizer.from_directory(directory)
+    tokenizer = Tokenizer.from_directory(directory)
     with pytest.raises(UserError):
-        chosen = data.choose_template(directory, tokenizer, None, {})
+        chosen = choose_template(directory, tokenizer, None, {})
         chosen.render([{"role": "user", "content": "w3"}])
     assert not harm.exists()

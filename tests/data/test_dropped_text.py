@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.data import Tokenizer, open_rows
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import to_yaml
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl

@@ -10,10 +10,11 @@ from tokenizers import Tokenizer as Backend
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
-from dtrain.data import Batches, Tokenizer, open_rows
 from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.reader import ImageReader
-from dtrain.data.sources.sources import looks
+from dtrain.data.rows.rows import Batches
+from dtrain.data.sources.sources import looks, open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe.schema import Data, DataSource
 from tests.data.images.makers import encoded, picture, png_that_claims
 from tests.data.makers import write_jsonl

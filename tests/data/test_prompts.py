@@ -3,8 +3,9 @@
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.data import Tokenizer, open_rows
 from dtrain.data.formats.prompts import PromptOptions, normalise_prompt
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_pair_batches import section

@@ -26,6 +26,13 @@ from tests.tiny import tiny_recipe, write_model
 CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
 
 
+class Terminal(io.StringIO):
+    """Output that is a terminal's."""
+
+    def isatty(self):
+        return True
+
+
 def section(**more):
     plain = dict(max_length=64, packing=True, loss_on="assistant", shuffle=True, too_long="truncate", num_workers=0)
     unset = dict(val=None, cache_dir=None, chat_template=None, template_kwargs={}, prompts_as=None)
@@ -177,8 +184,8 @@ def test_preview(tmp_path, model):
     assert f"{file}:4 (no trained token)" in plain and "format messages (detected)" in plain
     lowest = re.search(r"lengths in tokens: (\d+) to .*\n +(\d+) - ", plain)
     assert lowest and lowest[1] == lowest[2] != "0" and "####" in plain and "% full" in plain and "an epoch: " in plain
-    out = io.StringIO()
-    preview(recipe, samples=1, color=True, out=out)
+    out = Terminal()
+    preview(recipe, samples=1, out=out)
     assert "\033[32mMe.<|im_end|>\033[0m\n" in out.getvalue() and "[[Me" not in out.getvalue()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.data import Tokenizer
 from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.environments import calls
 from dtrain.rl.environments.episodes import Observations, environment_seed, run_episodes, turn_seed

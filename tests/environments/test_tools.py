@@ -9,9 +9,9 @@ from transformers.utils import get_json_schema
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
-from dtrain.data import Tokenizer
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_calls import FORMS, ToolCall, learn_tool_format, read_calls
 from dtrain.inference.request import Completion
 from dtrain.recipe.rollouts import Tool

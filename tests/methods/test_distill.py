@@ -15,13 +15,12 @@ from dtrain.losses.head.vocabulary import HeadInput
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
-from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from dtrain.training import load_recipe
 from tests.policy.test_policy import rows
 from tests.problem_lines import preflight
 from tests.running import MESHES, assert_parity, distance, metrics, overrides_of, run, trajectory, weights
-from tests.stepping import train_step
+from tests.stepping import bare_worker, train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
 from tests.world import run_world
 
@@ -121,7 +120,7 @@ def test_the_jsd_is_trls(tmp_path, beta, k):
 def policy_of(recipe, rank=0, world_size=1):
     derived, runtime = sizes(recipe, world_size), Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
-    policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
+    policy = bare_worker(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)
     return policy
 

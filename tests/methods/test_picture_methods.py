@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import Stopped
-from dtrain.data import Tokenizer, open_rows
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe.schema import Recipe
 from tests.data.makers import write_jsonl
 from tests.methods.comparing import assert_same_run, rows_of, samples_of

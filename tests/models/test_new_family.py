@@ -13,7 +13,7 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.model_files import has_untrained_parts
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.registry import FAMILIES, Family, class_of, of_model_type
-from dtrain.policy.parallelize import PARALLIZE_FUNCTIONS, _parallelize_llama
+from dtrain.parallel.parallelize import PARALLIZE_FUNCTIONS, _parallelize_llama
 from tests.models.test_families import relative
 from tests.running import run, trajectory, weights
 from tests.tiny import VOCAB, tiny_recipe, write_model

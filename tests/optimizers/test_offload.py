@@ -73,19 +73,21 @@ def given(recipe, rank, size):
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
     rows = full_rows(method_of(recipe), 1)
     batch, given = collate(rows, list(rows[0])), {}
-    given["begun"] = policy.get_logprobs(batch)["logprobs"]
+    given["begun"] = policy.logprobs(batch)
     policy.init_reference_model()
     give_gradients(policy, 0)
     policy.optimizer.step()
     policy.optimizer.zero_grad()
-    given["stepped"] = policy.get_logprobs(batch)["logprobs"]
-    given["referred"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    given["again"] = policy.get_logprobs(batch)["logprobs"]
+    given["stepped"] = policy.logprobs(batch)
+    with policy.use_reference_model():
+        given["referred"] = policy.logprobs(batch)
+    given["again"] = policy.logprobs(batch)
     policy.reference.follow(0.5)
-    given["followed"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    with policy.use_reference_model():
+        given["followed"] = policy.logprobs(batch)
     policy.offloader.offload_after_refit()
     policy.offloader.prepare_for_training()
-    given["moved"] = policy.get_logprobs(batch)["logprobs"]
+    given["moved"] = policy.logprobs(batch)
     for dtype in (None, torch.float32):
         given |= {f"{name} in {dtype}": tensor.cpu() for name, tensor in policy.weights.full_tensors(dtype)}
     return given | {name: local_tensor(tensor).cpu() for name, tensor in policy.checkpoint.return_state_dict().items()}

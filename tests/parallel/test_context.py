@@ -284,8 +284,8 @@ def there_and_back(rank, size, length):
     with ctx():
         same = shard_tokens(torch.arange(length)[None], mesh)
         assert torch.equal(same[batch["labels"] >= 0], batch["input_ids"][batch["labels"] >= 0])
-    by_head = torch.randn(2, 3, length, 4)
-    assert torch.equal(gather_tokens(shard_tokens(by_head, mesh, dim=-2), mesh, length, dim=-2), by_head)
+    by_head = torch.randn(2, length, 3, 4)
+    assert torch.equal(gather_tokens(shard_tokens(by_head, mesh), mesh, length), by_head)
     mine = mine.clone().requires_grad_()
     (gather_tokens(mine, mesh, length) * advantages).sum().backward()
     assert torch.allclose(mine.grad, size * shard_tokens(advantages, mesh), rtol=1e-12)

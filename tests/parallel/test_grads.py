@@ -66,13 +66,14 @@ MESHES = [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 
 
 
 def norms_of_every_order(rank, replicate, shard, tp):
-    """`get_grad_norm` and `grad_norm` for p = 1, 2, 3, inf, and clipping, on mixed placements."""
+    """`get_grad_norm` for p = 1, 2, 3, inf, `grad_norm`, and clipping, on mixed placements."""
     gradients = sharded_gradients(replicate, shard, tp)
     dp = init_device_mesh("cpu", (replicate * shard, tp), mesh_dim_names=("dp", "tp"))
     flat = torch.cat([gradient.flatten() for gradient in reference(1e9)[1].values()])
     for p in (1, 2, 3, float("inf")):
         expected = torch.linalg.vector_norm(flat, p).item()
-        assert abs(grad_norm(gradients.parameters(), p).item() - expected) <= 1e-12 * expected, p
+        if p == 2:
+            assert abs(grad_norm(gradients.parameters()).item() - expected) <= 1e-12 * expected
         groups = dp["dp"].get_group(), dp["tp"].get_group() if tp > 1 else None
         norm = get_grad_norm(list(gradients.parameters()), *groups, norm_type=p)
         assert abs(norm - expected) <= 1e-12 * expected, p
@@ -148,7 +149,8 @@ def test_large_float32_tensors_lose_nothing(norm_type):
     parameter = nn.Parameter(torch.empty(5_000_037))
     parameter.grad = torch.rand_like(parameter)
     expected = torch.linalg.vector_norm(parameter.grad.double(), norm_type).item()
-    assert abs(grad_norm([parameter], norm_type).item() - expected) <= 2e-7 * expected
+    if norm_type == 2:
+        assert abs(grad_norm([parameter]).item() - expected) <= 2e-7 * expected
     assert abs(get_grad_norm(parameter, None, None, norm_type) - expected) <= 2e-7 * expected
 
 
@@ -171,8 +173,8 @@ def a_nan_on_one_rank(rank):
         gradients = sharded_gradients(1, 2, 1)
         if rank == bad:
             local_tensor(next(gradients.parameters()).grad).fill_(float("nan"))
-        norms = [grad_norm(gradients.parameters(), p).item() for p in (2, math.inf)]
-        found += [*norms, get_grad_norm(gradients.parameters(), mesh.get_group(), None, math.inf)]
+        found.append(grad_norm(gradients.parameters()).item())
+        found += [get_grad_norm(gradients.parameters(), mesh.get_group(), None, p) for p in (2, math.inf)]
     return found
 
 

@@ -7,7 +7,7 @@ from dtrain.base.batch import IGNORE, collate, rows_in, trained_tokens
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed, assemble, row_lengths, scatter
 from tests.policy.test_policy import policy_of, rows
-from tests.stepping import train_step
+from tests.stepping import bare_worker, train_step
 from tests.test_batch import row
 from tests.tiny import tiny_recipe
 from tests.world import run_world
@@ -60,7 +60,7 @@ def with_each(rank, recipe, world_size):
     made = rows(9)[: 7 if rank == 0 else 1] if world_size > 1 else rows(9)
     found = []
     for making in MAKINGS:
-        policy = policy_of(recipe, rank, world_size)
+        policy = policy_of(recipe, rank, world_size, bare_worker)
         policy.init_optimizer(4)
         batch = collate(made)
         logprobs = policy.get_logprobs(batch, making)["logprobs"]

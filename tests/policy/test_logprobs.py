@@ -1,4 +1,4 @@
-"""`Policy.get_logprobs` and the reference beside transformers' log-probabilities, on meshes, padded and packed."""
+"""`DTensorPolicyWorker.get_logprobs` and the reference beside transformers', on meshes, padded and packed."""
 
 import pytest
 import torch
@@ -7,10 +7,9 @@ from dtrain.base.batch import collate
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
-from dtrain.policy import Policy
 from dtrain.recipe import sizes
 from tests.cases import run_cases
-from tests.stepping import train_step
+from tests.stepping import bare_worker, train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +55,7 @@ def score(rank, recipe, world_size, packing, other):
     mesh = build_mesh(
         Runtime(rank=rank, world_size=world_size), dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp
     )
-    policy = Policy(recipe, read_config(recipe.model.path), mesh, Runtime(rank=rank, world_size=world_size))
+    policy = bare_worker(recipe, read_config(recipe.model.path), mesh, Runtime(rank=rank, world_size=world_size))
     policy.init_optimizer(4)
     policy.init_reference_model(other)
     batch = collate(rows_of(packing)[mesh.dp_rank :: mesh.dp_size])

@@ -70,7 +70,7 @@ def with_streams(rank, recipe, world_size, counts, width):
     for making in MAKINGS:
         losses = policy.evaluate(batch, loss_of_streams, making)
         result = train_step(policy, batch, loss_of_streams, making)
-        assert policy.get_logprobs(batch, making)["logprobs"].shape == batch["input_ids"].shape
+        assert policy.logprobs(batch, making).shape == batch["input_ids"].shape
         found.append([losses.loss, result.loss, result.grad_norm])
         found[-1].append(result.result.metrics["flags"])
     assert batch.get("weight") is None or batch["weight"].grad is None

@@ -129,7 +129,7 @@ def moved(rank, recipe, world_size):
             policy.offloader.offload_after_refit()
             policy.offloader.prepare_for_lp_inference()
             assert not policy.model.training
-            policy.get_logprobs(batch)
+            policy.logprobs(batch)
             policy.offloader.prepare_for_training()
             assert policy.model.training
         second = train_step(policy, batch, SftMethod(recipe).loss)

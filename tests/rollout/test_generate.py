@@ -8,7 +8,8 @@ import transformers
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.data import Tokenizer, choose_template
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.generate import encode_prompt, generate, generate_text
 from tests.models.oracle import VARIANTS, VOCAB
 from tests.tiny import tiny_recipe, write_model

@@ -17,10 +17,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
 from dtrain.commands.serve import start
-from dtrain.data import Tokenizer as DtrainTokenizer
-from dtrain.data import choose_template
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions
 from dtrain.data.images.reader import ImageReader
+from dtrain.data.text.template import choose_template
+from dtrain.data.text.tokenizer import Tokenizer as DtrainTokenizer
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
 from dtrain.models.common.vision_names import is_in_vision_tower

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dtrain import methods, training
+from dtrain import training
 from dtrain.commands.report.run_files import Curve, RunFiles
 from dtrain.training.metrics import records
 from dtrain.training.metrics.records import Answers, field_of
@@ -100,7 +100,9 @@ def charts_of(fields: Iterable[str]) -> list[Chart]:
 
 def learning_curves(method: str) -> Mapping[str, str]:
     """Return the fields that show what a run of the method learned, with their labels."""
-    known = training.method_class(method) if method in training.METHODS else methods.Method
+    from dtrain.methods import Method  # loads torch
+
+    known = training.method_class(method) if method in training.METHODS else Method
     return known.curves
 
 

@@ -37,6 +37,7 @@ Mode = Literal["keep", "wait", "abort"]
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 # What can go wrong in one client's work without harm to the others'.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+MAX_SEQUENCES = 4096  # that wait or are decoded at a time
 LOOK_SECONDS = 0.05  # between looks at whether the end is to come at once
 HALF = "an update of the weights began and did not end; send one whole first"
 ABORTED = "the weights changed under way; ask again"
@@ -75,14 +76,14 @@ class _Row:
 class EngineThread(threading.Thread):
     """Thread that owns the engine.
 
-    most_waiting: sequences that wait or are decoded at a time; those beyond are refused. The engine gets no more
+    At most MAX_SEQUENCES sequences wait or are decoded at a time. Those beyond are refused. The engine gets no more
     than it can decode together: those that wait here start with the weights of the time when they are let in.
 
     `version` counts the updates of the weights and of the adapter; `torn` says that one began and did not end, so that
     nothing is decoded until one does. `failure` is why the thread ended, where it was not asked to.
     """
 
-    def __init__(self, engine: Engine, most_waiting: int = 4096):
+    def __init__(self, engine: Engine):
         super().__init__(name="engine", daemon=True)
         self.version = 0
         self.torn = False
@@ -90,7 +91,7 @@ class EngineThread(threading.Thread):
         self.paused = False
         self._adapter: str | None = None  # the loaded adapter
         self._active: str | None = None  # the adapter of the rows that the engine has
-        self._engine, self._most_waiting = engine, most_waiting
+        self._engine = engine
         self._changed = threading.Condition()
         self._inbox: deque[_Row] = deque()
         self._acts: deque[tuple[Callable[[], Any], Mode, Future]] = deque()
@@ -122,7 +123,7 @@ class EngineThread(threading.Thread):
             if self._closing is not None:
                 raise ApiError(503, self._closing)
             busy = sum(self.load)
-            if busy + len(ask.requests) > self._most_waiting:
+            if busy + len(ask.requests) > MAX_SEQUENCES:
                 raise ApiError(503, f"the server has {busy} completions to do; ask later")
             self._inbox.extend(_Row(job, index, request) for index, request in enumerate(ask.requests))
             self._changed.notify_all()

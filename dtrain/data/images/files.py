@@ -109,7 +109,7 @@ def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
             f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
         )
     notes = []
-    with _as_user_error(name, "the image is torn"):
+    with _as_user_error(name):
         swaps_sides = _orientation(image, data) >= 5
         # The second frame of an MPO file is a camera's preview.
         if image.format != "MPO" and getattr(image, "is_animated", False):
@@ -129,7 +129,7 @@ def verify(data: bytes, name: str) -> None:
     Pillow compares the checksums of a PNG. For other formats, it checks no more than `header` does.
     """
     image = _open(data, name)
-    with _as_user_error(name, "the image is torn"):
+    with _as_user_error(name):
         image.verify()
 
 
@@ -155,7 +155,7 @@ def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
     image = _open(data, name)
     from PIL import ImageOps
 
-    with _as_user_error(name, "the image is torn"):
+    with _as_user_error(name):
         image.load()
         turned = ImageOps.exif_transpose(image)
         has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
@@ -223,12 +223,12 @@ def _text_of(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_user_error(name: str, problem: str) -> Iterator[None]:
+def _as_user_error(name: str) -> Iterator[None]:
     """Convert Pillow's errors in the block to a UserError."""
     try:
         yield
     except _DAMAGED as error:
-        raise UserError(f"{name}: {problem} ({_text_of(error)}); is the file complete?") from error
+        raise UserError(f"{name}: the image is torn ({_text_of(error)}); is the file complete?") from error
 
 
 MOST_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it

@@ -5,33 +5,26 @@ train_context   `get_train_context`, `make_cp_batch_and_ctx`
 thd             packed batches as one run of tokens: `make_cp_batch_for_te`
 
 `create_context_parallel_ctx` is in `dtrain.attention.foreign`, because it computes attention. Users know it by the name
-that it has here. Names are imported when they are used.
+that it has here. `dtrain.attention` imports this package, so the name is imported when it is first used (PEP 562).
 """
 
-# ruff: noqa: F401
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dtrain.base.exports import late_names
+from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
+from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
+from dtrain.parallel.context.train_context import _build_position_ids, get_train_context, make_cp_batch_and_ctx
 
 if TYPE_CHECKING:
     from dtrain.attention.foreign import create_context_parallel_ctx
-    from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
-    from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
-    from dtrain.parallel.context.train_context import (
-        _build_position_ids,
-        get_train_context,
-        make_cp_batch_and_ctx,
-    )
 else:  # a type checker would accept any name from __getattr__
-    __getattr__ = late_names(
-        __name__,
-        {
-            "batch": "cut_streams gather_tokens shard_tokens",
-            "thd": "_shard_thd_chunk_for_te make_cp_batch_for_te",
-            "train_context": "_build_position_ids get_train_context make_cp_batch_and_ctx",
-            "dtrain.attention.foreign": "create_context_parallel_ctx",
-        },
-    )
+
+    def __getattr__(name: str) -> Any:
+        if name == "create_context_parallel_ctx":
+            from dtrain.attention.foreign import create_context_parallel_ctx
+
+            return create_context_parallel_ctx
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "_build_position_ids",

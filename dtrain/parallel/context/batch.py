@@ -81,14 +81,13 @@ def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, beside: Collec
     }
 
 
-def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None = 0, dim: int = 1) -> Tensor:
-    """This cp rank's part of a per-token tensor [.., S, ..] of the caller's (advantages, old log-probabilities), as the
+def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None = 0) -> Tensor:
+    """This cp rank's part of a per-token tensor [B, S, ..] of the caller's (advantages, old log-probabilities), as the
     batch's streams are cut: padded with `pad` on the right to a multiple of 2·cp, head-tail. No collective."""
     if cp_mesh is None or cp_mesh.size() <= 1:
         return tensor
-    dim %= tensor.dim()
-    padded = pad_right(tensor, 2 * cp_mesh.size(), pad, dim)
-    return shard_sequence(padded, mesh_rank(cp_mesh), cp_mesh.size(), dim)
+    padded = pad_right(tensor, 2 * cp_mesh.size(), pad, dim=1)
+    return shard_sequence(padded, mesh_rank(cp_mesh), cp_mesh.size(), dim=1)
 
 
 def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim: int) -> Tensor:
@@ -194,11 +193,11 @@ class _End(torch.autograd.Function):
         return summed.squeeze(0), None, None, None, None
 
 
-def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int, dim: int = 1) -> Tensor:
-    """`shard_tokens` undone: [.., length, ..] in the caller's order on every cp rank, without the padding.
+def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int) -> Tensor:
+    """`shard_tokens` undone: [B, length, ..] in the caller's order on every cp rank, without the padding.
 
     One all-gather; backward, the ranks' gradients are summed (reduce-scatter): each rank owns a loss of its own.
     """
     if cp_mesh is None or cp_mesh.size() <= 1:
         return tensor
-    return gather_sequence(tensor, cp_mesh.get_group(), dim).narrow(dim, 0, length)
+    return gather_sequence(tensor, cp_mesh.get_group(), dim=1).narrow(1, 0, length)

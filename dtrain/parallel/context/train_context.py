@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import STREAMS
-from dtrain.parallel import context as public
 from dtrain.parallel.context.batch import mesh_rank, pad_right, shard_sequence
 from dtrain.parallel.context.thd import make_cp_batch_for_te
 
@@ -127,14 +127,16 @@ def make_cp_batch_and_ctx(
         if batch[name].requires_grad:
             batch[name] = shard_sequence(batch[name], mesh_rank(cp_mesh), cp_mesh.size(), dim)
     dims = {name: dim for name, dim in dims.items() if not batch[name].requires_grad}
-    cp_context = public.create_context_parallel_ctx(
+    # Users may replace the package's functions, so these two are looked up in the package when they are called.
+    package = import_module(__package__)
+    cp_context = package.create_context_parallel_ctx(
         cp_mesh=cp_mesh,
         cp_buffers=[batch[name] for name in dims],
         cp_seq_dims=[*dims.values()],
         cp_no_restore_buffers={batch[name] for name in dims if name != "position_ids"},
         num_padding=num_padding,
     )
-    return public.get_train_context(False, False, cp_context), batch
+    return package.get_train_context(False, False, cp_context), batch
 
 
 def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

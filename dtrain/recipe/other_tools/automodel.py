@@ -175,7 +175,7 @@ def _dataset(draft: Draft, place: str) -> Dataset | None:
         draft.lose(f"{place}._target_", f"{target} reads rows in a way of its own; write them as messages")
         return None
     dataset = Dataset(path, subset=arguments.get("name"))
-    dataset.split = put_split(draft, "data.train.split", arguments.get("split"), f"{place}.split")
+    dataset.split = put_split(draft, arguments.get("split"), f"{place}.split")
     mapping = {}
     for key, value in arguments.items():
         if key.startswith("column_mapping."):

@@ -206,7 +206,7 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset:
     files = entry.get("data_files")
     path = entry["path"] if files is None else files
     dataset = Dataset(path, subset=entry.get("name"), revision=entry.get("revision"))
-    dataset.split = put_split(draft, "data.train.split", entry.get("split"), f"{source}.split")
+    dataset.split = put_split(draft, entry.get("split"), f"{source}.split")
     kind = entry.get("type")
     if isinstance(kind, Mapping):
         _read_own_type(draft, dataset, kind, source)

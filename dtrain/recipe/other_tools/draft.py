@@ -545,11 +545,12 @@ def put_datasets(draft: Draft, section: str, datasets: Sequence[Dataset], source
         draft.put(f"{section}.sources", sources, source)
 
 
-def put_split(draft: Draft, key: str, value: Any, source: str) -> str | None:
-    """Return the split's name; a slice such as `train[:95%]` becomes a lost key instead."""
+def put_split(draft: Draft, value: Any, source: str) -> str | None:
+    """Return the name of the training split; a slice such as `train[:95%]` becomes a lost key instead."""
     if value is None:
         return None
     if "[" in str(value) or "+" in str(value):
+        key = "data.train.split"
         draft.lose(source, f"{key} takes a split's name, no slice; write the part into a file of its own", key)
         return None
     return str(value)

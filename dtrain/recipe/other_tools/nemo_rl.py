@@ -302,7 +302,7 @@ def _dataset(draft: Draft, entry: Mapping[str, Any], source: str) -> Dataset | N
         if name is not None:
             draft.lose(f"{source}.dataset_name", f"{name} is read in a way of NeMo-RL's own; write its rows to a file")
         return None
-    split = put_split(draft, "data.train.split", entry.get("split"), f"{source}.split")
+    split = put_split(draft, entry.get("split"), f"{source}.split")
     dataset = Dataset(str(path if path is not None else name), split=split if path is None else None)
     dataset.subset = entry.get("subset")
     keys = {"input_key": "prompt", "output_key": "answer" if draft.method == "grpo" else "completion"}

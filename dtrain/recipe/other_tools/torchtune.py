@@ -269,7 +269,7 @@ def _dataset(draft: Draft, arguments: Mapping[str, Any], place: str) -> TuneData
         draft.lose(f"{place}.source", "no file or data set is named")
         return None
     dataset = Dataset(path, format=known.get("format"), subset=arguments.get("name"))
-    dataset.split = put_split(draft, "data.train.split", arguments.get("split"), f"{place}.split")
+    dataset.split = put_split(draft, arguments.get("split"), f"{place}.split")
     if dataset.format == "alpaca":
         draft.note(ALPACA_PROMPTS)
     style, column = arguments.get("conversation_style"), arguments.get("conversation_column")

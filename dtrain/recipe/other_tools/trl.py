@@ -111,7 +111,7 @@ def convert_data(draft: Draft) -> None:
     entries = draft.take_entries("datasets")
     put_datasets(draft, "data.train", [_dataset(draft, entry) for entry in entries], "datasets")
     name = draft.take("dataset_name")
-    train_split = put_split(draft, "data.train.split", draft.take("dataset_train_split"), "dataset_train_split")
+    train_split = put_split(draft, draft.take("dataset_train_split"), "dataset_train_split")
     test_split = draft.take("dataset_test_split", default="test")
     if name is not None and name not in FILE_READERS:
         draft.put("data.train.path", name, "dataset_name")
@@ -133,7 +133,7 @@ def _dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
         draft.lose("datasets.fraction", "data.train.sources has weights, which take other rows in every epoch")
     files = entry.get("data_files")
     path = files if files is not None else str(entry.get("path"))
-    split = put_split(draft, "data.train.split", entry.get("split"), "datasets.split")
+    split = put_split(draft, entry.get("split"), "datasets.split")
     return Dataset(path, split=split, subset=entry.get("name"))
 
 
@@ -226,7 +226,7 @@ def convert_handbook(draft: Draft) -> None:
 
 
 def _handbook_dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
-    split = put_split(draft, "data.train.split", entry.get("split"), "dataset_mixture.datasets.split")
+    split = put_split(draft, entry.get("split"), "dataset_mixture.datasets.split")
     return Dataset(str(entry.get("id")), split=split, subset=entry.get("config"), weight=entry.get("weight"))
 
 

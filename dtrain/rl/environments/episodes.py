@@ -10,11 +10,11 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
-from dtrain.data import Tokenizer
 from dtrain.data.formats.formats import read_tool_calls
 from dtrain.data.text.call_form import QUESTION
 from dtrain.data.text.replies import REPLY, Replies
 from dtrain.data.text.template import ChatTemplate
+from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_calls import ToolFormat, learn_tool_format
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
 from dtrain.methods.method import RunContext

@@ -13,13 +13,13 @@ from typing import Any
 from dtrain.base.errors import Problem, RecipeError, UserError, in_words, problems_in
 from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
-from dtrain.data import Rows, open_rows
 from dtrain.data.images.processor import Layout
+from dtrain.data.rows.rows import Rows
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import absent_ids, entries, files_to_copy, formats_of, is_data_id, kind_of, paths_of
 from dtrain.data.sources.files import resolve as find_files
 from dtrain.data.sources.hub import Pick
-from dtrain.data.sources.sources import looks
+from dtrain.data.sources.sources import looks, open_rows
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
 from dtrain.methods import Method
 from dtrain.recipe import Recipe

@@ -7,7 +7,7 @@ import torch
 
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import plural
-from dtrain.data import Rows
+from dtrain.data.rows.rows import Rows
 from dtrain.optim.update import build_scheduler
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import SCHEDULES, Scheduler, Stage

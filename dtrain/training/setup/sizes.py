@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from dtrain import recipe as config
 from dtrain.base.errors import Problem, RecipeError
 from dtrain.base.ranges import plural, shown
-from dtrain.data import Cursor, Rows
 from dtrain.data.model_directory import ModelDirectory
+from dtrain.data.rows.rows import Cursor, Rows
 from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.world import largest_divisor
 from dtrain.training.host import Host

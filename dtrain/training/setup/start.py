@@ -14,8 +14,8 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_direc
 from dtrain.base.ranges import beside, hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
-from dtrain.data import Cursor
 from dtrain.data.model_directory import ModelDirectory
+from dtrain.data.rows.rows import Cursor
 from dtrain.models.shapes import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe import Recipe

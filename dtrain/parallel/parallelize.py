@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.errors import UserError
-from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.parallel.apply import Plan, apply_plan, find_plan
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.parallel.fsdp import mixed_precision, shard_model
@@ -50,7 +49,11 @@ def _parallelize_llama(
             apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)
         except UserError as error:
             raise ValueError(str(error)) from error
-    checkpoint_activations(model, "full" if activation_checkpointing else "none")
+    if activation_checkpointing:
+        # Optional, so that importing this package loads none of `dtrain.memory`, which imports it.
+        from dtrain.memory.activation_checkpointing import checkpoint_activations
+
+        checkpoint_activations(model, "full")
     shard_model(model, dp_mesh, mp_policy, offload_policy)
     return model
 
