@@ -40,7 +40,10 @@ PROMISED = (
     "docs/real.md",
     "docs/recipe.md",
     "docs/traps.md",
-    *(f"dtrain/{room}/README.md" for room in ("data", "parallel", "losses", "checkpoint", "rl", "methods")),
+    *(
+        f"dtrain/{room}/README.md"
+        for room in ("attention", "data", "parallel", "losses", "checkpoint", "rl", "methods")
+    ),
 )
 SECTIONS = sorted({key.split(".")[0] for key in recipe_keys() if "." in key})
 KEY = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:\[\d+\]\.(\w+))?(?:\s?[=:].*)?")

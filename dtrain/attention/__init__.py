@@ -1,16 +1,18 @@
 """Attention: the causal mask of documents, the kernels, and the exchange of keys under context parallel.
 
-visibility     the keys that a query sees
-kernels        the kernels that compute attention, and the choice of one
-packing        cu_seqlens of a micro-batch on the host, and the kernel calls that they make
-sdpa_by_row    SDPA for tensors without values
-segments       variable-length attention of segments of rows, on CUDA
-varlen         the kernel of variable-length attention
-blocks         queries over one block of keys, and merging blocks
-context        context parallel: keys gathered, or passed from rank to rank
-foreign        attention of other code inside a context-parallel context
-groups         one key head with its query heads at a time
+README.md explains context parallel with an example. Read visibility, kernels, blocks and context in this order.
+
+visibility     the meaning of the mask: which keys a query sees
+kernels        the interface of kernels, and the one that calls torch's scaled_dot_product_attention
+blocks         attention over one block of keys, and merging the results of several blocks
+context        context parallel: keys are gathered, or passed around a ring of ranks
+packing        the documents of packed rows, and the calls of variable-length attention that compute them
+segments       variable-length attention: operations on CUDA
+varlen         the kernel that uses variable-length attention for packed rows
+groups         attention for one key head at a time, to save memory
+sdpa_by_row    scaled_dot_product_attention of meta tensors, for plans
 check_varlen   the check of a device before variable-length attention is used
-later_flash    FlashAttention-3 and 4 in the place of torch's own
+later_flash    FlashAttention-3 and 4 instead of torch's version 2
+foreign        attention of models that are not dtrain's, inside a context-parallel context
 linear         the gated delta rule of Qwen3.5
 """

@@ -17,8 +17,13 @@ block 1, with value 8:
     block 1    lse = ln 4                out = 8
     merged     lse = ln(4 + 4) = ln 8    out = 4 * 4/8 + 8 * 4/8 = 6 = (1 * 1 + 3 * 5 + 4 * 8) / 8
 
-The backward of a block uses the output and the log-sum-exp of all blocks: its weights are exp(score - lse), as they are
-in the full softmax, so the gradients of blocks are added without being merged.
+The backward of a block uses the output and the log-sum-exp of all blocks. Its weights are exp(score - lse), as in the
+full softmax, so the gradients of the blocks are simply added. With `grad` the gradient of the merged output, D = grad ·
+out and w the weight of a key, the gradient is w · grad by the key's value, and w · (grad · value - D) by its score. In
+the example, grad = 1 and D = 6:
+
+    block 0    w = 1/8, 3/8    gradient by the scores: 1/8 * (1 - 6) = -5/8 and 3/8 * (5 - 6) = -3/8
+    block 1    w = 4/8         gradient by the score: 4/8 * (8 - 6) = 8/8
 
 A head may have a sink, a learnt score that takes part in the softmax of every query (Xiao et al., arXiv:2309.17453;
 gpt-oss). It is one more block, of a single key whose value is zero. The backward of the other blocks needs no change,
@@ -39,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dtrain.attention.visibility import Hidden
+from dtrain.attention.visibility import BlockMask
 from dtrain.parallel.collectives import flat_views
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -126,6 +131,7 @@ class Products:
         """
         wide = merged.lse.dtype
         grad, out = grad.to(wide), merged.out.to(wide)
+        # The formulas of the module's docstring. D is (grad * out).sum(-1), of the output over all blocks.
         weights = (_scores(q, k, bias, scale, wide) - merged.lse[..., None]).exp()  # [B, H, Q, K]
         weight_grad = torch.matmul(grad, _for_heads(v, q).to(wide).transpose(-1, -2))
         score_grad = weights * (weight_grad - (grad * out).sum(-1, keepdim=True)) * scale
@@ -136,7 +142,7 @@ class Products:
 
 
 class CpuFlash:
-    """torch's CPU kernel, which never holds all scores. Methods as those of `Products`."""
+    """torch's CPU kernel, which never stores all scores. The methods are those of `Products`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Partial:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -248,28 +254,29 @@ def sinks_grad(attention: BlockAttention[Any], grad: Tensor, merged: Partial, si
     if sinks is None:
         return None
     dtype = merged.lse.dtype
-    along = (attention.by_head(grad).to(dtype) * attention.by_head(merged.out).to(dtype)).sum(-1)  # [.., H, Q]
-    shares = (sinks.to(dtype)[:, None] - merged.lse).exp()
-    return -(shares * along).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
+    # As for a key whose value is 0: w · (grad · 0 - D), summed over queries and rows.
+    d = (attention.by_head(grad).to(dtype) * attention.by_head(merged.out).to(dtype)).sum(-1)  # [.., H, Q]
+    weights = (sinks.to(dtype)[:, None] - merged.lse).exp()
+    return -(weights * d).sum(-1).view(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 @dataclass(frozen=True)
 class MaskedBlocks:
-    """`BlockAttention` under masks. A step is the block's `Hidden`: a bias, or what it is made of if it would be large.
+    """`BlockAttention` under masks. A step is a `BlockMask`: a bias, or the `Visibility` to compute a large bias from.
 
     q is [B, H, Q, hd], k [B, kv, K, hd], v [B, kv, K, hd_v], the output [B, H, Q, hd_v], its log-sum-exp [B, H, Q].
 
     Attributes:
         blocks: How a block is computed.
         scale: Factor of the scores.
-        most: Bytes of scores that are computed at once: a run of queries at a time.
+        most: Largest number of bytes of scores. If there are more, a run of queries is computed at a time.
     """
 
     blocks: BlockComputation
     scale: float
     most: int = 2**28
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Hidden, so_far: Partial | None) -> Partial:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: BlockMask, so_far: Partial | None) -> Partial:
         partials = [
             self.blocks.forward(q[:, :, run], k[:, :, keys], v[:, :, keys], bias, self.scale)
             for run, keys, bias in self._parts(q, k, step)
@@ -282,7 +289,7 @@ class MaskedBlocks:
         return partial if so_far is None else merge_by_log_sum_exp(so_far, partial)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: Hidden, gradients: Gradients
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: BlockMask, gradients: Gradients
     ) -> None:
         for run, keys, bias in self._parts(q, k, step):
             merged_run = Partial(merged.out[:, :, run], merged.lse[:, :, run])
@@ -293,7 +300,7 @@ class MaskedBlocks:
             gradients.k[:, :, keys] += k_grad
             gradients.v[:, :, keys] += v_grad
 
-    def _parts(self, q: Tensor, k: Tensor, step: Hidden) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _parts(self, q: Tensor, k: Tensor, step: BlockMask) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield runs of queries, the keys that each may see, and the bias of the two."""
         wide = torch.promote_types(q.dtype, torch.float32)
         row_bytes = q.shape[0] * q.shape[1] * k.shape[2] * wide.itemsize
@@ -372,23 +379,25 @@ class BlockByBlock(torch.autograd.Function):
             incoming = ctx.ring.pass_on(kv_grad)
         if incoming is not None:
             kv_grad = incoming.wait()  # the gradient of this rank's own block, from all ranks
-        of_sinks = sinks_grad(ctx.attention, grad, merged, sinks)
-        return q_grad.to(q.dtype), kv_grad.k.to(k.dtype), kv_grad.v.to(v.dtype), None, None, None, of_sinks
+        sink_grad = sinks_grad(ctx.attention, grad, merged, sinks)
+        return q_grad.to(q.dtype), kv_grad.k.to(k.dtype), kv_grad.v.to(v.dtype), None, None, None, sink_grad
 
 
 def _unseen(bias: Tensor) -> Tensor:
-    """[B or 1, 1, Q]: queries that see no key of the block."""
+    """Return which queries see no key of the block, [B or 1, 1, Q] bool."""
     return (bias == float("-inf")).all(-1)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor, scale: float, wide: torch.dtype) -> Tensor:
+    """Return q · kᵀ · scale + bias in the dtype `wide`, [B, H, Q, K]."""
     return torch.matmul(q.to(wide), _for_heads(k, q).to(wide).transpose(-1, -2)) * scale + bias.to(wide)
 
 
 def _for_heads(kv: Tensor, q: Tensor) -> Tensor:
-    """[B, kv, K, hd] → [B, H, K, hd]: each key head for the query heads that read it."""
+    """Repeat each key head for the query heads that read it, [B, kv, K, hd] to [B, H, K, hd]."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 
 def _to_key_heads(grad: Tensor, kv: Tensor) -> Tensor:
+    """Sum a gradient over the query heads of each key head, [B, H, K, hd] to [B, kv, K, hd]: reverses `_for_heads`."""
     return grad.unflatten(1, (kv.shape[1], -1)).sum(2).to(kv.dtype)

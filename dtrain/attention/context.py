@@ -34,6 +34,8 @@ on the rank that has the keys, every rank adds its part and passes it on, and af
     step 0    rank 0 computes the gradient of keys 0 1 6 7 by its own queries and sends these 12 numbers to rank 1
     step 1    rank 1 adds the part of its queries, 2 3 4 5, and sends the sum back to rank 0
 
+README.md continues the example with the numbers of these gradients.
+
 Masks come from positions and documents, and not from the order of tokens on a rank: one small all-gather of them per
 forward. If the host knows the packing of the full rows, there is neither a mask nor that all-gather.
 """
@@ -51,7 +53,7 @@ from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValue
 from dtrain.attention.kernels import Gathering, Kernel
 from dtrain.attention.packing import Call, Packing
 from dtrain.attention.segments import Flash, Segments, Steps, VarlenBlocks, pick
-from dtrain.attention.visibility import Hidden, Visibility, additive
+from dtrain.attention.visibility import BlockMask, Visibility, additive
 from dtrain.parallel.context.batch import SequenceGather, gather_sequence, shard_sequence
 
 
@@ -167,7 +169,7 @@ class RingKernel(ContextKernel):
         super().__init__(inner, mesh)
         self.blocks = blocks
 
-    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[Hidden | None]:
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> list[BlockMask | None]:
         """Return the masks of this rank's queries over the keys of each rank in the ring, its own first.
 
         None instead of a mask means that the queries see none of the keys. The host waits for the device to find out.
@@ -182,7 +184,7 @@ class RingKernel(ContextKernel):
             if documents is not None:
                 documents = shard_sequence(documents, source, size)
             part = replace(visibility, keys=visibility.keys // size, key_positions=positions, key_documents=documents)
-            masks.append(_hidden(part, dtype, device))
+            masks.append(_block_mask(part, dtype, device))
         return masks
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
@@ -205,11 +207,11 @@ class RingKernel(ContextKernel):
         return out.unflatten(0, shape)
 
 
-def _hidden(part: Visibility, dtype: torch.dtype, device: torch.device) -> Hidden | None:
+def _block_mask(part: Visibility, dtype: torch.dtype, device: torch.device) -> BlockMask | None:
     """Return the mask of queries over one rank's keys: a bias, or `part` itself. None if the queries see no key.
 
-    On a GPU a bias that would be large is not made. `MaskedBlocks` then makes it from `part`, a run of queries at a
-    time. On a CPU the full bias is made.
+    On a GPU, `part` itself is returned if the bias would be large. `MaskedBlocks` then computes the bias of some
+    queries at a time. On a CPU the bias is always computed here.
     """
     if device.type == "cpu":
         runs = [slice(0, part.queries)]

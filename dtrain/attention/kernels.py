@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dtrain.attention.packing import Call, Packing
     from dtrain.attention.segments import Flash, Steps
 
-Gathering = Callable[[], tuple[Tensor, Tensor]]  # keys and values that are on their way; a call waits for them
+Gathering = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values that are being gathered, and returns them
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -125,11 +125,18 @@ class Kernel:
 
 
 class Span(NamedTuple):
-    """A run of queries, the run of keys that holds all they see, and what is hidden in between.
+    """A call of scaled_dot_product_attention: consecutive queries, a slice with all keys that they see, and the mask.
 
-    bias [B or 1, 1, q, k] is 0 or -inf; None: causal by index where `causal`, else as `hidden` says, which is made into
-    a bias by every layer, since those of all runs would be a mask over queries × keys. groups: whether what computes it
-    reads a key head for several query heads.
+    For example, queries 64 to 127 of a causal row with a window of 16: keys 49 to 127.
+
+    Attributes:
+        queries: The queries.
+        keys: The keys.
+        bias: Additive mask, [B or 1, 1, q, k]. None if the mask is `causal` or `hidden`.
+        causal: Whether the mask is causal by index.
+        hidden: The mask as a `Visibility`, from which every layer computes the bias of this span. The biases of all
+            spans together would be a mask of queries × keys. None if there is a bias, or the mask is causal.
+        groups: Whether the kernel accepts fewer key heads than query heads. If not, key heads are repeated.
     """
 
     queries: slice
@@ -140,21 +147,27 @@ class Span(NamedTuple):
     groups: bool = True
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The span's part of each, [B, heads, length, hd]"""
+        """Return the queries, keys and values of the span, given all of them [B, heads, length, hd or hd_v]."""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
 
 class SdpaKernel(Kernel):
     """torch's scaled_dot_product_attention, on every device.
 
-    On a GPU torch's causal kernel where nothing else hides keys, else a mask: one call where all of it takes
-    `MASK_BYTES` at most, or one per run of queries, computed again in the backward; in float64, for which a GPU has no
-    fused kernel, products of a run of queries at a time. Keys are repeated for their query heads unless the flash
-    kernel takes the call: the memory-efficient one knows no groups, and what is left is torch's composition, which
-    holds all scores. On a CPU one call per run of queries, over no more keys than those can see: torch's CPU kernel
-    multiplies all of up to 512 keys and hides half of them afterwards (a third of the time at 512 tokens, and most of
-    it where rows are packed with short documents). Sinks need the log-sum-exp, which torch's function keeps to itself:
-    what computes blocks gives it.
+    On a GPU:
+
+    - A mask that is only causal uses torch's causal kernel.
+    - Other masks are additive. If the mask takes at most `MASK_BYTES`, there is one call. Otherwise there is one call
+      per span of queries, whose mask is computed in every layer, and again in the backward.
+    - In float64 there is no fused kernel, so `MaskedBlocks` computes matrix products of some queries at a time.
+    - Key heads are repeated for their query heads, unless torch uses its flash kernel. The memory-efficient kernel does
+      not support groups of heads, and torch would use its composition, which stores all scores.
+
+    On a CPU there is one call per span of queries, over only the keys that these see. torch's CPU kernel would compute
+    up to 512 keys at a time and mask half of them afterwards: a third of the time at 512 tokens, and most of it in rows
+    that are packed with short documents.
+
+    Sinks need the log-sum-exp, which torch's function does not return, so `MaskedBlocks` computes them.
     """
 
     name = "sdpa"
@@ -172,7 +185,7 @@ class SdpaKernel(Kernel):
                 return [Span(*everything, None, True, groups=dtype in HALF and _has_flash(device))]
             if len(runs := visibility.runs()) > 1:
                 reach = (visibility.reach(run) for run in runs)
-                # The kernel reads the mask 16 bytes at a time, from an address of which that is a factor.
+                # The kernel reads the mask in pieces of 16 bytes, at addresses that 16 divides.
                 whole = (slice(keys.start // 16 * 16, keys.stop) for keys in reach)
                 return [Span(run, keys, None, False, visibility, False) for run, keys in zip(runs, whole, strict=True)]
             return [Span(*everything, visibility.bias(everything[0], dtype, device), False, groups=False)]
@@ -186,14 +199,19 @@ class SdpaKernel(Kernel):
         return [self._seen_block(visibility, run, dtype, device) for run in runs]
 
     def _seen_block(self, visibility: Visibility, run: slice, dtype: torch.dtype, device: torch.device) -> Span:
-        """The block of one run of queries, its keys cut to those that some row sees."""
+        """Return the span of a slice of queries, with the keys that they see in some row."""
         visible = visibility.visible(run, device)  # [B, q, K]
         keys = self.seen_keys(visible, visibility, run)
         return Span(run, keys, additive(visible[:, :, keys], dtype)[:, None], False)
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
-        """The run of keys that holds all that `visible` [B, q, K] of the queries in `run` shows; read on the host, on a
-        CPU only."""
+        """Return the smallest slice that contains the visible keys. The host reads the mask, so this is for CPUs.
+
+        Args:
+            visible: [B, q, K] bool.
+            visibility: The mask of all queries.
+            run: The queries.
+        """
         if not has_values(visible):
             return slice(0, visibility.keys)
         seen = visible.any(0).any(0).nonzero()
@@ -220,7 +238,7 @@ class SdpaKernel(Kernel):
     def _block(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | Visibility, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        """[B, heads, length, hd] -> [B, Q, H, hd]"""
+        """Compute attention with `MaskedBlocks`, from q, k, v [B, heads, length, hd or hd_v] to [B, Q, H, hd_v]."""
         attention = MaskedBlocks(blocks_for(q.device), scale)
         return BlockByBlock.apply(q, k, v, [hidden], None, attention, sinks).transpose(1, 2)
 
@@ -237,27 +255,39 @@ class SdpaKernel(Kernel):
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Return whether torch's flash kernel runs on `device`, of type cuda; of one that is only planned, yes."""
+    """Return whether torch's flash kernel runs on a CUDA device. True for a planned device that is not present."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attend(block: Span, q: Tensor, k: Tensor, v: Tensor, scale: float, gqa: bool) -> Tensor:
-    """q [B, H, q, hd] of the run of `block`, k [B, H or kv, k, hd] and v [.., k, hd_v] -> [B, H, q, hd_v]."""
+    """Compute attention of a span, [B, H, q, hd_v].
+
+    Args:
+        block: The span.
+        q: Its queries, [B, H, q, hd].
+        k: Its keys, [B, H or kv, k, hd].
+        v: Its values, [B, H or kv, k, hd_v].
+        scale: Factor of the scores.
+        gqa: Whether there are fewer key heads than query heads.
+    """
     bias = block.bias
     value_size = v.shape[-1]
     if block.hidden is not None:
-        # The memory-efficient kernel wants it to begin at a multiple of 16 bytes.
+        # The memory-efficient kernel requires a mask whose address is a multiple of 16 bytes.
         bias = block.hidden.bias(block.queries, q.dtype, q.device)[..., block.keys].contiguous()
     if bias is None or q.device.type == "cpu":
-        # For heads of two sizes torch takes its composition, which holds all scores, unless a GPU's memory-efficient
-        # kernel can be taken, as it is under a mask.
+        # If q and v have different head sizes, torch uses its composition, which stores all scores. Only the GPU's
+        # memory-efficient kernel supports two sizes, and torch uses it if there is a mask.
         q, k, v = pad_heads_to_one_size(q, k, v)
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=block.causal, scale=scale, enable_gqa=gqa)
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
 def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype, device: torch.device) -> list[Span]:
-    """Blocks of causal rows by index. What is hidden depends on the distance alone, so all share one bias."""
+    """Return the spans of a mask that is causal by index, with an optional window.
+
+    The mask depends only on the distance of query and key, so all spans use slices of one bias, that of the last span.
+    """
     size, keys = runs[0].stop, visibility.keys
     last = Visibility(keys, keys, visibility.window).visible(slice(keys - size, keys), device)  # [1, size, K]
     bias = additive(last, dtype)[:, None]

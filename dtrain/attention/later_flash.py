@@ -1,6 +1,7 @@
-"""Flash attention of a later version than torch's own, which is 2: 3 on Hopper, 4 on Blackwell, where its package is.
+"""FlashAttention-3 on Hopper and FlashAttention-4 on Blackwell, if their packages are installed.
 
-torch puts it in the place of its own operations, forward and backward, for all of this process.
+torch contains version 2. It can replace its operations by those of a later version, forward and backward, for the whole
+process.
 """
 
 from collections.abc import Callable
@@ -12,17 +13,26 @@ from torch.nn import attention
 from dtrain.base.ranks import Ranks
 
 VERSIONS = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
-"""torch's name of a version, and the package that brings it, by the first number of a GPU's compute capability."""
+"""torch's name of a version and its package, by the major number of the GPU's compute capability."""
 
 _refused: set[str] = set()
-"""Versions that a model of this process has refused: what is active serves all its models."""
+"""Versions that failed the check of a model of this process. The active version is used by all models."""
 
 
 def choose(device: torch.device, prove: Callable[[bool], str | None], ranks: Ranks) -> tuple[str | None, str]:
-    """Take the later version where every rank has it and it proves itself, else torch's own.
+    """Activate the later version if every rank has it and it passes the check. Otherwise use torch's own version.
 
-    prove: returns, alike on every rank, why what is active is not to be used, None where it computes what it should;
-    True: it is a later version. Returns what it says of the version taken, and a note on that. Collective.
+    Args:
+        device: The device.
+        prove: Checks the active version. Its argument is whether that is a later version. Returns the problem, the same
+            on every rank, or None if the results are correct.
+        ranks: All ranks.
+
+    Returns:
+        The problem of the version that is used now, or None, and a note for the user.
+
+    Collectives:
+        One exchange of the versions, and those of `prove`.
     """
     name, note = _activate(device)
     names = ranks.every(lambda: name)
@@ -39,8 +49,11 @@ def choose(device: torch.device, prove: Callable[[bool], str | None], ranks: Ran
 
 
 def _activate(device: torch.device) -> tuple[str | None, str]:
-    """Activate the later version of `device`. Returns its name, None where there is none, and why one that is installed
-    is not taken."""
+    """Activate the later version for a device.
+
+    Returns:
+        Its name, or None, and if it is installed but cannot be used, the reason.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None, ""
     name, package = VERSIONS.get(torch.cuda.get_device_capability(device)[0], ("", ""))
@@ -50,13 +63,19 @@ def _activate(device: torch.device) -> tuple[str | None, str]:
         return None, f"FA2: another model of this run has refused {name}"
     try:
         attention.activate_flash_attention_impl(name)
-    except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:  # another version of either
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        AttributeError,
+        ValueError,
+    ) as error:  # versions of torch and the package that do not fit
         return None, f"FA2: {name} does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
     return name, ""
 
 
 def _refuse(name: str | None) -> None:
-    """Put torch's own back in the place of version `name`, for good."""
+    """Restore torch's own version, and do not activate version `name` again in this process."""
     if name is not None:
         _refused.add(name)
         attention.restore_flash_attention_impl()

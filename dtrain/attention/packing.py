@@ -1,12 +1,34 @@
-"""Host-side cu_seqlens of a micro-batch, and the calls of a variable-length kernel that they make.
+"""Packed documents of a micro-batch, and the calls of a variable-length attention kernel that compute them.
 
-Such a kernel takes segments of queries and segments of keys, behind one another: the nth of each are one document's.
-Queries are counted from a segment's end: the last query stands at the last key. A window (left, right) says how many
-keys before and after its own place a query sees, -1: all of them.
+Everything here is on the host. `segments.put` copies the lengths of a call to the device.
 
-Under context parallel a rank holds two chunks of each row (`parallel.context.batch`), so a document is cut at the
-borders of chunks. No segment is empty, and no query of one is without a key: what a kernel writes for those differs
-from kernel to kernel. Letters: B rows, S tokens of a whole row, c of a chunk. No tensor is on a device here.
+A call has segments of queries and segments of keys, concatenated. Query segment n sees only key segment n. A segment
+may have more keys than queries. Then its last query is aligned with its last key. A window (left, right) is the number
+of keys before and after a query's own key that it sees, where -1 means all. So (-1, 0) is causal, and (-1, -1) is full.
+
+Example: a row of 8 tokens with two documents, tokens 0 to 4 and 5 to 7. One rank needs one call:
+
+    `of_rows`    tokens 0-4 | 5-7    query lengths 5 3    key lengths 5 3    window (-1, 0)
+
+On two context-parallel ranks the row is cut into 4 chunks of 2 tokens. Rank 0 has the chunks 0 1 and 6 7, rank 1 has 2
+3 and 4 5 (`parallel.context.batch`), so documents are cut at the borders of chunks. If the keys of all ranks are
+gathered, rank 1 has one call for each of its chunks:
+
+    `over_gathered`    queries 2 3    over keys 0-3          lengths 2 over 4                  (-1, 0)
+                       queries 4|5    over keys 0-4 | 5      lengths 1 over 5, 1 over 1        (-1, 0)
+
+In a ring, rank 1 first computes on its own keys, and then on those of rank 0. Within a chunk the mask is causal. A
+later chunk sees all tokens of an earlier chunk that belong to the same document:
+
+    `in_ring`    own keys          queries 2 3 | 4 | 5    over keys 2 3 | 4 | 5    lengths 2 1 1 over 2 1 1    (-1, 0)
+                                   query 4                over keys 2 3            length 1 over 2            (-1, -1)
+                 keys of rank 0    queries 2 3            over keys 0 1            length 2 over 2            (-1, -1)
+                                   query 4                over keys 0 1            length 1 over 2            (-1, -1)
+
+A `Call` stores slices of a rank's own tokens. For rank 1, queries 2 3 4 5 are the slice 0:4, and query 4 is 2:3.
+
+No segment is empty, and no query sees no key, because kernels differ in their results for those. Letters: B rows, S
+tokens of a full row, c tokens of a chunk.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,8 +43,15 @@ from dtrain.parallel.context.batch import chunks_of
 
 @dataclass
 class Call:
-    """A call of a kernel. queries, keys: slices of the flat tokens [B · tokens of a row], taken behind one another;
-    the lengths are those of the segments in them."""
+    """A call of a variable-length kernel.
+
+    Attributes:
+        window: How many keys before and after its own key a query sees. -1: all.
+        queries: Slices of a rank's flat tokens, [B · tokens of a row]. The call's queries are their concatenation.
+        keys: The same for keys.
+        query_lengths: Number of queries of each segment.
+        key_lengths: Number of keys of each segment.
+    """
 
     window: tuple[int, int]
     queries: list[slice] = field(default_factory=list)
@@ -31,7 +60,7 @@ class Call:
     key_lengths: list[int] = field(default_factory=list)
 
     def add(self, queries: slice, keys: slice, query_lengths: Iterable[int], key_lengths: Iterable[int]) -> None:
-        """Segments of one more row, behind those that are there."""
+        """Append the segments of a row."""
         _append(self.queries, queries)
         _append(self.keys, keys)
         self.query_lengths += query_lengths
@@ -40,30 +69,43 @@ class Call:
 
 @dataclass(frozen=True)
 class Packing:
-    """The documents of each row, one behind the other; padding is one of them.
+    """The documents of packed rows.
 
-    begins: of each row, where its documents begin, 0 first. length: S, the same for all rows. Within a document the
-    positions count the tokens, so that distances are differences of places.
+    A document is a run of consecutive tokens whose positions count on by 1, so that the distance of two positions is
+    that of their indices. Padding is a document.
+
+    Attributes:
+        begins: For each row, the indices at which its documents begin. The first one is 0. For example, ((0, 5), (0,)).
+        length: S, the same for all rows.
     """
 
     begins: tuple[tuple[int, ...], ...]
     length: int
 
     @classmethod
-    def whole(cls, rows: int, length: int) -> "Packing":
-        """Rows of one document each."""
+    def one_document_per_row(cls, rows: int, length: int) -> "Packing":
+        """Return the packing of rows of one document each."""
         return cls(((0,),) * rows, length)
 
     @classmethod
     def of(cls, positions: Tensor, documents: Tensor | None = None) -> "Packing | None":
-        """The packing of host tensors, positions [B, S] and documents [B, S]; None where there is none: a document lies
-        in two pieces, or its positions do not count its tokens. documents None: a row is one document."""
+        """Return the packing of rows, given their positions and documents on the host.
+
+        Args:
+            positions: [B, S].
+            documents: Number of the document of each token, [B, S]. None: each row is one document.
+
+        Returns:
+            None if the rows are not packed: a document is in two pieces, or its positions do not count on by 1.
+        """
         begins = torch.zeros(positions.shape, dtype=torch.bool)
         begins[:, :1] = True
         if documents is not None:
             begins[:, 1:] = documents.diff() != 0
-            names = documents.sort(1).values
-            if not torch.equal((names.diff() != 0).sum(1) + 1, begins.sum(1)):
+            ordered = documents.sort(1).values
+            num_documents = (ordered.diff() != 0).sum(1) + 1
+            num_pieces = begins.sum(1)
+            if not torch.equal(num_documents, num_pieces):
                 return None
         if not bool(((positions.diff() == 1) | begins[:, 1:]).all()):
             return None
@@ -73,7 +115,7 @@ class Packing:
         return cls(tuple(map(tuple, starts)), positions.shape[1])
 
     def of_rows(self, window: int | None) -> list[Call]:
-        """Return the call of every query over its own document, where a rank holds whole rows."""
+        """Return the call for a rank that has full rows: every query over its document."""
         call = Call(_causal(window))
         for row, begins in enumerate(self.begins):
             lengths = [end - begin for begin, end in pairwise((*begins, self.length))]
@@ -82,9 +124,20 @@ class Packing:
         return [call]
 
     def over_gathered(self, window: int | None, rank: int, size: int) -> list[Call]:
-        """The queries of a rank over the keys of whole rows: a call for the head chunk of the rows and one for the tail
-        chunk, each over the keys from the beginning of the chunk's first document, or of its window, to the chunk's
-        end. Slices of queries are of one chunk's tokens [B · c], of keys [B · S]."""
+        """Return the calls over the keys of full rows: one for this rank's head chunks, and one for its tail chunks.
+
+        Keys are taken from the beginning of the chunk's first document (or of the window of its first query) to the end
+        of the chunk. The module's docstring has an example.
+
+        Args:
+            window: Number of keys that a query sees, its own included. None: no window.
+            rank: The cp rank.
+            size: The number of cp ranks.
+
+        Returns:
+            Two calls. Their slices of queries are into the tokens of one chunk of each row, [B · c]. Their slices of
+            keys are into full rows, [B · S].
+        """
         chunk, calls = self.length // (2 * size), []
         for index in chunks_of(rank, size):
             start, stop = index * chunk, (index + 1) * chunk
@@ -101,76 +154,97 @@ class Packing:
         return calls
 
     def in_ring(self, window: int | None, rank: int, size: int) -> list[list[Call]]:
-        """The queries of a rank over the keys that each rank of the ring holds, its own first. Slices are of the tokens
-        [B · 2c] of a rank, in its order.
+        """Return the calls of a rank's queries over the keys of each rank in a ring, its own first.
 
-        The first call of the first list has every query, over its own chunk: whoever merges begins with it. Any other
-        is of pairs of chunks, the keys' before the queries': only the document that reaches from one into the other is
-        seen, and nothing of it is hidden but by a window. A source of which nothing is seen has no call.
+        The first call has all queries, each over the keys of its own chunk, so that its output is the first partial
+        result. Each other call is for a chunk of queries and an earlier chunk of keys. The only document in both is the
+        one that begins before or in the chunk of keys and ends in or after the chunk of queries. Its queries see all of
+        its earlier keys, unless there is a window. The module's docstring has an example.
+
+        Args:
+            window: Number of keys that a query sees, its own included. None: no window.
+            rank: The cp rank.
+            size: The number of cp ranks.
+
+        Returns:
+            A list of calls for each rank whose keys arrive: this rank, the rank before it, and so on. A list is empty
+            if none of the keys is visible. Slices are into the tokens of a rank, [B · 2c].
         """
         own = Call(_causal(window))
         chunk, mine = self.length // (2 * size), chunks_of(rank, size)
         for row in range(len(self.begins)):
-            for place, index in enumerate(mine):
+            for slot, index in enumerate(mine):
                 start, stop = index * chunk, (index + 1) * chunk
                 lengths = [end - max(begin, start) for begin, end in self._parts(row, start, stop)]
-                tokens = _shifted((2 * row + place) * chunk, 0, chunk)
+                tokens = _shifted((2 * row + slot) * chunk, 0, chunk)
                 own.add(tokens, tokens, lengths, lengths)
         steps = []
         for distance in range(size):
             calls = [own] if distance == 0 else []
-            for place, index in enumerate(mine):
-                for key_place, key_index in enumerate(chunks_of((rank - distance) % size, size)):
+            for slot, index in enumerate(mine):
+                for key_slot, key_index in enumerate(chunks_of((rank - distance) % size, size)):
                     if key_index < index:
-                        calls += self._between(window, chunk, (index, place), (key_index, key_place))
+                        calls += self._between(window, chunk, (index, slot), (key_index, key_slot))
             steps.append(calls)
         return steps
 
     def _between(
         self, window: int | None, chunk: int, queries: tuple[int, int], keys: tuple[int, int]
     ) -> Iterable[Call]:
-        """The calls for the queries of one chunk over the keys of one before it, each (which chunk, its place of a
-        rank's two)."""
-        (index, place), (key_index, key_place) = queries, keys
+        """Return the calls for the queries of one chunk over the keys of an earlier chunk.
+
+        There is one call without a window. With one, rows may need different values of `left`, and each needs a call.
+
+        Args:
+            window: Number of keys that a query sees, its own included. None: no window.
+            chunk: Tokens of a chunk.
+            queries: Index of the queries' chunk in the row, and 0 or 1: whether it is the first or second of its rank.
+            keys: The same for the keys.
+        """
+        (index, slot), (key_index, key_slot) = queries, keys
         start, key_stop = index * chunk, (key_index + 1) * chunk
-        calls: dict[int, Call] = {}  # a call has one window
+        calls: dict[int, Call] = {}  # by `left`, because a call has one window
         for row in range(len(self.begins)):
             begin, end = next(self._parts(row, start, start + chunk))
             key_begin = max(begin, key_index * chunk)
             count, left = end - start, -1
             if window is not None:
-                # The first query that is farther than the window from the last key sees none, nor do those after it.
+                # Query i of the chunk has index start + i, and sees the last key, key_stop - 1, if i < reach. So only
+                # the first `reach` queries see any key.
                 reach = window - 1 - (start - key_stop)
                 count, key_begin = min(count, reach), max(key_begin, start - window + 1)
+                # The kernel aligns the last of `count` queries with the last key, so it takes query i for index
+                # key_stop - count + i. That is start - key_stop + count less than its own, and so is the window.
                 left = reach - count
-                if left >= key_stop - key_begin - 1:  # hides nothing
+                if left >= key_stop - key_begin - 1:  # no key is hidden
                     left = -1
             if count <= 0 or key_begin >= key_stop:
                 continue
             call = calls.setdefault(left, Call((left, -1)))
-            tokens = _shifted((2 * row + place) * chunk, 0, count)
-            lies = _shifted((2 * row + key_place) * chunk, key_begin - key_index * chunk, chunk)
-            call.add(tokens, lies, [count], [key_stop - key_begin])
+            query_slice = _shifted((2 * row + slot) * chunk, 0, count)
+            key_slice = _shifted((2 * row + key_slot) * chunk, key_begin - key_index * chunk, chunk)
+            call.add(query_slice, key_slice, [count], [key_stop - key_begin])
         return calls.values()
 
     def _parts(self, row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The documents of a row that have tokens from `start` to `stop`: where each begins, and where it ends or
-        `stop`."""
+        """Yield (begin, end) of the documents of a row that have tokens in [start, stop). `end` is at most `stop`."""
         for begin, end in pairwise((*self.begins[row], self.length)):
             if begin < stop and end > start:
                 yield begin, min(end, stop)
 
 
 def _causal(window: int | None) -> tuple[int, int]:
+    """Return the window (left, right) of causal attention. For example, 3 keys, the own one included: (2, 0)."""
     return (-1 if window is None else window - 1), 0
 
 
 def _shifted(by: int, start: int, stop: int) -> slice:
+    """Return slice(start, stop) moved by an offset."""
     return slice(by + start, by + stop)
 
 
 def _append(slices: list[slice], new: slice) -> None:
-    """Append `new` to `slices`, joined with the last of them where it goes on from there."""
+    """Append a slice, or extend the last slice if the new one begins at its end."""
     if slices and slices[-1].stop == new.start:
         new = slice(slices.pop().start, new.stop)
     slices.append(new)

@@ -1,8 +1,8 @@
-"""SDPA for tensors without values, whose keys are cut as the CPU's kernel cuts them.
+"""SDPA for meta tensors, with the same sizes of calls as on a CPU. Used by `dtrain plan`.
 
-On a CPU, `SdpaKernel` computes a run of queries with the keys that these see, and reads the mask to find them. Meta
-tensors have no values to read. `SdpaByRow` reads a row of the micro-batch on the host instead; the other rows must be
-like it.
+On a CPU, `SdpaKernel` reads the mask to find the keys that some queries see, and computes these keys only. Meta tensors
+have no values to read. `SdpaByRow` finds the keys from the first row of the micro-batch, which is on the host. The
+other rows must have the same documents.
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 
 class SdpaByRow(SdpaKernel):
-    """`SdpaKernel` that knows from a row on the host which keys queries see.
+    """`SdpaKernel` that finds the visible keys from a row on the host.
 
-    The row is divided over cp, and padded for tp, as the rows of the micro-batch are.
+    The row is padded and divided over the cp ranks in the same way as the rows of the micro-batch.
 
     Args:
         rank: This rank's number in cp.
@@ -32,7 +32,7 @@ class SdpaByRow(SdpaKernel):
         self._parts: list[Tensor] = []
 
     def take_rows(self, batch: Batch) -> None:
-        """Override `Kernel.take_rows`: the first row decides which keys are seen."""
+        """Store the first row of the micro-batch, divided over the cp ranks."""
         length = batch["input_ids"].shape[1]
         multiple = 2 * self._size if self._size > 1 else 1
         padded = -(-length // multiple) * multiple
@@ -43,7 +43,7 @@ class SdpaByRow(SdpaKernel):
             self._parts = [shard_sequence(row, rank, self._size) for rank in range(self._size)]
 
     def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
-        """Override `SdpaKernel.seen_keys`: the mask `visible` [B, q, K] is not read."""
+        """Override `SdpaKernel.seen_keys`. The mask `visible` [B, q, K] has no values and is not read."""
         missing = visibility.queries - self._parts[0].shape[1]
         pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
         parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]

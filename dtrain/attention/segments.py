@@ -1,8 +1,9 @@
 """Segments of rows for variable-length attention, and the operations on them: torch's flash attention on CUDA.
 
-`attention.packing` lists on the host the calls of a forward. `put` copies their lengths to the device, in one copy for
-all, and nothing is read from there. A call is then computed by `Flash`, or block by block with the merge of
-`attention.blocks` in a ring. Tokens are flat: q is [T, H, hd] with T = B · S.
+`attention.packing` lists the calls of a forward on the host. `put` copies their lengths to the device, in one copy for
+all calls, and the host never waits for the device. A call is computed by `Flash`. In a ring, `VarlenBlocks` computes a
+block of keys by several calls, and merges them as `attention.blocks` describes. Tokens are flat: q is [T, H, hd] with T
+= B · S.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +26,22 @@ from dtrain.attention.blocks import (
 )
 from dtrain.attention.packing import Call
 
-# torch 2.11 has no such argument, and takes fewer key heads as they come.
+# torch 2.11 does not have this argument, and always accepts fewer key heads than query heads.
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Segments(NamedTuple):
-    """A `Call` on the device. query_ends, key_ends: int32 [n + 1], where each segment begins and the last one ends.
-    longest_query, longest_key: of a segment, or more."""
+    """A `Call` on the device, with n segments.
+
+    Attributes:
+        queries: Slices of flat tokens, as in `Call`.
+        keys: Slices of flat tokens, as in `Call`.
+        query_ends: cu_seqlens of the queries, int32 [n + 1]: the end of each segment, after a 0.
+        key_ends: cu_seqlens of the keys, int32 [n + 1].
+        longest_query: At least the number of queries of each segment.
+        longest_key: At least the number of keys of each segment.
+        window: As in `Call`.
+    """
 
     queries: tuple[slice, ...]
     keys: tuple[slice, ...]
@@ -42,19 +52,24 @@ class Segments(NamedTuple):
     window: tuple[int, int]
 
 
-Steps = list[list[Segments]]  # calls, exchange by exchange
+Steps = list[list[Segments]]  # the calls for each exchange of keys
 
 
 class Segmented(NamedTuple):
-    """The calls of a forward, exchange by exchange. tokens: of a row of this rank; beyond them is padding of
-    sequence parallel, which sees nothing and gets zeros."""
+    """The calls of a forward.
+
+    Attributes:
+        tokens: Tokens of a row on this rank. Sequence parallel may have padded rows further. That padding is not
+            computed, and its output is 0.
+        steps: The calls for each exchange of keys.
+    """
 
     tokens: int
     steps: Steps
 
 
 class Flash:
-    """The operations. They compute heads of one size, so the smaller ones are padded with zeros here.
+    """torch's variable-length flash attention. It supports one head size only, so smaller heads are padded with zeros.
 
     q is [T, H, hd], k [K, kv, hd] and v [K, kv, hd_v], with H a multiple of kv: the tokens of the segments' slices, one
     after another. The output is [T, H, hd_v], the log-sum-exp [H, T], float32.
@@ -132,14 +147,15 @@ class Flash:
     def _attend(self, q, k, v, segments, scale, aux):
         ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
         options = {"return_aux": aux, "scale": scale, "window_size": segments.window, **_GROUPED_HEADS}
-        # From torch 2.15 on it may be cuDNN's, and the backward of blocks is flash attention's: a step takes one.
+        # From torch 2.15 on, varlen_attn may choose cuDNN. `differentiate` calls the backward of flash attention, so
+        # the forward must be flash attention, too.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return varlen_attn(q, k, v, *ends, *longest, **options)
 
 
 @dataclass(frozen=True)
 class VarlenBlocks:
-    """`BlockAttention` by `flash`. A step is its calls; the first call of the first step has every query in order.
+    """`BlockAttention` by variable-length calls. A step is a list of calls, and the very first call has all queries.
 
     q is [T, H, hd], k [K, kv, hd], v [K, kv, hd_v], the output [T, H, hd_v] and its log-sum-exp [H, T].
     """
@@ -205,7 +221,7 @@ def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
         longest_key = max(2, *call.key_lengths)
         if call.window[1] < 0:
             # With a limit on the left only, the kernel replaces the open right side by `max_k`. The first of n queries
-            # is n - 1 places before the last key, so `max_k` must not be less than the queries of a segment.
+            # is n - 1 keys before the last key, so `max_k` must not be less than the queries of a segment.
             longest_key = max(longest_key, *call.query_lengths)
         segments.append(
             Segments(
@@ -222,7 +238,7 @@ def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
 
 
 def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
-    """The slices of `tensor` [..] along `dim`, behind one another: a view where it is one."""
+    """Concatenate slices of a tensor along a dimension. One slice is returned as a view."""
     parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

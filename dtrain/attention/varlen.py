@@ -1,7 +1,8 @@
 """The kernel of variable-length attention, on CUDA in half precision.
 
-A document costs its own length squared, where a mask over the row costs that of the row, and no mask is stored.
-`attention.segments` has the operations.
+Its time is proportional to the sum of the documents' squared lengths, and no mask is stored. With a mask it would be
+the square of the row's length: for example, 8 documents of 512 tokens in a row take 8 · 512² instead of 4096², an
+eighth. `attention.packing` lists the calls of a forward, and `attention.segments` has the operations.
 """
 
 from typing import Any
@@ -17,13 +18,14 @@ from dtrain.attention.visibility import Visibility
 
 
 class VarlenKernel(Kernel):
-    """Attention by `flash` if there is a packing: for rows of several documents, cut over ranks, or under a window.
+    """Variable-length attention for rows with a `Packing`: several documents, sharded rows, or a window.
 
-    The kernel that it contains brings the keys, and computes by masks what has no packing: plain causal rows of one
-    rank, images whose tokens see one another, positions that do not count a document's tokens, documents in pieces.
+    It contains another kernel, which exchanges the keys. That kernel also computes, by masks, the rows without a
+    packing: plain causal rows on one rank, bidirectional images, positions that do not count on by 1 in a document, and
+    documents in several pieces.
 
-    If the caller does not pass the packing, documents and positions are read from the device, once per forward and kind
-    of layer.
+    If the caller does not pass the packing, documents and positions are copied from the device to the host, once per
+    forward and kind of layer.
 
     Args:
         flash: Operations. None: torch's own.
@@ -75,11 +77,11 @@ class VarlenKernel(Kernel):
 
 
 def find_packing(visibility: Visibility) -> Packing | None:
-    """The packing of whole rows: as it was given, or that of plain rows, or read from the device, if there is one."""
+    """Return the packing of full rows: the given one, that of plain rows, or one read from the device, or None."""
     if visibility.packing is not None:
         return visibility.packing
     if visibility.is_plain:
-        return Packing.whole(visibility.rows, visibility.queries)
+        return Packing.one_document_per_row(visibility.rows, visibility.queries)
     positions, documents = visibility.key_positions, visibility.key_documents
     if positions is None:
         return None

@@ -1,13 +1,12 @@
-"""Visibility of keys to queries: the one meaning of the attention mask.
+"""The meaning of the attention mask: which keys a query sees. All kernels implement this definition.
 
-A query at position p of document d sees the key at
-position j of document e when
+A query at position p of document d sees the key at position j of document e if
 
     e == d  and  0 <= p - j < window          (no window: 0 <= p - j)
 
-Positions restart with each document and padding is a document of its own (-1). A query always sees itself, so no row is
-without a key and padding never gives NaN. Where tokens of an image see one another, a query there sees j as far as the
-end of its image, 0 <= end - j, and p - j < window as before. Letters: B rows, Q queries, K keys.
+Positions restart at 0 in each document. Padding is a document of its own (-1), so a query always sees at least itself,
+and padding never gives NaN. In models whose images are bidirectional, a query within an image sees the keys up to the
+last position of the image: 0 <= end - j instead of 0 <= p - j. Letters: B rows, Q queries, K keys.
 
 Example: a row of two packed documents of 3 and 2 tokens, with window 2. Documents are 0 0 0 1 1, positions 0 1 2 0 1:
 
@@ -27,18 +26,29 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dtrain.attention.packing import Packing
 
-MASK_BYTES = 2**26  # of a mask that is held at once, on a GPU
+MASK_BYTES = 2**26  # largest mask in memory at a time, on a GPU
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """The keys that the layers of one kind see in one forward.
+    """The mask of all layers of one kind (full attention, or a sliding window) in one forward.
 
-    Without positions, query i and key i are the same token (Q == K) and every row is one document.
-    query_positions [B, Q], key_positions [B or 1, K], query_documents [B, Q], key_documents [B, K]: int64 or None;
-    positions come in pairs, documents too and only with positions. window: keys seen, the query's own included. rows:
-    B. packing: where the documents of the whole rows lie, if the host knows; a kernel that takes it needs no tensor.
-    query_ends: [B, Q] int64, the last position that each query sees, beyond its own within an image; None: its own.
+    Without positions, query i and key i are the same token (Q == K), and every row is one document. Documents are given
+    only together with positions.
+
+    Attributes:
+        queries: Q.
+        keys: K.
+        window: Number of keys that a query sees, its own included. None: no window.
+        query_positions: [B, Q] int64, or None.
+        key_positions: [B or 1, K] int64, or None.
+        query_documents: [B, Q] int64, or None.
+        key_documents: [B, K] int64, or None.
+        rows: B.
+        packing: The documents of the full rows, if the host knows them. A kernel that computes from the packing needs
+            no tensors.
+        query_ends: Last position that each query sees, [B, Q] int64: the end of its image, or its own position. None:
+            their own positions.
     """
 
     queries: int
@@ -54,20 +64,21 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Causal by index, the same in every row; a window may still apply."""
+        """Whether the mask is causal by index in every row. There may be a window."""
         return self.query_positions is None
 
     @property
     def is_causal(self) -> bool:
-        """Nothing but causal: no position, no document, and no window that would hide a key."""
+        """Whether the mask is causal by index, and no window hides a key."""
         return self.is_plain and (self.window is None or self.window >= self.keys)
 
     def visible(self, queries: slice, device: torch.device) -> Tensor:
-        """[B or 1, q, K] bool: which keys the queries of a slice see."""
+        """Return which keys the queries of a slice see, [B or 1, q, K] bool."""
         if self.query_positions is None or self.key_positions is None:
             q_pos, k_pos = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
         else:
-            q_pos, k_pos = self.query_positions.int(), self.key_positions.int()  # half the bytes of every distance
+            # int32, because the distances [B, q, K] would take twice the memory in int64.
+            q_pos, k_pos = self.query_positions.int(), self.key_positions.int()
         distance = q_pos[:, queries, None] - k_pos[:, None, :]
         if self.query_ends is None:
             seen = distance >= 0
@@ -80,28 +91,39 @@ class Visibility:
         return seen
 
     def bias(self, queries: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[B or 1, 1, q, K]: 0 where the queries of a slice see a key, -inf where not."""
+        """Return the additive mask of a slice of queries, [B or 1, 1, q, K]: 0 for visible keys, -inf for others."""
         return additive(self.visible(queries, device), dtype)[:, None]
 
     def reach(self, queries: slice) -> slice:
-        """The keys that a run of queries may see, as far as their places tell."""
+        """Return a slice that contains all keys that the queries of a slice see.
+
+        For a plain mask it is derived from the indices. For example, queries 4 to 5 with window 3: keys 2 to 5. For
+        other masks it is all keys.
+        """
         if not self.is_plain:
             return slice(0, self.keys)
         return slice(0 if self.window is None else max(0, queries.start - self.window + 1), queries.stop)
 
     def runs(self, row_bytes: int | None = None, most: int = MASK_BYTES) -> list[slice]:
-        """The queries in runs, of which each takes at most `most` bytes; row_bytes: of one query of every row, by
-        default what the distances to its keys take."""
+        """Divide the queries into consecutive slices that take at most `most` bytes each.
+
+        Args:
+            row_bytes: Bytes that query i of all rows takes. None: those of its int32 distances to all keys.
+            most: Largest number of bytes of a slice.
+        """
         rows = 1 if self.is_plain else self.rows
         size = max(1, most // (row_bytes or 4 * rows * self.keys))
         return [slice(start, min(start + size, self.queries)) for start in range(0, self.queries, size)]
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """[...]: 0 where a key is `visible` [...], -inf where not: made once per forward, where a bool mask is converted by
-    every layer."""
+    """Convert a bool mask [...] to an additive one, [...]: 0 for True, -inf for False.
+
+    torch would convert a bool mask in every layer. This is done once per forward.
+    """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-Hidden = Tensor | Visibility
-"""The mask of a block: a bias [B or 1, 1, q, k], or if it is large the `Visibility` to compute parts from."""
+BlockMask = Tensor | Visibility
+"""Mask of a block of keys: an additive mask [B or 1, 1, Q, K]. If that would be large, a `Visibility`, from which the
+additive mask of some queries at a time is computed."""

@@ -276,7 +276,7 @@ class Scorer:
         if adapters and settings is not None and settings.dropout and self.model.training:
             whole["dropout_tokens"] = settings.dropout_tokens(batch, step)
         if self.mesh.cp.size() > 1:
-            whole = cut_streams(whole, self.mesh.cp, beside=getattr(batch, "by_row", ()))
+            whole = cut_streams(whole, self.mesh.cp, keep=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
         replayed = local.pop("routed_experts", None)
         routing = None

@@ -85,22 +85,24 @@ def test_what_is_hidden_costs_nothing():
     """Long rows: the pairs that kernels are told of are at most those that the ranks would see under one whole
     document, even between the ranks; documents and windows leave out the rest; no list grows with the tokens."""
     length, size = 2**17, 8
-    whole = [pairs(Packing.whole(1, length).over_gathered(None, rank, size)) for rank in range(size)]
+    whole = [pairs(Packing.one_document_per_row(1, length).over_gathered(None, rank, size)) for rank in range(size)]
     assert len(set(whole)) == 1 and whole[0] == (length // 16) ** 2 * 17
-    in_turn = [pairs(sum(Packing.whole(1, length).in_ring(None, rank, size), [])) for rank in range(size)]
+    in_turn = [
+        pairs(sum(Packing.one_document_per_row(1, length).in_ring(None, rank, size), [])) for rank in range(size)
+    ]
     assert len(set(in_turn)) == 1 and in_turn[0] == whole[0]  # a chunk on itself twice, 15 on those before them
     short = Packing((tuple(range(0, length, 4096)),), length)
     assert all(pairs(sum(short.in_ring(None, rank, size), [])) == 2 * 2 * 4096**2 for rank in range(size))
-    under = [pairs(sum(Packing.whole(1, length).in_ring(512, rank, size), [])) for rank in range(size)]
+    under = [pairs(sum(Packing.one_document_per_row(1, length).in_ring(512, rank, size), [])) for rank in range(size)]
     assert max(under) <= 2 * (length // 16) ** 2 + 4 * 512**2
-    calls = [call for step in Packing.whole(4, length).in_ring(None, 3, size) for call in step]
+    calls = [call for step in Packing.one_document_per_row(4, length).in_ring(None, 3, size) for call in step]
     assert all(len(call.query_lengths) <= 8 for call in calls) and len(calls) == 1 + 1 + 2 * (size - 1)
 
 
 def test_what_is_no_packing():
     positions, documents = streams([[5, 7], [12]], 16)
     assert Packing.of(positions, documents) == Packing(((0, 5, 12), (0, 12)), 16)
-    assert Packing.of(torch.arange(16)[None] + 3) == Packing.whole(1, 16)
+    assert Packing.of(torch.arange(16)[None] + 3) == Packing.one_document_per_row(1, 16)
     jumps = positions.clone()
     jumps[0, 3:5] += 1
     torn = documents.clone()

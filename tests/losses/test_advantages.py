@@ -163,7 +163,7 @@ def test_what_is_refused():
     for arguments, message in (
         ({"groups": 2}, "groups of 2 do not divide 3 rewards"),
         ({"groups": [0, 1]}, "2 group ids for 3 rewards"),
-        ({"groups": 3, "baseline": "mean"}, "baseline='mean'; there are group, leave_one_out, batch, none"),
+        ({"groups": 3, "baseline": "mean"}, "baseline='mean' must be one of group, leave_one_out, batch, none"),
         ({"groups": 3, "scale": "std"}, "scale='std'"),
     ):
         with pytest.raises(ValueError, match=message):

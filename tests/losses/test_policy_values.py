@@ -260,7 +260,7 @@ def test_rows_and_documents_are_one_face():
     assert torch.equal(rows.lengths, documents.lengths)
     assert torch.equal(rows.sum(values), documents.sum(values))
     sums = rows.sum(values)
-    assert torch.equal(rows.spread(sums), documents.spread(sums))
+    assert torch.equal(rows.to_tokens(sums), documents.to_tokens(sums))
 
 
 def test_vespos_weight_is_of_the_sequences_own_tokens():

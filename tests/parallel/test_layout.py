@@ -29,7 +29,7 @@ def test_any_dimension_can_be_the_sequence(dim):
 
 
 def test_a_length_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="10 tokens cannot be cut into 4 equal chunks for cp=2; pad it"):
+    with pytest.raises(ValueError, match="10 tokens cannot be cut into 4 equal chunks for cp=2: pad it"):
         shard_sequence(torch.zeros(1, 10), 0, 2)
 
 

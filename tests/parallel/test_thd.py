@@ -119,10 +119,10 @@ def test_another_sentinel():
         ({"seq_lens_padded": None}, {}, KeyError, "seq_lens_padded"),
         ({}, {"num_chunks": 3}, ValueError, "num_chunks=3 does not divide the 4 rows"),
         ({}, {"num_chunks": 0}, ValueError, "num_chunks=0"),
-        ({}, {"cp_mesh": Dimension(3)}, ValueError, r"padded lengths \[8, 16, 8, 8, 8\] are no multiples of 2·cp = 6"),
+        ({}, {"cp_mesh": Dimension(3)}, ValueError, r"padded lengths \[8, 16, 8, 8, 8\] are not multiples of 2·cp = 6"),
         ({"seq_lens_padded": torch.full((4, 3), 4)}, {}, ValueError, r"sum to \[12, 12, 12, 12\] in the rows"),
-        ({"seq_lens": torch.full((4, 3), 1)}, {}, ValueError, "must name the same sequences"),
-        ({"seq_lens": torch.full((4, 2), 1)}, {}, ValueError, "must name the same sequences"),
+        ({"seq_lens": torch.full((4, 3), 1)}, {}, ValueError, "must have the same sequences"),
+        ({"seq_lens": torch.full((4, 2), 1)}, {}, ValueError, "must have the same sequences"),
     ],
 )
 def test_what_would_drop_rows_or_tokens_is_refused(change, options, error, message):
@@ -134,7 +134,7 @@ def test_what_would_drop_rows_or_tokens_is_refused(change, options, error, messa
 def test_a_sequence_longer_than_with_its_padding_is_refused():
     batch = packed([[(4, 4), (4, 4)]])
     batch["seq_lens"][0, 0] = 5
-    with pytest.raises(ValueError, match="none longer than with its padding"):
+    with pytest.raises(ValueError, match="none longer than its padded length"):
         make_cp_batch_for_te(None, batch)
 
 
@@ -150,7 +150,7 @@ def test_one_flat_chunk_with_only_the_ends_given():
     part = _shard_thd_chunk_for_te(batch, Dimension(2, 0), "thd", EMPTY, 0)
     assert part["input_ids"].tolist() == [1, 0, 5, 8] and part["cu_seqlens"].tolist() == [0, 4, 8, EMPTY]
     assert part["max_seqlen"] == 4 and batch["input_ids"].numel() == 8
-    with pytest.raises(ValueError, match="the sequences end at 8 of 9 tokens"):
+    with pytest.raises(ValueError, match="the sequences have 8 of 9 tokens"):
         _shard_thd_chunk_for_te(
             {"input_ids": torch.arange(9), "cu_seqlens": batch["cu_seqlens"]}, Dimension(2), "thd", EMPTY, 0
         )
@@ -216,5 +216,5 @@ def test_a_batch_without_rows_and_embeddings_that_do_not_tell_padding():
     empty = make_cp_batch_for_te(Dimension(2), {name: one[:0] for name, one in packed(ROWS).items()})
     assert empty["input_ids"].shape == (0,) and empty["cu_seqlens"].tolist() == [0] and empty["max_seqlen"] == 0
     ends = torch.tensor([0, 4, 8])
-    with pytest.raises(ValueError, match="embeddings do not tell what is padding"):
+    with pytest.raises(ValueError, match="cannot be derived from embeddings"):
         _shard_thd_chunk_for_te({"input_ids": torch.zeros(8, 3), "cu_seqlens": ends}, Dimension(2), "thd", EMPTY, 0)

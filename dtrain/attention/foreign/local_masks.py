@@ -8,6 +8,11 @@ A meaning is a way to mask all S tokens of a row. There are these, each of which
 
 `LocalMasks` finds the meanings for which transformers would have built exactly the mask that it was given. A set of
 meanings is an integer, the sum of their bits, because ranks exchange it: the intersection of two sets is `a & b`.
+
+Example: 8 tokens on 2 ranks, and one buffer with the positions 0 to 7. Rank 0 has the positions 0 1 6 7, and its mask
+has two documents. BY_NATURAL_POSITION and FIRST_BUFFER explain it, so its set is 2 + 4 = 6. Rank 1 has the positions 2
+3 4 5 and a causal mask, which all three meanings explain, so its set is 7. The intersection is 6 & 7 = 6. Both meanings
+left are causal over the row, and `choose` returns that of the buffer.
 """
 
 from collections.abc import Sequence
@@ -186,7 +191,7 @@ class LocalMasks:
             is_new = not any(_are_same(positions.documents, choice.documents) for choice in choices)
             if meanings & bit and is_new:
                 choices.append(MeaningOfRow(bit, positions.documents))
-        # Natural positions also explain the mask of a buffer without documents, or of a rank whose local tokens lie in
+        # Natural positions also explain the mask of a buffer without documents, or of a rank whose local tokens are in
         # one document. They are only a meaning of their own if no buffer explains the masks.
         is_causal_over_row = bool(meanings & BY_INDEX) or (bool(meanings & BY_NATURAL_POSITION) and not choices)
         if is_causal_over_row and not any(choice.documents is None for choice in choices):

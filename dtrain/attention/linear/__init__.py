@@ -1,8 +1,8 @@
-"""Linear attention: the gated delta rule of Qwen3.5, its convolution, and both while decoding.
+"""Linear attention of Qwen3.5: the gated delta rule and its convolution, in training and decoding.
 
-layer          the convolution, the rule, and one step of either
-chunks         the rule by chunks, and its derivative
-context        states exchanged between context-parallel ranks
-flash          the rule by flash-linear-attention's kernels
-check_flash    the comparison with torch before these are used
+layer          the convolution and the rule, and their steps while decoding
+chunks         the rule computed by chunks, and its derivative
+context        the exchange of states between context-parallel ranks
+flash          the rule by the kernels of flash-linear-attention
+check_flash    the check of these kernels on a device before they are used
 """

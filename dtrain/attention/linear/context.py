@@ -1,8 +1,21 @@
-"""Linear attention under context parallel: what the ranks exchange, its size independent of the rows' length.
+"""Linear attention under context parallel. The messages are states, so their size does not depend on the rows' length.
 
-A row lies on cp ranks in 2·cp pieces (`parallel.context.batch`), two of them on each. A piece's last state is an
-affine map of its first one, M · S + U: from all maps each rank computes the first states of its own pieces. Backward
-the same is done with the transposed maps: the gradient of a piece's last state is what the pieces after it give.
+A row is divided into 2·cp pieces, two on each rank (`parallel.context.batch`). The last state of a piece is an affine
+function of its first state, M · S + U, where M and U depend only on the piece. Example with cp=2: rank 0 has the pieces
+0 and 3, rank 1 has 1 and 2.
+
+Forward: every rank computes M and U of its two pieces. One all-gather exchanges them, and then each rank computes the
+first states of its pieces from those of all pieces before them:
+
+    piece 0: 0    piece 1: U0    piece 2: M1 U0 + U1    piece 3: M2 (M1 U0 + U1) + U2
+
+Backward: let d_p be the gradient of the first state of piece p by the outputs of the same piece. Every rank computes it
+for its two pieces, and one all-gather exchanges them. The gradient of the last state of a piece, by everything after
+it, is
+
+    piece 3: 0    piece 2: d3    piece 1: d2 + M2ᵀ d3    piece 0: d1 + M1ᵀ (d2 + M2ᵀ d3)
+
+A rank needs the M of all pieces after its first piece, and saves them in the forward.
 """
 
 from collections.abc import Sequence
@@ -16,8 +29,16 @@ from dtrain.parallel.context.batch import chunks_of
 
 
 class Pieces:
-    """The pieces of the rows over the ranks of `group`. P: their number, 2·cp. tokens: S/cp; what a rank has beyond
-    them is padding of sequence parallel."""
+    """The pieces of rows over context-parallel ranks. P = 2·cp is the number of pieces of a row.
+
+    Args:
+        group: The ranks.
+        tokens: S/cp, the tokens of a row on a rank. Sequence parallel may have padded them further on the right.
+
+    Attributes:
+        mine: The indices of this rank's two pieces.
+        count: P.
+    """
 
     def __init__(self, group: Any, tokens: int):
         self.group, self.tokens = group, tokens
@@ -25,22 +46,34 @@ class Pieces:
         self.count = 2 * group.size()
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, S/cp or more, ..] -> [B · 2, S/(2·cp), ..]: each piece a row."""
+        """Convert rows [B, S/cp or more, ..] to pieces [B · 2, S/(2·cp), ..], without the padding."""
         return x[:, : self.tokens].unflatten(1, (2, -1)).flatten(0, 1)
 
     def join(self, x: Tensor, length: int) -> Tensor:
-        """`split` undone, zeros beyond: [B · 2, S/(2·cp), ..] -> [B, length, ..]."""
+        """Convert pieces [B · 2, S/(2·cp), ..] to rows [B, length, ..], padded with zeros: the inverse of `split`."""
         x = x.unflatten(0, (-1, 2)).flatten(1, 2)
         missing = length - self.tokens
         return torch.cat([x, x.new_zeros(len(x), missing, *x.shape[2:])], 1) if missing else x
 
     def before(self, x: Tensor, count: int, fill: int) -> Tensor:
-        """The `count` tokens before each of this rank's pieces [B · 2, count, ..], from x [B, S/cp, ..] of every rank;
-        `fill` before the row. One all-gather of as many tokens a piece; backward one reduce-scatter."""
+        """Return the tokens before each of this rank's pieces. Differentiable.
+
+        Args:
+            x: This rank's tokens, [B, S/cp, ..].
+            count: The number of tokens.
+            fill: The value before the first token of a row.
+
+        Returns:
+            [B · 2, count, ..].
+
+        Collectives:
+            One all-gather of `count` tokens per piece, and in the backward one reduce-scatter.
+        """
         ends = x[:, : self.tokens].unflatten(1, (2, -1))[:, :, -count:]  # a piece may be shorter
         pieces = self._ordered(gather_along(ends.unsqueeze(0), 0, self.group))  # [P, B, n, ..]
         preceding = []
         for piece in self.mine:
+            # If pieces are shorter than `count`, the tokens come from several pieces.
             first = max(0, piece - -(-count // ends.shape[2]))
             known = pieces[first:piece].transpose(0, 1).flatten(1, 2)[:, -count:] if piece else pieces[0, :, :0]
             missing = known.new_full((len(x), count - known.shape[1], *x.shape[2:]), fill)
@@ -48,8 +81,18 @@ class Pieces:
         return torch.stack(preceding, 1).flatten(0, 1)
 
     def forward(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """maps [B · 2, Hv, K, K + V], (M, U) of this rank's pieces -> their first states [B · 2, Hv, K, V], and the M
-        [p, B, Hv, K, K] of all pieces after this rank's first. One all-gather."""
+        """Compute the first states of this rank's pieces.
+
+        Args:
+            maps: M and U of this rank's pieces, side by side, [B · 2, Hv, K, K + V].
+
+        Returns:
+            The first states, [B · 2, Hv, K, V], and for `backward` the M of all pieces after this rank's first one,
+            [P - 1 - first, B, Hv, K, K].
+
+        Collectives:
+            One all-gather.
+        """
         size = maps.shape[-2]
         pieces, head = self._gathered(maps), self.mine[0]
         state = torch.zeros_like(pieces[0, ..., size:])
@@ -60,22 +103,34 @@ class Pieces:
                 states.append(state)
         return torch.stack(states, 1).flatten(0, 1), pieces[head + 1 :, ..., :size].clone()
 
-    def backward(self, grads: Tensor, kept: Tensor) -> Tensor:
-        """grads [B · 2, Hv, K, V]: of the first states of this rank's pieces by their own outputs -> those of their
-        last states by all that follows. One all-gather."""
+    def backward(self, grads: Tensor, maps: Tensor) -> Tensor:
+        """Compute the gradients of the last states of this rank's pieces, by all pieces after them.
+
+        Args:
+            grads: Gradients of the first states of this rank's pieces by the outputs of the same pieces,
+                [B · 2, Hv, K, V].
+            maps: M of the pieces after this rank's first one, as `forward` returns them.
+
+        Returns:
+            [B · 2, Hv, K, V].
+
+        Collectives:
+            One all-gather.
+        """
         pieces, head = self._gathered(grads), self.mine[0]
         state = torch.zeros_like(pieces[0])
         state_grads = [state] if self.count - 1 in self.mine else []
         for piece in range(self.count - 1, head, -1):
-            state = (kept[piece - head - 1].mT @ state).add_(pieces[piece])
+            state = (maps[piece - head - 1].mT @ state).add_(pieces[piece])
             if piece - 1 in self.mine:
                 state_grads.append(state)
         return torch.stack(state_grads[::-1], 1).flatten(0, 1)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """[B · 2, ..] -> [P, B, ..], in the row's order."""
+        """Gather pieces [B · 2, ..] of all ranks to [P, B, ..], in the order of the row."""
         return self._ordered(all_gather(x.unflatten(0, (-1, 2)).unsqueeze(0), 0, self.group))
 
     def _ordered(self, gathered: Tensor) -> Tensor:
-        """[cp, B, 2, ..] -> [P, B, ..]"""
+        """Order the pieces of the ranks, [cp, B, 2, ..], as in the row, [P, B, ..]."""
+        # First pieces are 0 to cp - 1. Second pieces are 2·cp - 1 down to cp, so their order is reversed.
         return torch.cat([gathered[:, :, 0], gathered[:, :, 1].flip(0)])

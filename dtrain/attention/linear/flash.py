@@ -2,8 +2,8 @@
 https://github.com/fla-org/flash-linear-attention), on CUDA in half precision, where `check_flash` finds their
 numbers right.
 
-Between forward and backward nothing but the inputs is held, as in `chunks`, so that a plan holds for both.
-Letters as in `layer`; R rows of L tokens: those of a `LinearMask`.
+Only the inputs are saved for the backward, as in `chunks`, so that both take the same memory in a plan. Letters are
+those of `layer`. A `LinearMask` has R rows of L tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,19 @@ from dtrain.attention.linear.context import Pieces
 
 
 class Borders(NamedTuple):
-    """Borders of the documents of rows, the rows behind one another. ends int64 [n + 1], on the device and on the host:
-    where each of n documents begins and the last one ends. first, last int64 [R]: which are a row's first and last one.
-    goes_on bool [R, 1, 1, 1]: whether the first one began before the row."""
+    """The documents of concatenated rows, as cu_seqlens for the kernels.
+
+    Example: two rows of 4 tokens. Documents begin at tokens 0 and 3 of the first row, and at token 2 of the second row,
+    whose first two tokens continue a document of the piece before it. ends = [0, 3, 4, 6, 8], first = [0, 2],
+    last = [1, 3], goes_on = [False, True].
+
+    Attributes:
+        ends: cu_seqlens of the n documents, int64 [n + 1], on the device.
+        host: The same on the host.
+        first: Index of the first document of each row, int64 [R].
+        last: Index of the last document of each row, int64 [R].
+        goes_on: Whether the first document of each row began before the row, bool [R, 1, 1, 1].
+    """
 
     ends: Tensor
     host: Tensor
@@ -30,13 +40,18 @@ class Borders(NamedTuple):
 
     @classmethod
     def of(cls, begins: Sequence[Sequence[int]], length: int, device: torch.device) -> "Borders":
-        """begins: of each row of `length` tokens, where documents begin in it. One copy, which the host does not wait
-        for."""
+        """Return the borders of rows. They are copied to the device in one copy, for which the host does not wait.
+
+        Args:
+            begins: For each row, the indices at which documents begin.
+            length: Tokens of a row.
+            device: The device.
+        """
         ends: list[int] = []
         first, last = [], []
-        for row, places in enumerate(begins):
+        for row, begins_of_row in enumerate(begins):
             first.append(len(ends))
-            ends += [row * length, *(row * length + at for at in places if at)]
+            ends += [row * length, *(row * length + begin for begin in begins_of_row if begin)]
             last.append(len(ends) - 1)
         ends.append(len(begins) * length)
         goes_on = [int(0 not in row) for row in begins]
@@ -47,7 +62,7 @@ class Borders(NamedTuple):
 
 
 class FlashDelta:
-    """The rule by `operation`, which is called as fla.ops.gated_delta_rule.chunk_gated_delta_rule is."""
+    """Computes the rule with an operation that has the signature of fla.ops.gated_delta_rule.chunk_gated_delta_rule."""
 
     def __init__(self, operation: Callable[..., tuple[Tensor, Any]]):
         self._operation = operation
@@ -63,9 +78,21 @@ class FlashDelta:
         real: Tensor | None,
         exchange: Pieces | None = None,
     ) -> Tensor:
-        """q and k [R, L, Hk, K], neither normalised nor scaled, v [R, L, Hv, V], g and beta [R, L, Hv] -> [R, L, Hv, V]
-        in v's dtype. borders None: each row is one document, or goes on with one. real [R, L]: as `chunked` has it.
-        Collectives are those of the `exchange`."""
+        """Compute the rule, [R, L, Hv, V] in the dtype of v.
+
+        Args:
+            q: [R, L, Hk, K]. Normalised and scaled here.
+            k: [R, L, Hk, K]. Normalised here.
+            v: [R, L, Hv, V].
+            g: [R, L, Hv].
+            beta: [R, L, Hv].
+            borders: The documents. None: each row is one document, or a part of one.
+            real: [R, L] bool, False on padding. See `chunks.chunked`.
+            exchange: Context parallel. None: the rows are complete.
+
+        Collectives:
+            Those of `exchange`.
+        """
         if real is not None:
             hidden = ~real[..., None]
             q, g, beta = q.masked_fill(hidden[..., None], 0), g.masked_fill(hidden, 0), beta.masked_fill(hidden, 0)
@@ -74,8 +101,18 @@ class FlashDelta:
     def run(
         self, parts: Sequence[Tensor], borders: Borders | None, state: Tensor | None, with_last: bool
     ) -> tuple[Tensor, Tensor]:
-        """The outputs [R, L, Hv, V] and each row's last state [R, Hv, K, V] in float32 (with_last; else anything),
-        differentiable. parts: q, k, v, g, beta. state [R, Hv, K, V]: what first documents that go on go on from."""
+        """Call the operation. Differentiable.
+
+        Args:
+            parts: q, k, v, g, beta.
+            borders: The documents.
+            state: The state before each row, [R, Hv, K, V], for documents that began before the row. None: zeros.
+            with_last: Whether to compute the last states.
+
+        Returns:
+            The outputs, [R, L, Hv, V], and the last state of each row, [R, Hv, K, V] in float32. The latter is only
+            meaningful if `with_last`.
+        """
         rows, length = parts[2].shape[:2]
         if borders is not None:
             parts = tuple(part.flatten(0, 1)[None] for part in parts)
@@ -96,8 +133,11 @@ class FlashDelta:
         return out.reshape(rows, length, *out.shape[2:]), last
 
     def maps(self, parts: Sequence[Tensor], borders: Borders | None) -> Tensor:
-        """[R, Hv, K, K + V]: M and U, a row's last state being M · first + U. The columns of a state do not meet, so
-        one call gives both: M is what becomes of the unit matrix where nothing is written."""
+        """Return M and U of each row side by side, [R, Hv, K, K + V]. The last state of a row is M · first + U.
+
+        The columns of a state [K, V] are computed independently, so one call with K + V columns computes both: M is the
+        last state if the first one is the unit matrix and all values are 0, and U if the first one is 0.
+        """
         q, k, v, g, beta = parts
         size, shape = k.shape[-1], (len(v), v.shape[2], k.shape[-1])
         unit = torch.eye(size, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
@@ -108,32 +148,34 @@ class FlashDelta:
 
 
 class _Flash(torch.autograd.Function):
+    """The rule with a backward that calls the operation again. Without an exchange, a group of heads at a time."""
+
     @staticmethod
     def forward(ctx, q, k, v, g, beta, rule, borders, exchange):
-        first = kept = None
+        first = maps = None
         if exchange is not None:
-            first, kept = exchange.forward(rule.maps((q, k, v, g, beta), borders))
+            first, maps = exchange.forward(rule.maps((q, k, v, g, beta), borders))
             out, _ = rule.run((q, k, v, g, beta), borders, first, False)
         else:
             out = torch.empty_like(v, memory_format=torch.contiguous_format)
             for heads in head_groups(v.shape[1], k, v):
                 out[:, :, heads.values], _ = rule.run(heads.of(q, k, v, g, beta), borders, None, False)
-        ctx.save_for_backward(q, k, v, g, beta, first, kept)
+        ctx.save_for_backward(q, k, v, g, beta, first, maps)
         ctx.rule, ctx.borders, ctx.exchange = rule, borders, exchange
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *parts, first, kept = ctx.saved_tensors
+        *parts, first, maps = ctx.saved_tensors
         results: Sequence[Tensor]
         if ctx.exchange is not None:
             with torch.enable_grad():
                 leaves = [part.detach().requires_grad_() for part in (*parts, first)]
                 out, last = ctx.rule.run(leaves[:-1], ctx.borders, leaves[-1], True)
-            (of_first,) = torch.autograd.grad(out, leaves[-1:], grad, retain_graph=True)
-            of_last = ctx.exchange.backward(of_first, kept)
-            results = torch.autograd.grad((out, last), leaves[:-1], (grad, of_last))
+            (first_grad,) = torch.autograd.grad(out, leaves[-1:], grad, retain_graph=True)
+            last_grad = ctx.exchange.backward(first_grad, maps)
+            results = torch.autograd.grad((out, last), leaves[:-1], (grad, last_grad))
             return *results, None, None, None
         results = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
         for heads in head_groups(parts[2].shape[1], parts[1], parts[2]):
@@ -148,7 +190,7 @@ class _Flash(torch.autograd.Function):
 
 
 def installed() -> FlashDelta | str:
-    """The rule by the installed library, or why there is none."""
+    """Return the rule computed by the installed library, or the reason why it cannot be used."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ModuleNotFoundError as error:

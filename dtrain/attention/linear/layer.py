@@ -1,10 +1,16 @@
-"""Linear attention of Qwen3.5: a short causal convolution, then the gated delta rule; packed rows, context parallel and
-decoding. `chunks` has the arithmetic of the rule, `context` what ranks exchange.
+"""Linear attention of Qwen3.5: a short causal convolution and the gated delta rule, in training and decoding.
 
-Both read a `LinearMask`, made once per forward. A document's convolution and state begin with it. Padding is in no
-document: nothing is read from it, and the rule's output there is 0. Letters: B rows, S tokens of a row (under context
-parallel this rank's S/cp), C channels, W the convolution's width, Hk key heads, Hv value heads, a multiple of Hk, K and
-V their sizes; heads and channels may be one tp rank's.
+Both functions read a `LinearMask`, which is built once per forward. Convolution and state begin anew in each document.
+Padding belongs to no document: nothing is read from it, and the output of the rule is 0 there. `chunks` has the
+arithmetic of the rule, and `context` the exchange under context parallel.
+
+Example of the convolution with width W = 3 and weights w0 w1 w2, for packed documents a0 a1 | b0 b1:
+
+    a0: w2 a0    a1: w1 a0 + w2 a1    b0: w2 b0    b1: w1 b0 + w2 b1
+
+Letters: B rows, S tokens of a row (under context parallel this rank's S/cp), C channels, W the width of the
+convolution, Hk key heads, Hv value heads (a multiple of Hk), K and V their sizes. Heads and channels may be those of
+one tp rank.
 """
 
 from dataclasses import dataclass
@@ -20,20 +26,26 @@ from dtrain.attention.linear.context import Pieces
 from dtrain.attention.linear.flash import Borders, FlashDelta
 from dtrain.attention.packing import Packing
 
-NOWHERE = -2  # the document of what is before a row
-BLOCK = 2**17  # elements that a convolution works on at once, on a CPU: what a cache holds
-MOST = 2**26  # the same elsewhere
+NOWHERE = -2  # the document of the tokens before a row, which no token belongs to
+BLOCK = 2**17  # elements of the convolution that are computed at a time on a CPU, to fit its cache
+MOST = 2**26  # the same on other devices
 
 
 @dataclass(frozen=True)
 class LinearMask:
-    """The documents and padding of a forward's rows, for linear layers. R: rows of L tokens that lie in one run each:
-    the B rows, or under context parallel the two pieces of each.
+    """Documents and padding of the rows of a forward, for linear layers.
 
-    segments [R, L] int64: how many documents began at or before a token, 0 where the state before the row goes on.
-    real [R, L] bool: what is no padding. near [W - 1, R, L, 1] bool: whether the token 1, 2 .. before is of the same
-    document. None: one document without padding. pieces: the exchange of context parallel. flash: what computes the
-    rule in place of `chunked`, and borders what it must know of documents.
+    The mask has R rows of L consecutive tokens: the B rows, or under context parallel the two pieces of each row.
+
+    Attributes:
+        width: W.
+        segments: Number of documents that began at or before each token, [R, L] int64. Tokens with 0 continue the
+            document before the row. None: each row is one document without padding.
+        real: [R, L] bool, False on padding. None: there is no padding.
+        near: [W - 1, R, L, 1] bool: whether the token 1, 2, ... before is in the same document. None: it always is.
+        pieces: The exchange of context parallel. None without context parallel.
+        flash: Computes the rule by flash-linear-attention. None: `chunks.chunked` computes it.
+        borders: The documents in the form that `flash` needs. None: each row is one document.
     """
 
     width: int = 4
@@ -54,40 +66,49 @@ class LinearMask:
         flash: FlashDelta | None = None,
         packing: Packing | None = None,
     ) -> "LinearMask":
-        """documents: the rows' seq_ids [B, S/cp], -1 on padding; None: each row is one document. tokens: S/cp, without
-        what sequence parallel pads. width: W. group: of context parallel, whose ranks hold the rows head-tail
-        (`parallel.context.batch`). packing: of the whole rows; without it `flash` has the host read where documents
-        begin.
+        """Return the mask of a forward.
 
-        One all-gather over `group`, of the last W - 1 ids of each piece, where there are ids.
+        Args:
+            documents: The document of each token (`seq_ids`), -1 on padding, [B, S/cp]. None: each row is one document.
+            tokens: S/cp, without padding of sequence parallel.
+            width: W.
+            group: Context-parallel ranks, which have the rows in the head-tail layout. None without context parallel.
+            flash: Computes the rule. None: `chunks.chunked` does.
+            packing: Of the full rows. None: if there is `flash`, the host reads the documents from the device.
+
+        Collectives:
+            With `group` and `documents`, one all-gather of the last W - 1 ids of each piece.
         """
         pieces = None if group is None or group.size() == 1 else Pieces(group, tokens)
         if documents is None:
             return cls(width, pieces=pieces, flash=flash)
         if pieces is None:
-            before = documents[:, :1].expand(-1, width - 1)  # what a row goes on from, if it does
+            before = documents[:, :1].expand(-1, width - 1)  # as if the first document had begun before the row
         else:
             before = pieces.before(documents, width - 1, NOWHERE)
             documents = pieces.split(documents)
-        whole = torch.cat([before, documents], 1)  # [R, W - 1 + L]
+        extended = torch.cat([before, documents], 1)  # [R, W - 1 + L]
         real = documents >= 0
-        begins = real & (documents != whole[:, width - 2 : -1])
-        near = [whole[:, width - 1 - lag : whole.shape[1] - lag] == documents for lag in range(1, width)]
+        begins = real & (documents != extended[:, width - 2 : -1])
+        near = [extended[:, width - 1 - lag : extended.shape[1] - lag] == documents for lag in range(1, width)]
         borders = None
         if flash is not None:
-            places = _in_pieces(packing, pieces) if packing else [row.nonzero()[:, 0].tolist() for row in begins.cpu()]
-            borders = Borders.of(places, documents.shape[1], documents.device)
+            if packing:
+                begins_of_rows = _in_pieces(packing, pieces)
+            else:
+                begins_of_rows = [row.nonzero()[:, 0].tolist() for row in begins.cpu()]
+            borders = Borders.of(begins_of_rows, documents.shape[1], documents.device)
         return cls(width, begins.cumsum(1), real, torch.stack(near)[..., None], pieces, flash, borders)
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, count: int, width: int = 4) -> "LinearMask":
-        """Rows of one document of lengths [B] each, in [B, count] tokens, padded on the right."""
+        """Return the mask of rows of one document each, of lengths [B], padded on the right to `count` tokens."""
         documents = (torch.arange(count, device=lengths.device) < lengths[:, None]).long() - 1
         return cls.of(documents, count, width)
 
 
 def _in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
-    """Return where documents begin in each of R rows."""
+    """Return the indices at which documents begin in each of the R rows of a mask."""
     if pieces is None:
         return [list(row) for row in packing.begins]
     size = pieces.tokens // 2
@@ -96,10 +117,19 @@ def _in_pieces(packing: Packing, pieces: Pieces | None) -> list[list[int]]:
 
 
 def causal_conv(x: Tensor, weight: Tensor, mask: LinearMask) -> Tensor:
-    """silu of the causal convolution of each channel by itself: x [B, S, C], weight [C, W] -> [B, S, C] in x's dtype.
+    """Compute silu of a causal convolution of each channel, within documents. Sums are in max(float32, the dtype).
 
-    Sums are in max(float32, the dtype). Under context parallel one all-gather of the last W - 1 inputs of each piece,
-    [2, B, W - 1, C] a rank, and as large a reduce-scatter backward.
+    Args:
+        x: [B, S, C].
+        weight: [C, W]. The last column is multiplied with the token itself.
+        mask: The documents.
+
+    Returns:
+        [B, S, C] in the dtype of x.
+
+    Collectives:
+        Under context parallel, one all-gather of the last W - 1 inputs of each piece, [2, B, W - 1, C] per rank, and in
+        the backward one reduce-scatter of the same size.
     """
     if mask.pieces is None:
         return _Convolution.apply(x, None, weight, mask.near)
@@ -109,17 +139,24 @@ def causal_conv(x: Tensor, weight: Tensor, mask: LinearMask) -> Tensor:
 
 
 def last_window(x: Tensor, mask: LinearMask) -> Tensor:
-    """The last W - 1 inputs [B, W - 1, C] of each row's last document, zeros where it has fewer, from all of them
-    x [B, S, C]: what the token after it is convolved with."""
+    """Return the last W - 1 inputs of the last document of each row, which the convolution of the next token reads.
+
+    Args:
+        x: All inputs, [B, S, C].
+        mask: The documents.
+
+    Returns:
+        [B, W - 1, C]. Zeros before the beginning of the document.
+    """
     count = mask.width - 1
-    whole = torch.cat([x.new_zeros(len(x), count, x.shape[2]), x], 1)
+    extended = torch.cat([x.new_zeros(len(x), count, x.shape[2]), x], 1)
     if mask.real is None or mask.near is None:
-        return whole[:, -count:]
-    rows, places = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.shape[1], device=x.device)
-    last = (places * mask.real).amax(1, keepdim=True)  # [B, 1]
-    window = whole[rows, last + torch.arange(1, count + 1, device=x.device)]  # [B, W - 1, C]
+        return extended[:, -count:]
+    rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.shape[1], device=x.device)
+    last = (positions * mask.real).amax(1, keepdim=True)  # index of the last token that is not padding, [B, 1]
+    window = extended[rows, last + torch.arange(1, count + 1, device=x.device)]  # [B, W - 1, C]
     same = [mask.near[lag, rows[:, 0], last[:, 0]] for lag in reversed(range(count - 1))]  # [B, 1] each
-    is_any = mask.real.any(1)[:, None]  # of the last token itself
+    is_any = mask.real.any(1)[:, None]  # whether the row has a token that is not padding, [B, 1]
     seen = torch.stack([*same, is_any], 1) & is_any[:, None]
     return torch.where(seen, window, 0)
 
@@ -127,12 +164,23 @@ def last_window(x: Tensor, mask: LinearMask) -> Tensor:
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: LinearMask
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule: q and k [B, S, Hk, K], v [B, S, Hv, V], g and beta [B, S, Hv] -> [B, S, Hv, V] in v's
-    dtype, and the last state [B, Hv, K, V] in max(float32, the dtype), which `mask.flash` does not give.
+    """Compute the gated delta rule.
 
-    q and k are l2-normalised here, and q multiplied by K^-0.5. g, at most 0, is the logarithm of the decay. Under
-    context parallel no state is returned, and there is one all-gather of the pieces' maps, [2, B, Hv, K, K + V] a rank
-    forward and [2, B, Hv, K, V] backward.
+    Args:
+        q: [B, S, Hk, K]. l2-normalised here, and multiplied by K^-0.5.
+        k: [B, S, Hk, K]. l2-normalised here.
+        v: [B, S, Hv, V].
+        g: Logarithms of the decays, at most 0, [B, S, Hv].
+        beta: [B, S, Hv].
+        mask: The documents.
+
+    Returns:
+        The output, [B, S, Hv, V] in the dtype of v, and the last state, [B, Hv, K, V] in max(float32, the dtype). The
+        state is None under context parallel and with `mask.flash`.
+
+    Collectives:
+        Under context parallel, one all-gather of the pieces' maps, [2, B, Hv, K, K + V] per rank, and in the backward
+        one of [2, B, Hv, K, V] per rank.
     """
     if mask.pieces is None and mask.flash is None:
         return chunked(q, k, v, g, beta, mask.segments, mask.real)
@@ -147,17 +195,36 @@ def gated_delta(
 
 
 def conv_step(x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-    """`causal_conv` of the next T tokens of each row: x [B, T, C], weight [C, W] and the inputs before, window
-    [B, W - 1, C] -> [B, T, C] and the window after. No derivative is kept in mind."""
-    whole = torch.cat([window.to(x.dtype), x], 1)
+    """Compute `causal_conv` of the next T tokens of each row, while decoding. Not for training.
+
+    Args:
+        x: [B, T, C].
+        weight: [C, W].
+        window: The W - 1 inputs before these tokens, [B, W - 1, C].
+
+    Returns:
+        The output, [B, T, C], and the window after these tokens.
+    """
+    inputs = torch.cat([window.to(x.dtype), x], 1)
     wide = torch.promote_types(x.dtype, torch.float32)
-    sums = _summed(whole.to(wide), weight.to(wide), None)
-    return F.silu(sums).to(x.dtype), whole[:, x.shape[1] :]
+    sums = _summed(inputs.to(wide), weight.to(wide), None)
+    return F.silu(sums).to(x.dtype), inputs[:, x.shape[1] :]
 
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`gated_delta` of the next T tokens of each row, shapes [B, T, ..] as there, from `state` [B, Hv, K, V] -> [B, T,
-    Hv, V] in v's dtype and the state after."""
+    """Compute `gated_delta` of the next T tokens of each row, while decoding.
+
+    Args:
+        q: [B, T, Hk, K].
+        k: [B, T, Hk, K].
+        v: [B, T, Hv, V].
+        g: [B, T, Hv].
+        beta: [B, T, Hv].
+        state: The state before these tokens, [B, Hv, K, V].
+
+    Returns:
+        The output, [B, T, Hv, V] in the dtype of v, and the state after these tokens.
+    """
     if q.shape[1] > 1:
         return chunked(q, k, v, g, beta, state=state)
     wide, dtype = torch.promote_types(v.dtype, torch.float32), v.dtype
@@ -172,7 +239,13 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def _summed(x: Tensor, weight: Tensor, near: Tensor | None) -> Tensor:
-    """x [R, W - 1 + n, C], weight [C, W], near [W - 1, R, n, 1] -> [R, n, C]"""
+    """Compute the convolution of n tokens, [R, n, C].
+
+    Args:
+        x: The inputs, from W - 1 tokens before, [R, W - 1 + n, C].
+        weight: [C, W].
+        near: Whether the token 1, 2, ... before is in the same document, [W - 1, R, n, 1]. None: it always is.
+    """
     width = weight.shape[1]
     count = x.shape[1] - width + 1
     sums = x[:, width - 1 :] * weight[:, width - 1]
@@ -186,8 +259,17 @@ def _summed(x: Tensor, weight: Tensor, near: Tensor | None) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """x [R, L, C], window [R, W - 1, C] or None, weight [C, W], near [W - 1, R, L, 1] or None -> [R, L, C]; some tokens
-    at a time, so that what lies between is in the cache of a CPU."""
+    """silu of the convolution, [R, L, C], with a written backward.
+
+    Computes some tokens at a time, so that intermediate results fit the cache of a CPU.
+
+    `apply(x, window, weight, near)`:
+
+        x: [R, L, C].
+        window: The W - 1 inputs before each row, [R, W - 1, C]. None: zeros.
+        weight: [C, W].
+        near: [W - 1, R, L, 1], or None.
+    """
 
     @staticmethod
     def forward(ctx, x, window, weight, near):
@@ -206,32 +288,32 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx, grad):
         x, window, weight, near = ctx.saved_tensors
         wide, width, before = torch.promote_types(x.dtype, torch.float32), weight.shape[1], weight.shape[1] - 1
-        of_x = torch.zeros(len(x), before + x.shape[1], x.shape[2], dtype=wide, device=x.device)
+        x_grad = torch.zeros(len(x), before + x.shape[1], x.shape[2], dtype=wide, device=x.device)  # of window and x
         factors = weight.to(wide)
-        of_weight = torch.zeros_like(factors)
+        weight_grad = torch.zeros_like(factors)
         for start, stop in _blocks(x):
             part = _from(x, window, start, stop, width, wide)
             seen = None if near is None else near[:, :, start:stop]
             sums = _summed(part, factors, seen)
-            of_sums = torch.ops.aten.silu_backward(grad[:, start:stop].to(wide), sums)
+            sums_grad = torch.ops.aten.silu_backward(grad[:, start:stop].to(wide), sums)
             for lag in range(width):
-                some = of_sums if lag == 0 or seen is None else of_sums.masked_fill(~seen[lag - 1], 0)
-                at = slice(before - lag, before - lag + stop - start)
-                of_x[:, start:][:, at].addcmul_(some, factors[:, before - lag])
-                of_weight[:, before - lag] += (some * part[:, at]).sum((0, 1))
-        of_window = None if window is None else of_x[:, :before].to(window.dtype)
-        return of_x[:, before:].to(x.dtype), of_window, of_weight.to(weight.dtype), None
+                masked_grad = sums_grad if lag == 0 or seen is None else sums_grad.masked_fill(~seen[lag - 1], 0)
+                inputs = slice(before - lag, before - lag + stop - start)  # the tokens `lag` before
+                x_grad[:, start:][:, inputs].addcmul_(masked_grad, factors[:, before - lag])
+                weight_grad[:, before - lag] += (masked_grad * part[:, inputs]).sum((0, 1))
+        window_grad = None if window is None else x_grad[:, :before].to(window.dtype)
+        return x_grad[:, before:].to(x.dtype), window_grad, weight_grad.to(weight.dtype), None
 
 
 def _blocks(x: Tensor) -> list[tuple[int, int]]:
-    """Return where blocks of tokens begin and end."""
+    """Return the first token and the end of each block of tokens that is computed at a time."""
     length = x.shape[1]
     size = max(64, (BLOCK if x.device.type == "cpu" else MOST) // max(1, x.shape[0] * x.shape[2]))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _from(x: Tensor, window: Tensor | None, start: int, stop: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The inputs from W - 1 before `start`: [R, W - 1 + n, C]."""
+    """Return the inputs of tokens `start` to `stop`, from W - 1 tokens before, [R, W - 1 + n, C]."""
     if start >= width - 1:
         return x[:, start - width + 1 : stop].to(dtype)
     before = x.new_zeros(len(x), width - 1, x.shape[2]) if window is None else window

@@ -1,15 +1,20 @@
-"""The Kullback-Leibler and the generalized Jensen-Shannon divergence between two models' next-token distributions,
-from their hidden states and heads: the logits of either exist one tile of tokens at a time.
+"""Kullback-Leibler and generalized Jensen-Shannon divergence of a student from a teacher, summed over tokens.
 
-Each token counts the same, so the gradient is formed in the forward as in `weighted_sum`: three matrix products of the
-student's head and one of the teacher's, where computing the tiles again in a backward would take four and two.
+Both models' logits are computed from hidden states and heads, one tile of tokens at a time. All tokens have the same
+weight, so the gradient is computed in the forward as in `weighted_sum`. That takes three matrix products with the
+student's head and one with the teacher's. A backward that computes the tiles again would take four and two.
 
-With q the student's distribution, p the teacher's, and m = beta · p + (1 - beta) · q, a row's gradients by the
+With q the student's distribution, p the teacher's, and m = beta · p + (1 - beta) · q, the gradients of a row by the
 student's logits z are
 
     KL(p || q)                                    q - p
     KL(q || p)                                    q · (log q - log p - KL(q || p))
     beta · KL(p || m) + (1 - beta) · KL(q || m)   (1 - beta) · q · (log q - log m - KL(q || m))
+
+Example: p = [1/2, 1/4, 1/4] and q = [1/4, 1/2, 1/4]. KL(p || q) = 1/2 · ln 2 - 1/4 · ln 2 = 0.173 with the gradient
+[-1/4, 1/4, 0], and KL(q || p) = 0.173 with the gradient [1/4 · (-0.693 - 0.173), 1/2 · (0.693 - 0.173), 1/4 · (-0.173)]
+= [-0.217, 0.260, -0.043]. Over two ranks with the ids 0 1 and 2, the sums of each rank's ids are 0.173 and 0. The
+second gradient needs the KL of the full row, so the ranks exchange these sums before the gradient is computed.
 
 `forward_kl`, `reverse_kl`, `mixed_kl` and `generalized_jsd` are the same divergences of given log-probabilities.
 """
@@ -40,9 +45,9 @@ class KlSums(NamedTuple):
     """Sums over tokens.
 
     Attributes:
-        total: The loss, with a gradient.
-        forward: KL(p_teacher || p_student).
-        reverse: KL(p_student || p_teacher).
+        total: The loss. Differentiable.
+        forward: KL(p_teacher || p_student), without gradient.
+        reverse: KL(p_student || p_teacher), without gradient.
     """
 
     total: Tensor
@@ -63,34 +68,37 @@ def kl_sum_from_hidden_states(
 ) -> KlSums:
     """Sum a divergence between teacher and student over tokens.
 
-    It is forward_share · KL(p_teacher || p_student) + (1 - forward_share) · KL(p_student || p_teacher) with
-    p = softmax(logits / temperature) over the full vocabulary, without a factor temperature². With `jsd_beta` it is
-    beta · KL(p_teacher || m) + (1 - beta) · KL(p_student || m), m = beta · p_teacher + (1 - beta) · p_student (Agarwal
-    et al., arXiv:2306.13649, equation 1).
+    The divergence is forward_share · KL(p_teacher || p_student) + (1 - forward_share) · KL(p_student || p_teacher) with
+    p = softmax(logits / temperature) over the full vocabulary. It is not multiplied by temperature². With `jsd_beta` it
+    is beta · KL(p_teacher || m) + (1 - beta) · KL(p_student || m), m = beta · p_teacher + (1 - beta) · p_student.
 
-    The models may be of any sizes and dtypes. The vocabulary and its sharding are the same. Scalars, products and sums
-    are in max(float32, the dtypes of both models). Gradients go to the student only, in its inputs' dtypes, the
-    weight's summed in the compute dtype. The graph can be walked once: a second backward raises RuntimeError.
+    The models may have any sizes and dtypes, but must have the same vocabulary with the same sharding. Everything is
+    computed in max(float32, the dtypes of both models). Only the student receives gradients, in the dtypes of its
+    inputs. A second backward raises RuntimeError.
 
     Args:
         student: Hidden states and head of the student.
         teacher: Hidden states and head of the teacher.
-        index: The tokens' flat positions [T], each at most once, the same on every rank of the group. Other positions
-            cost nothing and get a zero gradient, whatever they hold.
+        index: Flat positions of the tokens, [T], each at most once, the same on every rank of the group. Other
+            positions are not computed and have a gradient of 0, even if they are NaN.
         forward_share: The share of the forward KL, in [0, 1].
-        jsd_beta: The teacher's share of the mixture, in (0, 1). None for the KLs.
-        temperature: Divides the logits of both.
+        jsd_beta: The teacher's share of the mixture, in (0, 1). None: the KLs, not the Jensen-Shannon divergence.
+        temperature: Divides the logits of both models.
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
-        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+        rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
 
     Returns:
-        The sums on every rank. Gradients are the shard's own: hidden's must still be summed over the group.
+        The sums, on every rank. The gradient of the student's weight is complete. The gradient of its hidden states is
+        this rank's part and must be summed over the group.
 
     Raises:
         ValueError: If the temperature, a softcap, the share or beta is out of range, or the vocabularies differ.
 
     Collectives:
-        Per tile, two all-gathers of four numbers per token. `tile_rows_of`'s if `rows_per_tile` is None.
+        Per tile, two all-gathers of four numbers per token. Also that of `tile_rows_of` if `rows_per_tile` is None.
+
+    Reference:
+        Agarwal et al., arXiv:2306.13649, equation 1 (generalized Jensen-Shannon divergence).
     """
     check_share(forward_share)
     if jsd_beta is not None:
@@ -130,7 +138,7 @@ def jsd_sum_from_hidden_states(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> KlSums:
-    """`kl_sum_from_hidden_states` with jsd_beta=beta: the generalized Jensen-Shannon divergence."""
+    """Sum the generalized Jensen-Shannon divergence: `kl_sum_from_hidden_states` with jsd_beta=beta."""
     return kl_sum_from_hidden_states(
         student, teacher, index, jsd_beta=beta, temperature=temperature, shard=shard, rows_per_tile=rows_per_tile
     )
@@ -138,12 +146,12 @@ def jsd_sum_from_hidden_states(
 
 def check_share(share: float, name: str = "forward_share") -> None:
     if not 0 <= share <= 1:
-        raise ValueError(f"{name}={share}: the forward KL's share lies between 0 and 1")
+        raise ValueError(f"{name}={share}: the forward KL's share must be between 0 and 1")
 
 
 def check_beta(beta: float) -> None:
     if not 0 < beta < 1:
-        raise ValueError(f"beta={beta}: the teacher's share of the mixture lies between 0 and 1")
+        raise ValueError(f"beta={beta}: the teacher's share of the mixture must be between 0 and 1")
 
 
 class _Divergence(NamedTuple):
@@ -151,7 +159,7 @@ class _Divergence(NamedTuple):
 
     Attributes:
         forward_share: The share of the forward KL.
-        jsd_beta: The teacher's share of the mixture. None for the KLs.
+        jsd_beta: The teacher's share of the mixture. None: the KLs, not the Jensen-Shannon divergence.
     """
 
     forward_share: float
@@ -169,17 +177,16 @@ def _add_tile(tokens: FormedSum, teacher: HeadLogits, index: slice, divergence: 
     student_tile = tokens.source.tile(index, tokens.source.blocks[0])
     teacher_tile = teacher.tile(index, teacher.blocks[0])
     student_lse, teacher_lse = _merged_lse(student_tile.logits, teacher_tile.logits, group)
-    # Read before the logits become log-probabilities in place.
+    # Computed before the logits are replaced by log-probabilities, in place.
     slope = tokens.source.scaling.slope(student_tile.logits) if tokens.wants_gradient else None
     log_q, log_p = _log_softmax_of_both(student_tile.logits, teacher_tile.logits, student_lse, teacher_lse)
-    divergences = _divergences(log_q, log_p, divergence)  # [4, t], of this rank's ids
+    divergences = _divergences(log_q, log_p, divergence)  # [4, t], sums over this rank's ids
     if group_size(group) > 1:
         # The gradient needs the divergences of full rows. Every rank adds the gathered parts in the same order, so the
         # sums have the same bits on every rank.
         divergences = all_gather(divergences[None], 0, group).sum(0)
     if tokens.wants_gradient:
-        of_rows = divergences.unsqueeze(-1)  # [4, t, 1]
-        grad = _gradient(log_q, log_p, of_rows, slope, divergence, tokens.source.gradient_dtype)
+        grad = _gradient(log_q, log_p, divergences.unsqueeze(-1), slope, divergence, tokens.source.gradient_dtype)
         tokens.source.add_gradient(student_tile, grad)
     forward, reverse, student_to_mixture, teacher_to_mixture = divergences.sum(-1)
     beta = divergence.jsd_beta or 0.0
@@ -206,14 +213,17 @@ def _merged_lse(student: Tensor, teacher: Tensor, group: Group) -> tuple[Tensor,
 def _log_softmax_of_both(
     student: Tensor, teacher: Tensor, student_lse: Tensor, teacher_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Turn logits [t, V/tp] into log-probabilities, in place. The others are m and l of full rows, [t, 2]."""
+    """Convert logits [t, V/tp] to log-probabilities, in place, given m and l of the full vocabulary, [t, 2] each."""
     return log_softmax_(student, student_lse), log_softmax_(teacher, teacher_lse)
 
 
 @Fused
 def _divergences(log_q: Tensor, log_p: Tensor, divergence: _Divergence) -> Tensor:
-    """Return this rank's part of KL(p || q), KL(q || p), KL(q || m) and KL(p || m), [4, t]; the last two are 0 without
-    a mixture. log_q, log_p: this rank's ids of the student's and the teacher's log-probabilities, [t, V/tp]."""
+    """Return the sums over this rank's ids of KL(p || q), KL(q || p), KL(q || m) and KL(p || m), [4, t].
+
+    The last two are 0 if there is no mixture m. log_q and log_p are the log-probabilities of the student and the
+    teacher at this rank's ids, [t, V/tp].
+    """
     gap = log_p - log_q
     forward = log_p.exp().mul_(gap).sum(-1)
     reverse = -log_q.exp().mul_(gap).sum(-1)
@@ -230,27 +240,27 @@ def _divergences(log_q: Tensor, log_p: Tensor, divergence: _Divergence) -> Tenso
 def _gradient(
     log_q: Tensor,
     log_p: Tensor,
-    of_rows: Tensor,
+    full_divergences: Tensor,
     slope: Tensor | float | None,
     divergence: _Divergence,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient by the student's products [t, V/tp] in `dtype` (see the module's docstring).
+    """Return the gradient with respect to the student's hidden · weightᵀ, [t, V/tp]. The module has the formulas.
 
     Args:
         log_q: The student's log-probabilities, [t, V/tp]. Overwritten.
         log_p: The teacher's, [t, V/tp]. Overwritten.
-        of_rows: The divergences of full rows, as `_divergences` orders them, [4, t, 1].
-        slope: Of the student's logits by the products.
-        divergence: Which divergence it is.
+        full_divergences: Sums over the full vocabulary, in the order of `_divergences`, [4, t, 1].
+        slope: d logits / d product of the student, as `Scaling.slope` returns it.
+        divergence: The divergence to differentiate.
         dtype: The dtype of the result.
     """
     if divergence.jsd_beta is not None:
-        beta, student_to_mixture = divergence.jsd_beta, of_rows[2]
+        beta, student_to_mixture = divergence.jsd_beta, full_divergences[2]
         grad = (log_q - _log_mixture(log_q, log_p, beta)).sub_(student_to_mixture)
         grad.mul_(log_q.exp_()).mul_(1 - beta)
     else:
-        share, reverse = divergence.forward_share, of_rows[1]
+        share, reverse = divergence.forward_share, full_divergences[1]
         if share < 1:
             grad = (log_q - log_p).sub_(reverse).mul_(1 - share).add_(share).mul_(log_q.exp_())
         else:
@@ -264,17 +274,17 @@ def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
 
 
-def gather_pair(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather statistics of two models' logits.
+def gather_log_shares(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the softmax statistics of two models' logits.
 
     Args:
-        parts: m and l of the student's logits in this rank's part, m and l of the teacher's, and n numbers more,
+        parts: m and l of the student's logits at this rank's ids, m and l of the teacher's, and n other numbers,
             [4 + n, ...].
         group: Ranks over which the vocabulary is sharded.
 
     Returns:
-        Every rank's log share of the student's and of the teacher's probability, [ranks, ...] each, and the n numbers
-        of every rank, [n, ranks, ...].
+        log of the student's probability that is on each rank's ids, the same of the teacher, [ranks, ...] each, and the
+        n other numbers of every rank, [n, ranks, ...].
 
     Collectives:
         One all-gather.
@@ -286,9 +296,14 @@ def gather_pair(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """Σ p_teacher · (log p_teacher − log p_student) over the last dimension, [..., K] -> [...]; 0 where p_teacher is 0
-    (Hinton et al., arXiv:1503.02531)."""
-    return _expected(teacher_logprobs, teacher_logprobs, student_logprobs)
+    """Return Σ p_teacher · (log p_teacher - log p_student) over the last dimension, [..., K] to [...].
+
+    A term with p_teacher = 0 is 0.
+
+    Reference:
+        Hinton et al., arXiv:1503.02531.
+    """
+    return _expected_difference(teacher_logprobs, teacher_logprobs, student_logprobs)
 
 
 def reverse_kl(
@@ -297,14 +312,19 @@ def reverse_kl(
     student_neg_entropy: Tensor | None = None,
     log_outside: float = -100.0,
 ) -> Tensor:
-    """Σ p_student · (log p_student − log p_teacher) over the last dimension, [..., K] -> [...] (Gu et al.,
-    arXiv:2306.08543).
+    """Return Σ p_student · (log p_student - log p_teacher) over the last dimension, [..., K] to [...].
 
-    With student_neg_entropy [...], Σ p·log p over the full vocabulary, the log-probabilities are those at the
-    teacher's top-k, and the rest of the student counts against a teacher whose log-probability there is
-    `log_outside`.
+    Args:
+        student_logprobs: log p_student, [..., K].
+        teacher_logprobs: log p_teacher, [..., K].
+        student_neg_entropy: None if the K tokens are the full vocabulary. If they are the teacher's top-k, Σ p·log p of
+            the student over the full vocabulary, [...]. The sum then includes the other tokens.
+        log_outside: log p_teacher of each other token.
+
+    Reference:
+        Gu et al., arXiv:2306.08543.
     """
-    inside = _expected(student_logprobs, student_logprobs, teacher_logprobs)
+    inside = _expected_difference(student_logprobs, student_logprobs, teacher_logprobs)
     if student_neg_entropy is None:
         return inside
     p = student_logprobs.exp()
@@ -319,27 +339,42 @@ def mixed_kl(
     student_neg_entropy: Tensor | None = None,
     log_outside: float = -100.0,
 ) -> Tensor:
-    """weight · forward_kl + (1 − weight) · reverse_kl, [..., K] -> [...]; weight in [0, 1], else ValueError."""
+    """Return weight · forward_kl + (1 - weight) · reverse_kl, [..., K] to [...].
+
+    Raises:
+        ValueError: If `weight` is not in [0, 1].
+    """
     check_share(weight, "weight")
     reverse = reverse_kl(student_logprobs, teacher_logprobs, student_neg_entropy, log_outside)
     return weight * forward_kl(student_logprobs, teacher_logprobs) + (1 - weight) * reverse
 
 
 def generalized_jsd(student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.5) -> Tensor:
-    """beta · KL(teacher || m) + (1 − beta) · KL(student || m), m = beta · teacher + (1 − beta) · student, over the last
-    dimension, [..., K] -> [...] (arXiv:2306.13649, equation 1); beta in (0, 1), else ValueError. What the student gives
-    to tokens beyond the K meets a teacher of probability 0 there."""
+    """Return beta · KL(teacher || m) + (1 - beta) · KL(student || m), m = beta · teacher + (1 - beta) · student.
+
+    The sum is over the last dimension, [..., K] to [...], and over the tokens outside of the K, where the teacher is
+    taken to be 0. There m is (1 - beta) · student, so log student - log m is -log(1 - beta) for each of them.
+
+    Raises:
+        ValueError: If `beta` is not in (0, 1).
+
+    Reference:
+        Agarwal et al., arXiv:2306.13649, equation 1.
+    """
     check_beta(beta)
-    own, other = math.log1p(-beta), math.log(beta)
-    mixed = torch.logaddexp(student_logprobs + own, teacher_logprobs + other)
+    log_student_share, log_teacher_share = math.log1p(-beta), math.log(beta)
+    mixed = torch.logaddexp(student_logprobs + log_student_share, teacher_logprobs + log_teacher_share)
     outside = 1 - student_logprobs.exp().sum(-1)
-    inside = _expected(student_logprobs, student_logprobs, mixed) - own * outside
-    return beta * _expected(teacher_logprobs, teacher_logprobs, mixed) + (1 - beta) * inside
+    student_to_mixed = _expected_difference(student_logprobs, student_logprobs, mixed) - log_student_share * outside
+    return beta * _expected_difference(teacher_logprobs, teacher_logprobs, mixed) + (1 - beta) * student_to_mixed
 
 
-def _expected(of: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Σ exp(of) · (first − second) over the last dimension, 0 where exp(of) is 0; gradients finite there too."""
-    p = of.exp()
-    nowhere = p == 0
-    difference = torch.where(nowhere, 0, first) - torch.where(nowhere, 0, second)
+def _expected_difference(logprobs: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return Σ p · (first - second) over the last dimension, with p = exp(logprobs).
+
+    Terms with p = 0 are 0 and have finite gradients, although their log-probabilities may be -inf.
+    """
+    p = logprobs.exp()
+    is_zero = p == 0
+    difference = torch.where(is_zero, 0, first) - torch.where(is_zero, 0, second)
     return (p * difference).sum(-1)

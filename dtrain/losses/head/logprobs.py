@@ -1,7 +1,8 @@
-"""Log-probabilities of targets from hidden states and the head's weight: the logits exist one tile at a time.
+"""Log-probabilities of targets from hidden states and the head's weight. Logits are computed one tile at a time.
 
-The backward computes the tiles again: four products of the head in all, and no more memory than a tile besides the two
-gradients. For a sum with known weights, `weighted_sum` needs three products.
+The backward computes the tiles again. That makes four matrix products with the head: logits, logits again, and the
+gradients of hidden states and weight. Memory is one tile and the two gradients. For a sum with known weights,
+`weighted_sum` needs only three products.
 """
 
 from dataclasses import dataclass
@@ -18,9 +19,15 @@ from dtrain.losses.head.vocabulary import VocabShard, block
 
 @dataclass
 class TrainingSamplingParams:
-    """Filters by which completions were sampled. top_k None or −1, top_p 1.0, temperature 1.0: off.
+    """Sampling parameters of completions.
 
-    The functions here read top_k and top_p; who calls them has divided the logits by the temperature.
+    Functions of logits read `top_k` and `top_p` only: their caller has divided the logits by the temperature. Functions
+    of hidden states read all three.
+
+    Attributes:
+        top_k: Number of tokens to sample from. None, 0 or -1: all.
+        top_p: Probability mass to sample from. 1.0: all.
+        temperature: Divides the logits.
     """
 
     top_k: int | None = None
@@ -29,7 +36,7 @@ class TrainingSamplingParams:
 
 
 def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None) -> bool:
-    """Return whether `sampling_params` leave any token out."""
+    """Return whether `sampling_params` exclude tokens from sampling."""
     if sampling_params is None:
         return False
     top_k, top_p = sampling_params.top_k, sampling_params.top_p
@@ -37,12 +44,12 @@ def need_top_k_or_top_p_filtering(sampling_params: TrainingSamplingParams | None
 
 
 class HeadLogprobs(NamedTuple):
-    """Values per token, shaped as the targets. They are 0 where there is no target.
+    """Values per token, in the shape of the targets. 0 at positions without a target.
 
     Attributes:
-        logprobs: log p(target), differentiable.
-        entropy: -Σ p·log p, differentiable. None if it was not asked for.
-        log_p2: log Σ p², without gradient. None if it was not asked for.
+        logprobs: log p(target). Differentiable.
+        entropy: -Σ p·log p. Differentiable. None if it was not requested.
+        log_p2: log Σ p², without gradient. None if it was not requested.
     """
 
     logprobs: Tensor
@@ -65,25 +72,26 @@ def logprobs_from_hidden_states(
 ) -> HeadLogprobs:
     """Compute log softmax(softcap · tanh(hidden · weightᵀ / softcap) / temperature) at targets.
 
-    Values, products and sums are computed in max(float32, the dtypes). Gradients come in the inputs' dtypes; the
-    weight's is summed in the compute dtype. The backward may run any number of times.
+    Everything is computed in max(float32, the dtypes), and the weight's gradient is summed over the tiles in that
+    dtype. The gradients are returned in the dtypes of the inputs. The backward may run any number of times.
 
     Args:
         hidden: Hidden states [..., D], any floating dtype.
         weight: The head's weight [V, D], or with `shard` this rank's rows of it.
         targets: Ids of the full vocabulary [...], int64, the same on every rank. A target outside [0, V), -100
-            included, gives 0 everywhere and no gradient, whatever its hidden state holds.
+            included, gives values of 0 and no gradient, even if its hidden state is NaN.
         temperature: Divides the logits.
-        softcap: The softcap of the logits. None for none.
+        softcap: See `sources.Scaling`. None: no softcap.
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
         entropy: Whether to compute the entropy.
         log_p2: Whether to compute log Σ p².
-        index: Flat positions that have a target, [T] int64, each once. Whoever knows them on the host saves a GPU the
-            work on the others. Without it a CPU finds them, and a GPU, which would have to stop for that, computes all.
-        tile: Tokens and ids of the largest tile of logits. None for the usual size.
+        index: Flat positions that have a target, [T] int64, each once. Only these are computed. None: on a CPU the
+            positions are searched. On a GPU all positions are computed, because a search would wait for the device.
+        tile: Tokens and ids of the largest tile of logits. None: `vocabulary.block`.
 
     Returns:
-        The values on every rank. Gradients are the shard's own: hidden's must still be summed over the group.
+        The values, on every rank. The gradient of `weight` is complete. The gradient of `hidden` is this rank's part
+        and must be summed over the group.
 
     Raises:
         ValueError: If the temperature or the softcap is not positive.
@@ -107,26 +115,33 @@ def logprobs_from_hidden_states(
     wanted = Wanted(neg_entropy=entropy or log_p2, squares=log_p2)
     values = softmax_rows(make_source, flat, weight, ids=ids, shard=shard, wanted=wanted)
 
-    def placed(value: Tensor) -> Tensor:
+    def in_shape_of_targets(value: Tensor) -> Tensor:
+        """Scatter the values of `index` [T] to the shape of the targets, with 0 elsewhere."""
         return value.new_zeros(flat_targets.shape).index_copy(0, index, value).view(targets.shape)
 
     return HeadLogprobs(
-        logprobs=placed(values.logprobs.squeeze(-1)),
-        entropy=placed(-values.neg_entropy) if entropy and values.neg_entropy is not None else None,
-        log_p2=None if values.log_p2 is None else placed(values.log_p2),
+        logprobs=in_shape_of_targets(values.logprobs.squeeze(-1)),
+        entropy=in_shape_of_targets(-values.neg_entropy) if entropy and values.neg_entropy is not None else None,
+        log_p2=None if values.log_p2 is None else in_shape_of_targets(values.log_p2),
     )
 
 
 def _tile_size(tokens: int, device_type: str) -> tuple[int, int]:
-    """Return the tokens and the ids of a tile. The largest block of logits has a fixed number of elements: of few
-    tokens a tile has more ids."""
+    """Return the number of tokens and of ids of a tile.
+
+    A tile has a fixed number of elements, so if there are few tokens it has more ids. For example, on a CPU: 512 tokens
+    and 1,024 ids, or 64 tokens and 8,192 ids.
+    """
     most_rows, columns = block(device_type)
     rows = max(1, min(most_rows, tokens))
     return rows, max(columns, most_rows * columns // rows)
 
 
 def _positions_with_target(targets: Tensor, vocab_size: int | None) -> Tensor:
-    """Return the positions of targets [N] that are ids, as far as this is known; on a GPU all positions."""
+    """Return the positions of targets [N] that are ids; on a GPU all positions.
+
+    Without `vocab_size`, targets beyond the vocabulary are included. `softmax_rows` gives them a value of 0.
+    """
     if targets.is_cuda:
         return torch.arange(len(targets), device=targets.device)
     has_target = targets >= 0

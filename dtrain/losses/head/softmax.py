@@ -4,6 +4,24 @@ Training and the functions of `dtrain.losses` both use it. There are three sourc
 reads given logits. `sources.HeadLogits` computes them tile by tile from hidden states and the head's weight, so that
 the full logits never exist. `filtered.FilteredRows` exchanges and filters those of another source.
 
+Example: one token with hidden state h = [1, 2], a vocabulary of three ids on two ranks, and the loss log p(id 2).
+
+                                  rank 0, ids 0 and 1          rank 1, id 2
+    weight                        [1, 0]    [1, 1]             [0, 1]
+    logits z = h · weightᵀ         1         3                  2
+    m, l, z at the target         3, 0.127, 0 (not here)       2, 0, 2
+
+    all-gather                    m = 3, l = 0.408, z at the target = 2, so log p(id 2) = 2 - 3 - 0.408 = -1.408
+
+    p = exp(z - m - l)            0.090     0.665              0.245
+    dL/dz = [id is 2] - p        -0.090    -0.665              0.755
+    dL/dweight = dzᵀ · h          [-0.090, -0.180]             [0.755, 1.511]
+                                  [-0.665, -1.330]
+    dL/dh, this rank's part       [-0.755, -0.665]             [0, 0.755]
+
+Both ranks have the same loss. Each row of the weight's gradient is complete, because its rank has that id for all
+tokens. The hidden state's gradient is the sum of the two parts, [-0.755, 0.090].
+
 **Forward.** `tile_statistics` computes for each row of a tile the maximum m, l = log Σ exp(z - m), the logits at given
 ids, and on request Σ p·log p, Σ p² and more. If the vocabulary is sharded, `merge_over` merges these few numbers with
 one all-gather. After that every rank knows log Σ exp z = m + l of the full vocabulary for every row.
@@ -13,28 +31,26 @@ M = the mean of log p over all V ids. Their derivatives are
 
     d log p(id) / dz_v = [v = id] - p_v        dE / dz_v = p_v · (log p_v - E)        dM / dz_v = 1/V - p_v
 
-With g_k = dL/d log p(id_k), h = dL/dE and s = dL/dM, the chain rule gives one formula for all losses. Its four numbers
-per row are the fields of `RowGradient`:
+With g_k = dL/d log p(id_k), e = dL/dE and s = dL/dM, the chain rule gives one formula for all losses. Its coefficients
+for a row are the fields of `GradientCoefficients`:
 
-    dL/dz_v = p_v · (a + b · log p_v) + d + Σ_k c_k · [v = id_k]
+    dL/dz_v = p_v · (a + b · log p_v) + Σ_k c_k · [v = id_k] + d
 
-    by_p      a   = -Σ_k g_k - h · E - s
-    by_log_p  b   = h
-    at_ids    c_k = g_k
-    of_each   d   = s / V
+    times_p         a   = -Σ_k g_k - e · E - s
+    times_p_log_p   b   = e
+    at_ids          c_k = g_k
+    at_all_ids      d   = s / V
+
+In the example g = 1 and e = s = 0, so a = -1, c = 1 and b = d = 0.
 
 `gradient_of_logits` and `gradient_of_exps` evaluate the formula. Each rank does it for its own ids only, from the
-merged m and l, so dz needs no communication. For example, three ids on two ranks, z = [1, 3 | 2] and the loss
-log p(id 2): m = 3, l = 0.408 and p = [0.090, 0.665 | 0.245], so rank 0 computes dz = [-0.090, -0.665] and rank 1
-computes dz = [1 - 0.245].
+merged m and l, so dz needs no communication. From dz, `HeadLogits` computes the gradient of the weight,
+dzᵀ · hidden [V/tp, D], and this rank's part of the gradient of the hidden states, dz · weight [N, D]. The model's
+tensor parallel sums these parts over the ranks (`parallel.tensor.Stack.forward`).
 
-From dz, `HeadLogits` computes the gradient of the weight, dzᵀ · hidden [V/tp, D], which is complete, because a rank has
-all rows of its ids, and the gradient of the hidden states, dz · weight [N, D], which is only this rank's part of a sum
-over the ranks. The model's tensor parallel computes that sum (`parallel.tensor.Stack.forward`).
-
-If the gradient by log p is known only later, `softmax_rows` computes the tiles again in its backward. If a loss is a
-sum over tokens whose weights are known beforehand, `FormedSum` adds up the gradient during the forward, which saves
-one product with the head.
+There are two ways to compute dL/d log p. `softmax_rows` is for losses that autograd differentiates: its backward
+receives dL/d log p, and computes the tiles a second time. `FormedSum` is for sums over tokens whose weights are known
+before the forward, as in SFT: the gradient is added up during the forward, which saves one product with the head.
 """
 
 from collections.abc import Callable
@@ -60,22 +76,22 @@ from dtrain.losses.head.vocabulary import (
     pick,
 )
 
-# Below this, p = exp(log p) is 0 in float64, too. A log p of -inf is replaced by it before a product with p, because
-# 0 · -inf is not a number.
+# exp of this number is 0 in float64, too. A log p of -inf is replaced by it before a product with p, because 0 · -inf
+# is NaN.
 _LOG_OF_ZERO = -1e4
 
-# ---- the two functions of a tile
+# ---- forward and backward of a tile
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Optional results of `tile_statistics`.
+    """Which optional results `tile_statistics` computes.
 
     Attributes:
         neg_entropy: Σ p·log p.
-        squares: Σ p²; only together with `neg_entropy`.
+        squares: Σ p². Requires `neg_entropy`.
         logit_sum: Σ z.
-        is_argmax: Whether the first id is the argmax, the lowest of equal ones.
+        is_argmax: Whether the first id is the argmax. Among equal logits, the lowest id is the argmax.
     """
 
     neg_entropy: bool = False
@@ -88,10 +104,10 @@ class TileStatistics(NamedTuple):
     """Statistics of a tile of t rows over this rank's part of the vocabulary.
 
     Attributes:
-        stats: m, l and on request Σ p·log p and Σ p², [2..4, t]: `Stats(*stats)` names them.
-        at_ids: The logits at the ids, 0 where another rank has the id, [t, k].
-        logit_sum: Σ z, [t], or None.
-        is_argmax: 1 or 0, [t], or None.
+        stats: m, l and on request Σ p·log p and Σ p², packed as [2 to 4, t]. `Stats(*stats)` unpacks them.
+        at_ids: The logits at the ids, [t, k]. 0 for ids of other ranks.
+        logit_sum: Σ z, [t]. None if it was not requested.
+        is_argmax: 1 or 0, [t]. None if it was not requested.
     """
 
     stats: Tensor
@@ -104,14 +120,14 @@ class TileStatistics(NamedTuple):
 def tile_statistics(
     logits: Tensor, columns: Tensor, is_mine: Tensor, wanted: Wanted, overwrite: bool = False
 ) -> TileStatistics:
-    """Compute the statistics of a tile.
+    """Compute the statistics of a tile of t rows and v ids.
 
     Args:
         logits: [t, v].
         columns: Columns of the ids, [t, k].
-        is_mine: Whether they are in this tile, [t, k].
-        wanted: What to compute besides.
-        overwrite: Whether to leave exp(z - m) in the memory of the logits, for `gradient_of_exps`. Not together with
+        is_mine: Whether the ids are in this tile, [t, k].
+        wanted: Which optional statistics to compute.
+        overwrite: Store exp(z - m) in the memory of `logits`, for `gradient_of_exps`. Not together with
             `wanted.neg_entropy`, whose sum needs z - m and exp(z - m) at the same time.
     """
     at_ids = pick(logits, columns, is_mine, logits.dtype)
@@ -132,75 +148,82 @@ def tile_statistics(
     return TileStatistics(stats.pack(), at_ids, logit_sum, is_argmax)
 
 
-class RowGradient(NamedTuple):
-    """The numbers per row of the gradient's formula (see the module's docstring).
+class GradientCoefficients(NamedTuple):
+    """Coefficients of dL/dz for each row of a tile. The module's docstring has the formula.
 
     Attributes:
-        by_p: a, [t, 1].
-        at_ids: c, [t, k]; 0 where another rank has the id.
-        by_log_p: b, [t, 1]. None for 0.
-        of_each: d, [t, 1]. None for 0.
+        times_p: a, [t, 1].
+        at_ids: c, [t, k]. 0 for ids of other ranks.
+        times_p_log_p: b, [t, 1]. None means 0.
+        at_all_ids: d, [t, 1]. None means 0.
     """
 
-    by_p: Tensor
+    times_p: Tensor
     at_ids: Tensor
-    by_log_p: Tensor | None = None
-    of_each: Tensor | None = None
+    times_p_log_p: Tensor | None = None
+    at_all_ids: Tensor | None = None
 
 
 @Fused
 def gradient_of_logits(
     logits: Tensor,
     lse: Tensor,
-    of_rows: RowGradient,
+    coefficients: GradientCoefficients,
     columns: Tensor,
     scaling: Scaling,
     dtype: torch.dtype,
     overwrite: bool = False,
 ) -> Tensor:
-    """Compute the gradient by the products [t, v] behind a tile of logits.
+    """Compute the gradient with respect to hidden · weightᵀ, before softcap and temperature, from a tile's logits.
 
     Args:
         logits: [t, v].
-        lse: m and l of the full vocabulary, [t, 2]. (A compiled function varies in all sizes but the last.)
-        of_rows: The numbers of each row.
-        columns: The ids' columns, [t, k].
-        scaling: From products to logits.
+        lse: m and l of the full vocabulary, [t, 2]. (One tensor with the rows first, because the compiled function
+            accepts any size in every dimension but the last.)
+        coefficients: Of each row.
+        columns: Columns of the ids, [t, k].
+        scaling: Softcap and temperature that made the logits.
         dtype: The dtype of the result.
         overwrite: Whether the memory of the logits may be overwritten.
+
+    Returns:
+        [t, v].
     """
     m, l = lse.split(1, 1)  # noqa: E741
     slope = scaling.slope(logits)
     exps = _shifted(logits, m, overwrite).exp_()
-    return _gradient(exps, -l, of_rows, columns, slope, dtype)
+    return _gradient(exps, -l, coefficients, columns, slope, dtype)
 
 
 @Fused
 def gradient_of_exps(
     exps: Tensor,
     log_scale: Tensor,
-    of_rows: RowGradient,
+    coefficients: GradientCoefficients,
     columns: Tensor,
     slope: Tensor | float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient by the products [t, v] from what `tile_statistics` left of a tile.
+    """Compute the same as `gradient_of_logits` from the exps that `tile_statistics(..., overwrite=True)` stored.
 
     Args:
         exps: exp(z - m'), [t, v], where m' is the largest logit of the row on this rank. Overwritten.
-        log_scale: m' - m - l, [t, 1], with m and l of the full vocabulary. So log p = (z - m') + log_scale.
-        of_rows: As in `gradient_of_logits`.
-        columns: As there.
+        log_scale: m' - m - l, [t, 1], with m and l of the full vocabulary, so that log p = (z - m') + log_scale.
+        coefficients: Of each row.
+        columns: Columns of the ids, [t, k].
         slope: d logits / d product, as `Scaling.slope` returns it.
-        dtype: As there.
+        dtype: The dtype of the result.
+
+    Returns:
+        [t, v].
     """
-    return _gradient(exps, log_scale, of_rows, columns, slope, dtype)
+    return _gradient(exps, log_scale, coefficients, columns, slope, dtype)
 
 
 def _gradient(
     exps: Tensor,
     log_scale: Tensor,
-    of_rows: RowGradient,
+    coefficients: GradientCoefficients,
     columns: Tensor,
     slope: Tensor | float | None,
     dtype: torch.dtype,
@@ -210,42 +233,42 @@ def _gradient(
     p = exps · exp(log_scale) and log p = log exps + log_scale.
     """
     scale = log_scale.exp()
-    if of_rows.by_log_p is None:
-        grad = exps.mul_(of_rows.by_p * scale)  # p · a
+    if coefficients.times_p_log_p is None:
+        grad = exps.mul_(coefficients.times_p * scale)  # p · a
     else:
         # p · (a + b · log p). log p is -inf where exps is 0, and 0 · -inf would be NaN.
         log_p = exps.log().add_(log_scale).clamp_(min=_LOG_OF_ZERO)
-        grad = log_p.mul_(of_rows.by_log_p).add_(of_rows.by_p).mul_(exps).mul_(scale)
-    if of_rows.of_each is not None:
-        grad.add_(of_rows.of_each)
-    add_at_(grad, columns, of_rows.at_ids)
+        grad = log_p.mul_(coefficients.times_p_log_p).add_(coefficients.times_p).mul_(exps).mul_(scale)
+    if coefficients.at_all_ids is not None:
+        grad.add_(coefficients.at_all_ids)
+    add_at_(grad, columns, coefficients.at_ids)
     return (grad if slope is None else grad.mul_(slope)).to(dtype)
 
 
 def _shifted(logits: Tensor, m: Tensor, overwrite: bool) -> Tensor:
-    """Return logits [t, v] - m [t, 1], in the logits' own memory or a new tensor."""
+    """Return logits [t, v] - m [t, 1], in the memory of the logits or in a new tensor."""
     return logits.sub_(finite(m)) if overwrite else logits - finite(m)
 
 
 def log_softmax(logits: Tensor, lse: Tensor) -> Tensor:
-    """Return log p of logits [t, v], a new tensor. lse: m and l of the full vocabulary, [t, 2]."""
+    """Return log p [t, v] of logits [t, v] in a new tensor, given m and l of the full vocabulary, lse [t, 2]."""
     m, l = lse.split(1, 1)  # noqa: E741
     return (logits - finite(m)).sub_(l)
 
 
 def log_softmax_(logits: Tensor, lse: Tensor) -> Tensor:
-    """Turn logits [t, v] into log p, in place; otherwise as `log_softmax`."""
+    """Compute `log_softmax` in the memory of the logits."""
     m, l = lse.split(1, 1)  # noqa: E741
     return logits.sub_(finite(m)).sub_(l)
 
 
 def finite(m: Tensor) -> Tensor:
-    """Replace a maximum of -inf by a finite number: -inf minus it is -inf, and not NaN."""
+    """Replace a maximum of -inf by the lowest finite number, because -inf - -inf is NaN."""
     return m.clamp(min=torch.finfo(m.dtype).min)
 
 
 def _largest(logits: Tensor, columns: Tensor, is_mine: Tensor, argmax: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the largest of logits [t, v] and, with `argmax`, 1 where it is at the first of columns [t, k]."""
+    """Return the maximum of each row of logits [t, v] and, if `argmax`, 1 or 0 for "it is at columns[:, 0]"."""
     if not logits.shape[1]:
         none = logits.new_zeros(len(logits)) if argmax else None
         return logits.new_full(logits.shape[:1], -float("inf")), none
@@ -256,16 +279,16 @@ def _largest(logits: Tensor, columns: Tensor, is_mine: Tensor, argmax: bool) -> 
     return largest, is_argmax.to(largest.dtype)
 
 
-# ---- values of rows, differentiable
+# ---- differentiable values of rows; the backward computes the tiles again
 
 
 class RowValues(NamedTuple):
-    """Values of the rows of a source, the same on every rank, except that `FilteredRows` has 0 for other ranks' rows.
+    """Values of the rows of a source, identical on every rank. (With `FilteredRows`: 0 in the rows of other ranks.)
 
     Attributes:
-        logprobs: log p at the ids, [*leading, k]; 0 for an id outside the vocabulary. Differentiable.
-        neg_entropy: Σ p·log p, [*leading], differentiable; None if it was not asked for.
-        log_p2: log Σ p², [*leading], without gradient; None if it was not asked for.
+        logprobs: log p at the ids, [*leading, k]. 0 for an id outside the vocabulary. Differentiable.
+        neg_entropy: Σ p·log p, [*leading]. Differentiable. None if it was not requested.
+        log_p2: log Σ p², [*leading], without gradient. None if it was not requested.
     """
 
     logprobs: Tensor
@@ -283,23 +306,24 @@ def softmax_rows(
 ) -> RowValues:
     """Compute log p at ids, and on request Σ p·log p and log Σ p², from any source of logits.
 
-    Nothing of the logits' size is kept for the backward, which computes the tiles again.
+    The backward computes the tiles again, so no tensor as large as the logits is saved.
 
     Args:
-        make_source: Builds the source from `tensors`, in the forward and again in the backward.
-        tensors: The tensors that gradients go to.
+        make_source: Builds the source from `tensors`. Called in the forward and again in the backward.
+        tensors: Inputs of the source that receive gradients.
         ids: Ids of the full vocabulary [*leading, k], the same on every rank. An id outside it, -100 included, has
             the log-probability 0 and no gradient.
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
-        wanted: What to compute besides. None for nothing.
-        masks_rows: Whether rows without a valid id have the value 0 everywhere, and no gradient, whatever they hold.
+        wanted: Optional values to compute. None: only log p.
+        masks_rows: Whether a row without a valid id has the value 0 and no gradient, even if its logits are NaN.
 
     Returns:
-        The values. Gradients are those of this rank's part: hidden states' must still be summed over the group.
+        The values. The gradient of a weight's shard is complete. The gradient of hidden states is this rank's part and
+        must be summed over the group.
 
     Collectives:
-        One all-gather of 2 to 5 numbers per row. With k > 1 also one all-reduce of k numbers per row. None in the
-        backward. Also those of the source: `FilteredRows` has some in the forward and in the backward.
+        Forward: one all-gather of 2 to 5 numbers per row, and with k > 1 one all-reduce of k numbers per row. Backward:
+        none. `FilteredRows` has collectives of its own in both.
     """
     return RowValues(
         *_SoftmaxRows.apply(make_source, ids, shard or UNSHARDED, wanted or Wanted(), masks_rows, *tensors)
@@ -312,8 +336,8 @@ class _SoftmaxRows(torch.autograd.Function):
         source = make_source(*tensors)
         columns, is_mine = on_shard(ids, shard.start, source.columns)
         num_stats = 2 + int(wanted.neg_entropy) + int(wanted.squares)  # the fields that `Stats.pack` stacks
-        # Zeros, because a source may compute only some of the rows on this rank (`FilteredRows`). The other rows keep
-        # m = l = 0 and a logit of 0, so their log-probability is 0, and the sum over the ranks has the values of all.
+        # Initialised with zeros, because `FilteredRows` computes only some of the rows on this rank. The other rows
+        # keep m = l = 0 and a logit of 0, so their log-probability is 0. `filtered_logprobs` then sums over the ranks.
         packed = torch.zeros(num_stats, *source.leading, dtype=source.dtype, device=source.device)
         at_ids = torch.zeros(ids.shape, dtype=source.dtype, device=source.device)
         can_overwrite = source.has_own_tiles and not wanted.neg_entropy
@@ -359,27 +383,27 @@ class _SoftmaxRows(torch.autograd.Function):
         if by_logprobs is None:
             by_logprobs = torch.zeros_like(valid, dtype=source.dtype)
         by_logprobs = torch.where(valid, by_logprobs, 0).to(source.dtype)  # [*leading, k]
-        # The formula of the module's docstring: c = by_logprobs, b = by_neg_entropy and a = -Σ c - b · E.
-        by_p = -by_logprobs.sum(-1)
-        by_log_p = None
+        # Coefficients of the module's docstring: c = by_logprobs, b = by_neg_entropy and a = -Σ c - b · E.
+        times_p = -by_logprobs.sum(-1)
+        times_p_log_p = None
         if by_neg_entropy is not None:
-            by_log_p = torch.where(is_live, by_neg_entropy, 0).to(source.dtype)
-            by_p = by_p - by_log_p * torch.where(is_live, neg_entropy, 0)
+            times_p_log_p = torch.where(is_live, by_neg_entropy, 0).to(source.dtype)
+            times_p = times_p - times_p_log_p * torch.where(is_live, neg_entropy, 0)
         for index in source.indices():
             live_rows = is_live[index].flatten() if ctx.masks_rows else None
             for block in source.blocks:
                 tile = source.tile(index, block, live_rows)
                 rows = tile.index
                 block_columns, in_block = _in_block(columns, is_mine, rows, block)
-                of_rows = RowGradient(
-                    by_p=by_p[rows].reshape(-1, 1),
+                coefficients = GradientCoefficients(
+                    times_p=times_p[rows].reshape(-1, 1),
                     at_ids=torch.where(in_block, rows_of(by_logprobs, rows), 0),
-                    by_log_p=None if by_log_p is None else by_log_p[rows].reshape(-1, 1),
+                    times_p_log_p=None if times_p_log_p is None else times_p_log_p[rows].reshape(-1, 1),
                 )
                 grad = gradient_of_logits(
                     tile.logits,
                     rows_of(lse, rows),
-                    of_rows,
+                    coefficients,
                     block_columns,
                     source.scaling,
                     source.gradient_dtype,
@@ -394,19 +418,19 @@ class _SoftmaxRows(torch.autograd.Function):
 
 
 def _merge_with_ids(stats: Stats, columns: int, shard: VocabShard, at_ids: Tensor) -> tuple[Merged, Tensor]:
-    """Merge statistics over ranks, and sum the logits at ids [*leading, k], each of which one rank has."""
+    """Merge statistics over ranks, and sum the logits at ids [*leading, k] over them: all ranks but one have 0."""
     if at_ids.shape[-1] == 1:
         merged = merge_over(stats, columns, shard.group, at_ids.squeeze(-1)[None])
         return merged, merged.extra.squeeze(0).unsqueeze(-1)
     merged = merge_over(stats, columns, shard.group)
     if at_ids.shape[-1] > 1 and group_size(shard.group) > 1:
-        # Fewer bytes than k numbers of every rank in the all-gather.
+        # An all-reduce receives k numbers per row. Within the all-gather each rank would receive ranks · k.
         dist.all_reduce(at_ids, group=shard.group)
     return merged, at_ids
 
 
 def _in_block(columns: Tensor, is_mine: Tensor, index: Index, block: slice) -> tuple[Tensor, Tensor]:
-    """Return the ids' columns within a tile, [t, k], and whether they are there; column 0 where not."""
+    """Return the ids' columns within a block [t, k], and whether the ids are in it. Column 0 if not."""
     block_columns, in_block = on_shard(rows_of(columns, index), block.start, block.stop - block.start)
     return block_columns, in_block & rows_of(is_mine, index)
 
@@ -415,12 +439,13 @@ def _in_block(columns: Tensor, is_mine: Tensor, index: Index, block: slice) -> t
 
 
 class FormedSum:
-    """A loss that is a sum over tokens of hidden states and a head, whose gradient is formed in the forward.
+    """A sum over tokens whose gradient is computed in the forward, tile by tile, while each tile's logits exist.
 
-    Make it outside of `torch.no_grad`: it looks whether the caller wants gradients.
+    Usage: create it (outside of `torch.no_grad`, because it checks whether gradients are enabled), then for each tile
+    add to the sum, and if `wants_gradient` call `source.add_gradient`. Finally return `with_gradient(total)`.
 
     Attributes:
-        source: The logits, tile by tile. The loss adds gradients to it if `wants_gradient`.
+        source: The logits, tile by tile.
         wants_gradient: Whether hidden states or weight need a gradient.
     """
 
@@ -431,7 +456,7 @@ class FormedSum:
         source.begin_gradients(needed)
 
     def with_gradient(self, total: Tensor) -> Tensor:
-        """Return `total`, a scalar, as a tensor whose backward returns the gradients that were added."""
+        """Return `total`, a scalar, with a backward that returns the added gradients times its upstream gradient."""
         if not self.wants_gradient:
             return total
         return _WithGradient.apply(*self.source.inputs, total, *self.source.take_sums())
@@ -445,9 +470,9 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        # In place and once: a copy of [V, D] would be the step's peak of memory.
+        # The gradients are scaled in place, so this works only once. A copy of [V, D] would be the step's peak memory.
         if ctx.gradient is None:
-            raise RuntimeError("this loss forms its gradient once; compute it again for a second backward")
+            raise RuntimeError("this loss can be differentiated once. Compute it again for a second backward")
         (hidden_grad, weight_grad), ctx.gradient = ctx.gradient, None
         if hidden_grad is not None:
             hidden_grad.mul_(upstream.to(hidden_grad.dtype))

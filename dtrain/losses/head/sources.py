@@ -1,7 +1,23 @@
-"""Sources of logits: given ones, and those of hidden states and a head, tile by tile.
+"""Sources of logits: existing logits, and logits that are computed tile by tile from hidden states and a head.
 
-A source divides its rows into tiles, computes the logits of a tile when it is asked for them, and adds up the gradients
-of what they come from. `softmax` has the functions of a tile.
+A source divides its rows into tiles, computes the logits of one tile per call, and accumulates the gradients of its
+inputs. `softmax` has the functions that read a tile. A forward and a backward over a source are
+
+    for index in source.indices():                      # rows
+        for block in source.blocks:                     # ids; most sources have one block with all of them
+            tile = source.tile(index, block)            # logits [t, v]
+            ...                                         # statistics of the tile
+
+    source.begin_gradients(needed)
+    for index in source.indices():
+        for block in source.blocks:
+            tile = source.tile(index, block)            # the same logits once more
+            source.add_gradient(tile, grad)             # grad [t, v]
+    hidden_grad, weight_grad = source.gradients()
+
+Example: `HeadLogits` of 5 tokens, D = 2 and a weight [6, 2] with max_rows=2 and max_columns=4 has the rows 0:2, 2:4 and
+4:5, each with the ids 0:4 and 4:6. A tile is hidden [2, 2] · weight[0:4]ᵀ, so the largest one is [2, 4] instead of [5,
+6].
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,13 +43,16 @@ Index = Any  # selects the rows of a tile: a slice, or a tuple of integers and a
 
 @dataclass(frozen=True)
 class Scaling:
-    """From products of hidden states and the head's weight to logits.
+    """Softcap and temperature of logits.
 
-    logits = softcap · tanh(product / softcap) / temperature, without the tanh if `softcap` is None (Gemma 2,
-    arXiv:2408.00118, section 2).
+    With product = hidden · weightᵀ, logits = softcap · tanh(product / softcap) / temperature, or product / temperature
+    if `softcap` is None.
 
     Raises:
         ValueError: If the temperature or the softcap is not positive.
+
+    Reference:
+        Softcap: Gemma 2, arXiv:2408.00118, section 2.
     """
 
     temperature: float = 1.0
@@ -44,17 +63,17 @@ class Scaling:
             raise ValueError(f"temperature={self.temperature} and softcap={self.softcap} must be positive")
 
     def logits_(self, product: Tensor) -> Tensor:
-        """Turn products [t, V] into logits, in place."""
+        """Convert products [t, V] to logits, in place."""
         if self.softcap is not None:
             product.div_(self.softcap).tanh_().mul_(self.softcap)
         return product if self.temperature == 1.0 else product.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return d logits / d product at logits [t, V]: a new tensor [t, V] or a number. None stands for 1."""
+        """Return d logits / d product at logits [t, V], as a new tensor [t, V] or a number. None means 1."""
         if self.softcap is None:
             return None if self.temperature == 1.0 else 1.0 / self.temperature
-        # logits = softcap · tanh / temperature has the slope (1 - tanh²) / temperature. At logits of -inf, which a
-        # filter sets, the clamp makes tanh -1 and the slope 0.
+        # The derivative of softcap · tanh(product / softcap) / temperature is (1 - tanh²) / temperature. Top-k and
+        # top-p set logits to -inf. The clamp makes tanh -1 there, and the slope 0.
         tanh = (logits * (self.temperature / self.softcap)).clamp_(-1, 1)
         return tanh.square_().sub_(1).mul_(-1.0 / self.temperature)
 
@@ -65,9 +84,9 @@ class Tile(NamedTuple):
     Attributes:
         index: Which rows of the source.
         block: Which of this rank's ids.
-        logits: [t, v] in the compute dtype. The receiver may overwrite them if the source `has_own_tiles`.
-        rows: The hidden states [t, D] that they were computed from; [t, 0] for given logits.
-        part: The tile that this one was made from, without its logits. None for most sources.
+        logits: [t, v] in the compute dtype. The caller may overwrite them if the source `has_own_tiles`.
+        rows: The hidden states that the logits were computed from, [t, D]. [t, 0] for `GivenLogits`.
+        part: The tile of another source that `FilteredRows` made this one from, without its logits. Else None.
     """
 
     index: Index
@@ -77,23 +96,23 @@ class Tile(NamedTuple):
     part: "Tile | None" = None
 
     def without_logits(self) -> "Tile":
-        """Return the tile for `add_gradient`, which does not read the logits: their memory is free for its products."""
+        """Drop the logits before `add_gradient`, which does not read them, to free memory for its matrix products."""
         return self._replace(logits=torch.empty(0, dtype=self.logits.dtype, device=self.logits.device))
 
 
 class LogitSource(Protocol):
-    """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of what they come from.
+    """Logits [*leading, v] of this rank's part of a vocabulary, and the gradients of the source's inputs.
 
     Attributes:
         leading: The shape of the rows.
         columns: The number of ids, v.
         blocks: The ids of the tiles that make up a row. Most sources have one block with all ids.
         dtype: The dtype of the tiles.
-        device: Their device.
-        scaling: From products to logits.
-        has_own_tiles: Whether tiles are new memory, and not a view of given logits.
-        exact_dtype: The narrowest dtype that has the values of the tiles, in which they may be sent.
-        gradient_dtype: The dtype in which `add_gradient` takes a gradient.
+        device: The device of the tiles.
+        scaling: Softcap and temperature.
+        has_own_tiles: Whether tiles are new memory, and not a view of the caller's logits.
+        exact_dtype: The narrowest dtype that represents the values of the tiles exactly. They are sent in it.
+        gradient_dtype: The dtype of gradients that `add_gradient` accepts.
     """
 
     leading: torch.Size
@@ -111,36 +130,39 @@ class LogitSource(Protocol):
         ...
 
     def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
-        """Compute a tile. Rows that are not live [t] may hold anything, and get a gradient of 0.
+        """Compute a tile.
 
-        The tile's own index may select fewer rows than `index`, if other ranks compute the others.
+        Args:
+            index: The rows, from `indices`. `Tile.index` selects fewer of them if other ranks compute the others.
+            block: The ids, from `blocks`.
+            is_live: [t] bool, False for rows without a target. Their inputs may be NaN, and their gradient will be 0.
         """
         ...
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
-        """Allocate gradients of the source's tensors, each if it is needed."""
+        """Allocate the gradients of those of the source's input tensors that need one."""
         ...
 
     def add_gradient(self, tile: Tile, grad: Tensor) -> None:
-        """Add the gradient by the products behind a tile of logits, [t, v] in `gradient_dtype`.
+        """Add the gradient with respect to a tile's hidden · weightᵀ, [t, v] in `gradient_dtype`.
 
-        The blocks of a row come one after the other, and each row comes once.
+        Called once for every row and block. All blocks of some rows are added before those of the next rows.
         """
         ...
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the source's tensors."""
+        """Return the gradients of the source's input tensors, None for those that need none."""
         ...
 
 
 class GivenLogits:
-    """Logits that exist, [..., v] of any floating dtype and strides.
+    """Existing logits, [..., v].
 
     Args:
-        logits: This rank's part of the logits.
-        max_rows: Rows per tile. None for a size that stays in a CPU's cache.
+        logits: This rank's part of the logits, any floating dtype and strides.
+        max_rows: Rows per tile. None: as many as fit a CPU's cache.
         scaling: Applied to the logits.
-        flatten: Whether the rows have one leading dimension, in place of those of `logits`.
+        flatten: Whether to flatten the leading dimensions of `logits` to one.
     """
 
     def __init__(
@@ -189,22 +211,22 @@ class GivenLogits:
 
 
 class HeadLogits:
-    """Logits hidden · weightᵀ of some positions, which exist one tile at a time.
+    """Logits hidden · weightᵀ of some positions, computed one tile at a time.
 
-    On a GPU products take their operands as they are, and sum in float32. A CPU would round to the operands' dtype, so
-    they are cast to the compute dtype there.
+    On a GPU a product of bfloat16 operands is summed and returned in float32. A CPU would round the result to bfloat16,
+    so there the operands are cast to the compute dtype first.
 
     Args:
-        hidden: Hidden states [N, D].
+        hidden: Hidden states, [N, D].
         weight: This rank's part of the head's weight, [V/tp, D].
-        index: The positions whose logits are wanted, [T] int64, each at most once.
-        scaling: From products to logits.
+        index: The positions to compute logits for, [T] int64, each at most once.
+        scaling: Softcap and temperature.
         max_rows: Rows per tile.
-        max_columns: Ids per tile. None for all of them.
-        dtype: The dtype of the logits. None for max(float32, the operands' dtypes).
+        max_columns: Ids per tile. None: all of them.
+        dtype: The dtype of the logits. None: max(float32, the operands' dtypes).
 
     Attributes:
-        inputs: `hidden` and `weight` as they were given, with their graph.
+        inputs: `hidden` and `weight` with their autograd graph.
     """
 
     def __init__(
@@ -231,8 +253,8 @@ class HeadLogits:
         step = max(1, max_columns or self.columns)
         starts = range(0, max(1, self.columns), step)
         self.blocks: Sequence[slice] = [slice(start, min(start + step, self.columns)) for start in starts]
-        # One block is read for every tile, so it is cast once. Of several blocks each is cast for its tiles, because a
-        # copy of the full weight would be larger than a tile.
+        # If there is one block, every tile reads it, so it is cast once. If there are several, each is cast when a tile
+        # needs it, because a copy of the full weight would be larger than a tile.
         self._cast_weight = self.weight.to(self.gradient_dtype) if len(self.blocks) == 1 else None
         self._rows_grad: Tensor | None = None  # of the rows whose blocks are being added
         self._hidden_grad: Tensor | None = None
@@ -252,14 +274,14 @@ class HeadLogits:
         return Tile(index, block, logits, rows)
 
     def _operand(self, block: slice) -> Tensor:
-        """Return rows of the weight in the dtype in which products take them."""
+        """Return rows of the weight in the dtype of the products' operands."""
         if self._cast_weight is not None:
             return self._cast_weight
         return self.weight[block].to(self.gradient_dtype)
 
     def begin_gradients(self, needed: Sequence[bool]) -> None:
         needs_hidden, needs_weight = needed
-        # Zeros where no token is: a rank without any takes part in the reduction of gradients all the same.
+        # Zeros and not None, even if this rank has no token: FSDP reduces the gradient over all ranks.
         self._hidden_grad = torch.zeros_like(self.hidden) if needs_hidden else None
         self._weight_grad = None
         if needs_weight:
@@ -282,33 +304,38 @@ class HeadLogits:
         return self._hidden_grad, None if weight_grad is None else weight_grad.to(self.weight.dtype)
 
     def take_sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients as they were summed, the weight's in the compute dtype, and forget them."""
+        """Return the gradients, the weight's still in the compute dtype, and drop the references to them."""
         sums = self._hidden_grad, self._weight_grad
         self._hidden_grad = self._weight_grad = None
         return sums
 
 
 def head_tile_rows(columns: int, device_type: str) -> int:
-    """Return the rows of a tile of logits [rows, columns] that is a product with the head's weight."""
+    """Return the number of rows of a tile that is computed from a head's weight with `columns` ids."""
     rows = tile_rows(columns, device_type, blocks=4, least=64)
     if device_type == "cpu" or rows < 128:
         return rows
-    return round(rows / 128) * 128  # full blocks of a GPU's products
+    return round(rows / 128) * 128  # matrix products of a GPU work on blocks of 128 rows
 
 
 def tile_rows_of(weight: Tensor, shard: VocabShard) -> int:
-    """Return the rows of a tile for this rank's weight [V/tp, D], by the largest shard, so that all ranks have equal
-    tiles.
+    """Return the number of rows of a tile, the same on every rank.
+
+    Ranks have a collective for each tile, so all of them use the size that fits the largest shard.
+
+    Args:
+        weight: This rank's part of the head's weight, [V/tp, D].
+        shard: This rank's part of the vocabulary.
 
     Collectives:
-        One exchange of shard sizes on the host if `shard` does not say how large the largest one is.
+        One exchange of shard sizes on the host if `shard.largest` is None.
     """
     sizes = shard_sizes(len(weight), shard.group, weight.device) if shard.largest is None else [shard.largest]
     return head_tile_rows(max(sizes), weight.device.type)
 
 
 def as_tuple(index: Index) -> tuple[Any, ...]:
-    """Return the index of a tile as a tuple, to index further dimensions with it."""
+    """Return the index of a tile as a tuple, to combine it with the indices of other dimensions."""
     return index if isinstance(index, tuple) else (index,)
 
 

@@ -1,5 +1,8 @@
-"""A teacher's top-k tokens from its hidden states, and a student's divergence from them from the student's own: the
-logits of either exist one tile of tokens at a time. The gradient is formed in the forward, as in `weighted_sum`.
+"""Distillation from a teacher's top-k tokens: the tokens, and the student's divergence from them.
+
+Both are computed from hidden states and heads, one tile of tokens at a time. The gradient is computed in the forward,
+as in `weighted_sum`. If logits are equal, the token with the lower id comes first, on every device and every mesh,
+because runs on different meshes must distil from the same tokens.
 """
 
 from collections.abc import Callable
@@ -11,7 +14,14 @@ from torch import Tensor
 
 from dtrain.base.torch_functions import has_values
 from dtrain.losses.head.kl import check_share, forward_kl, generalized_jsd, reverse_kl
-from dtrain.losses.head.softmax import FormedSum, RowGradient, Wanted, finite, gradient_of_logits, tile_statistics
+from dtrain.losses.head.softmax import (
+    FormedSum,
+    GradientCoefficients,
+    Wanted,
+    finite,
+    gradient_of_logits,
+    tile_statistics,
+)
 from dtrain.losses.head.sources import HeadLogits, Scaling, head_tile_rows, tile_rows_of
 from dtrain.losses.head.vocabulary import (
     UNSHARDED,
@@ -31,27 +41,27 @@ from dtrain.losses.head.vocabulary import (
 def topk_logits_from_hidden_states(
     model: HeadInput, k: int, index: Tensor, *, shard: VocabShard | None = None, rows_per_tile: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k largest logits (after the softcap) of tokens, and their ids. No gradient.
+    """Return the k largest logits of tokens, after the softcap, and their ids. No gradient.
 
     Args:
         model: Hidden states and head.
-        k: The number of logits. More than the vocabulary means all of it.
-        index: The tokens' flat positions, [T].
+        k: The number of logits. Values above the size of the vocabulary mean all ids.
+        index: Flat positions of the tokens, [T].
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
-        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+        rows_per_tile: Tokens per tile of logits. None: `sources.head_tile_rows`.
 
     Returns:
         Logits in descending order, in max(float32, the dtype), and ids of the full vocabulary, int64, both [T, k], on
-        every rank. Equal logits are ordered by ascending id.
+        every rank.
 
     Raises:
         ValueError: If k < 1.
 
     Collectives:
-        One all-gather of k candidates per token and tile, one exchange of shard sizes on the host.
+        One exchange of shard sizes on the host. Per tile, one all-gather of k candidates per token.
     """
     if k < 1:
-        raise ValueError(f"k={k}: at least one token is asked for")
+        raise ValueError(f"k={k} must be at least 1")
     shard = shard or UNSHARDED
     sizes = shard_sizes(len(model.weight), shard.group, model.weight.device)
     k = min(k, sum(sizes))
@@ -66,9 +76,9 @@ def topk_logits_from_hidden_states(
     values = torch.empty(len(index), k, dtype=source.dtype, device=index.device)
     ids = torch.empty(len(index), k, dtype=torch.int64, device=index.device)
     for rows in source.indices():
-        values[rows], ids[rows] = topk_over(
-            source.tile(rows, source.blocks[0]).logits, k, shard.group, shard.start, sizes
-        )
+        tile = source.tile(rows, source.blocks[0])
+        values[rows], ids[rows] = topk_over_shards(tile.logits, k, shard.group, shard.start, sizes)
+        del tile  # before the next one is computed
     return values, ids
 
 
@@ -76,8 +86,8 @@ class TopkKlSums(NamedTuple):
     """Sums over tokens.
 
     Attributes:
-        total: The loss, with a gradient.
-        inside: The probability that the student gives to the teacher's tokens.
+        total: The loss. Differentiable.
+        inside: The student's probability of the teacher's top-k tokens.
     """
 
     total: Tensor
@@ -97,30 +107,30 @@ def topk_kl_sum_from_hidden_states(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> TopkKlSums:
-    """Sum a divergence between a teacher's top-k tokens and a student over tokens.
+    """Sum a divergence between a teacher's top-k tokens and a student over positions.
 
-    The divergences are those of `kl_sum_from_hidden_states`, which also describes gradients, and equal it if all tokens
-    are among the K. The teacher is normalised over its K tokens.
+    The divergences are those of `kl_sum_from_hidden_states`, which also describes dtypes and gradients. If K is the
+    size of the vocabulary, the results are equal. The teacher is normalised over its K tokens.
 
     Args:
         student: Hidden states and head of the student.
-        teacher_logits: The teacher's raw logits [T, K].
-        teacher_ids: Their ids of the full vocabulary, [T, K].
-        index: The tokens' flat positions [T], each at most once.
+        teacher_logits: The teacher's logits before temperature, [T, K].
+        teacher_ids: The ids of these logits in the full vocabulary, [T, K].
+        index: Flat positions of the T rows, [T], each at most once.
         forward_share: The share of the forward KL, in [0, 1].
-        jsd_beta: The teacher's share of the mixture. None for the KLs.
-        temperature: Divides the logits of both.
-        zero_outside: Whether the teacher is zero outside its K tokens. Then the student is normalised over the whole
-            vocabulary, and log 0 counts as -100 in KL(p_student || p_teacher). Otherwise the student is normalised over
-            the K tokens, too.
+        jsd_beta: The teacher's share of the mixture. None: the KLs, not the Jensen-Shannon divergence.
+        temperature: Divides the logits of both models.
+        zero_outside: True: the teacher is 0 outside its K tokens, the student is normalised over the full vocabulary,
+            and log 0 counts as -100 in KL(p_student || p_teacher). False: the student is normalised over the K tokens.
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
-        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+        rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
 
     Raises:
-        ValueError: If the share is out of range.
+        ValueError: If `forward_share` is out of range.
 
     Collectives:
-        Per tile, one all-gather of K + 2 numbers per token, K + 3 with the reverse KL.
+        Per tile, one all-gather of K + 2 numbers per token, K + 3 with the reverse KL. Also that of `tile_rows_of` if
+        `rows_per_tile` is None.
     """
     check_share(forward_share)
     shard = shard or UNSHARDED
@@ -135,7 +145,14 @@ def topk_kl_sum_from_hidden_states(
     tokens = FormedSum(source)
 
     def divergence(teacher_logits: Tensor, at_ids: Tensor, lse: Tensor, neg_entropy: Tensor | None = None) -> Tensor:
-        """Return the divergence [t] from the student's logits at the ids [t, K], its log Σ exp z [t] and Σ p·log p."""
+        """Return the divergence of each row, [t].
+
+        Args:
+            teacher_logits: [t, K].
+            at_ids: The student's logits at the teacher's ids, [t, K].
+            lse: log Σ exp z of the student over the full vocabulary, [t].
+            neg_entropy: Σ p·log p of the student over the full vocabulary, [t], if it is needed.
+        """
         teacher = (teacher_logits.to(at_ids.dtype) / temperature).log_softmax(-1)
         student = at_ids - lse[:, None] if zero_outside else at_ids.log_softmax(-1)
         if jsd_beta is not None:
@@ -162,18 +179,23 @@ def _topk_kl_sums(
     wanted: Wanted,
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of the divergence and of the probability inside; the gradient is added to `tokens`."""
+    """Return the sums of the divergence and of the student's probability of the K tokens.
+
+    The gradient is added to `tokens`. Autograd differentiates `divergence` by the few numbers per row that it reads,
+    and the coefficients of these derivatives give the gradient by all logits.
+    """
     source = tokens.source
     total = torch.zeros((), dtype=source.dtype, device=source.device)
     inside = torch.zeros_like(total)
 
-    def add(rows: slice) -> None:  # a function: nothing of a tile exists when the next one is computed
+    # A function, so that every tensor of a tile is freed before the next tile is computed.
+    def add_tile(rows: slice) -> None:
         columns, is_mine = on_shard(ids[rows], shard.start, source.columns)  # [t, K]
         tile = source.tile(rows, source.blocks[0])
         found = tile_statistics(tile.logits, columns, is_mine, wanted)
         merged = merge_over(Stats(*found.stats), source.columns, shard.group, found.at_ids.t())
         stats = merged.stats
-        at_ids = merged.extra.t() - finite(stats.m)[:, None]  # with the maximum at 0, as l has it
+        at_ids = merged.extra.t() - finite(stats.m)[:, None]  # relative to the maximum, as l is: log p = at_ids - l
         leaves = [leaf.detach().requires_grad_() for leaf in (at_ids, stats.l, stats.neg_entropy) if leaf is not None]
         with torch.enable_grad():
             values = divergence(teacher_logits[rows], *leaves)
@@ -183,54 +205,88 @@ def _topk_kl_sums(
         if not tokens.wants_gradient:
             return
         by_ids, by_lse, *by_entropy = slopes
-        by_p, by_log_p = by_lse, None
+        # d lse / dz_v = p_v, and d Σ p·log p / dz_v = p_v · (log p_v - Σ p·log p).
+        times_p, times_p_log_p = by_lse, None
         if stats.neg_entropy is not None:
-            by_log_p = by_entropy[0][:, None]
-            by_p = by_lse - by_entropy[0] * stats.neg_entropy
-        of_rows = RowGradient(by_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), by_log_p=by_log_p)
+            times_p_log_p = by_entropy[0][:, None]
+            times_p = by_lse - by_entropy[0] * stats.neg_entropy
+        coefficients = GradientCoefficients(
+            times_p[:, None], at_ids=torch.where(is_mine, by_ids, 0), times_p_log_p=times_p_log_p
+        )
         lse = torch.stack([stats.m, stats.l], -1)
         grad = gradient_of_logits(
-            tile.logits, lse, of_rows, columns, source.scaling, source.gradient_dtype, source.has_own_tiles
+            tile.logits, lse, coefficients, columns, source.scaling, source.gradient_dtype, source.has_own_tiles
         )
         tile = tile.without_logits()
         source.add_gradient(tile, grad)
 
     for rows in source.indices():
-        add(rows)
+        add_tile(rows)
     return total, inside
 
 
-def topk_over(logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The k largest of logits [..., V/tp] over all shards, descending, in the compute dtype, and their global ids
-    int64, both [..., k] on every rank, the lower of equal ones first. start: this rank's first id; sizes: of every
-    rank's shard, of which k is at most the sum. One all-gather."""
+def topk_over_shards(
+    logits: Tensor, k: int, group: Group, start: int | Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits over all shards of the vocabulary, and their ids.
+
+    Each rank sends its own k largest. For example, k = 2 and shards of 3 and 1 ids:
+
+        rank 0    logits 5 7 5    sends 7 (id 1), 5 (id 0)
+        rank 1    logits 5        sends 5 (id 3), -inf (no id)
+        sorted by id              5 (id 0), 7 (id 1), 5 (id 3), -inf
+        then by value, stable     7 (id 1), 5 (id 0)
+
+    Args:
+        logits: This rank's shard, [..., V/tp].
+        k: At most the sum of `sizes`.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        start: The first id of this rank's shard.
+        sizes: The number of ids of every rank's shard.
+
+    Returns:
+        Logits in descending order, in the compute dtype, and ids of the full vocabulary, int64, both [..., k], on every
+        rank. The lower id comes first if logits are equal.
+
+    Collectives:
+        One all-gather.
+    """
     values, ids = local_topk(logits, min(k, logits.shape[-1]))
     values, ids = values.to(compute_dtype(logits.dtype)), ids + start
     if group_size(group) == 1:
         return values, ids
     missing = min(k, max(sizes)) - values.shape[-1]
-    if missing:  # a shorter shard's list ends in entries that lose against every token
+    if missing:
+        # This shard has fewer than k ids. Fill its list with -inf and an id above all real ones.
         values = torch.nn.functional.pad(values, (0, missing), value=-float("inf"))
         ids = torch.nn.functional.pad(ids, (0, missing), value=torch.iinfo(torch.int32).max)
-    # One message: values and ids in integers of the values' width.
+    # To send both in one message, reinterpret the bits of the values as integers of the same width.
     integer = torch.int32 if values.dtype == torch.float32 else torch.int64
     message = torch.stack([values.contiguous().view(integer), ids.to(integer)])
     gathered = [torch.empty_like(message) for _ in sizes]
     dist.all_gather(gathered, message, group=group)
-    message = torch.cat(gathered, -1)  # [2, .., candidates of all]
-    ids, order = message[1].sort(-1)  # then what is no token loses against a later rank's −inf too
+    message = torch.cat(gathered, -1)  # [2, ..., candidates of all ranks]
+    # Sort by id first, so that equal values are in the order of ids for the stable sort by value. A real logit may be
+    # -inf, too: sorted by id, it comes before the entries that only fill a list.
+    ids, order = message[1].sort(-1)
     values, by_value = message[0].view(values.dtype).gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return values[..., :k], ids.gather(-1, by_value)[..., :k].long()
 
 
 def local_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of logits [..., v] and their columns [..., k], equal ones by lower column (torch.topk: by any)."""
+    """Return the k largest of logits [..., v], descending, and their columns, both [..., k].
+
+    Equal logits are ordered by column. `torch.topk` does not define their order, nor which of those that equal the k-th
+    it returns. For example, the 2 largest of [5, 7, 5] are in columns 1 and 0, and `torch.topk` may return 1 and 2.
+    """
     if logits.is_cuda or k == logits.shape[-1]:
         values, columns = logits.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], columns[..., :k]
     if not has_values(logits):
         return logits.topk(k, -1)
-    # On the CPU a look is free: only rows with equal values are sorted, and of these what is no less than the k-th.
+    # A sort of full rows is slow on a CPU. `torch.topk` of k + 1 shows which rows have equal values. Only in these
+    # rows, the logits that are at least as large as the k-th are sorted. (On a GPU the check would wait for the
+    # device.)
     values, columns = logits.topk(k + 1, -1)
     ties = (values[..., 1:] == values[..., :-1]).any(-1)
     values, columns = values[..., :k], columns[..., :k]

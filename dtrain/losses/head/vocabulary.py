@@ -1,7 +1,6 @@
-"""Parts of a vocabulary: which ids a rank has, the products that are its logits, and how statistics of parts merge.
+"""A vocabulary sharded over ranks: the ids of each rank, sizes of tiles, matrix products, and merging of statistics.
 
-The vocabulary may be sharded over ranks. A group of None, or of one rank, means that it is not; there is no collective
-then.
+A group of None, or of one rank, means that the vocabulary is not sharded. There are no collectives then.
 
 A softmax over parts needs two numbers per row of each part: the maximum m of its logits z, and l = log Σ exp(z - m).
 They are kept apart, because m + l would lose digits of l where m is large. With the parts of two ranks, for example,
@@ -28,20 +27,28 @@ from dtrain.parallel.mesh import devices_of
 
 Group = Any  # a torch ProcessGroup, or None
 
-# Largest block of logits [tokens, ids]: on a CPU core both near the cache, on a GPU few large products.
+# Tokens and ids of the largest tile of logits. On a CPU a tile stays near the size of a core's cache. On a GPU a few
+# large matrix products are faster than many small ones.
 _BLOCK = {"cpu": (512, 1024), "cuda": (4096, 32768)}
 
 
 def block(device_type: str) -> tuple[int, int]:
-    """Tokens and ids of the largest tile of logits, where both are cut."""
+    """Return the number of tokens and of ids in the largest tile, for tiles that divide both tokens and ids."""
     return _BLOCK.get(device_type, _BLOCK["cuda"])
 
 
 def tile_rows(columns: int, device_type: str, *, blocks: int = 2, least: int = 8) -> int:
-    """Rows of a tile of logits [rows, columns], where only rows are cut: of `blocks` blocks on a CPU, at least `least`.
+    """Return the number of rows of a tile that has all columns.
 
-    The defaults are for logits that are read where they lie. Tiles that are products with the head's weight take four
-    blocks and 64 rows: each reads the whole weight, and a product of few rows is bound by that.
+    For example, a CPU's block has 512 · 1024 elements, so for 65,536 ids a tile of 2 blocks has 16 rows.
+
+    Args:
+        columns: Ids on this rank.
+        device_type: "cpu", "cuda", ...
+        blocks: Size of the tile on a CPU, as a multiple of `block`. The defaults of `blocks` and `least` are for
+            existing logits. Tiles that are computed from the head's weight are larger (`sources.head_tile_rows`): every
+            tile reads the full weight, and a product with few rows is limited by that.
+        least: Smallest number of rows.
     """
     tokens, ids = block(device_type)
     elements = tokens * ids * (blocks if device_type == "cpu" else 1)
@@ -49,8 +56,15 @@ def tile_rows(columns: int, device_type: str, *, blocks: int = 2, least: int = 8
 
 
 def tiles(shape: torch.Size, rows: int) -> Iterator[tuple[int | slice, ...]]:
-    """Indices that cut the leading dimensions `shape` of a tensor into blocks of at most `rows` rows (views, whatever
-    the strides are)."""
+    """Yield indices that divide the leading dimensions of a tensor into parts of at most `rows` rows.
+
+    Indexing with integers and slices returns views for all strides. For example, shape [2, 5] and rows=3 yield
+    (0, 0:3), (0, 3:6), (1, 0:3), (1, 3:6), and shape [4, 2] and rows=4 yields (0:2,), (2:4,).
+
+    Args:
+        shape: The leading dimensions, without that of the columns.
+        rows: The largest number of rows of a part.
+    """
     if len(shape) == 0:
         yield ()
         return
@@ -79,7 +93,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] += a [m, k] @ b [k, n], total in the compute dtype; on a GPU without another [m, n] beside it."""
+    """Compute total [m, n] += a [m, k] @ b [k, n]. On a GPU this allocates no second [m, n].
+
+    Args:
+        total: In the compute dtype.
+        a: In any floating dtype, as `b`.
+        b: In any floating dtype.
+    """
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and a.dtype == b.dtype:
@@ -90,12 +110,14 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of a vocabulary. Parts may be uneven or empty, and cover the vocabulary in the order of ranks.
+    """This rank's part of a vocabulary.
+
+    Parts may be uneven or empty. Rank r + 1 begins with the id after the last one of rank r.
 
     Attributes:
         start: The first id of the part.
         group: Ranks over which the vocabulary is sharded. None if it is not.
-        largest: The size of the largest part. None: the ranks ask one another.
+        largest: The size of the largest part. None: unknown, so the ranks exchange their sizes if it is needed.
     """
 
     start: int | Tensor
@@ -107,26 +129,34 @@ UNSHARDED = VocabShard(0, None)
 
 
 class HeadInput(NamedTuple):
-    """Hidden states and the head's weight of a model, this rank's part of the vocabulary."""
+    """Input of a model's head.
 
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V/tp, D]
+    Attributes:
+        hidden: Hidden states, [N, D].
+        weight: The head's weight, this rank's part of the vocabulary, [V/tp, D].
+        softcap: Logits become softcap · tanh(logits / softcap). None: unchanged.
+    """
+
+    hidden: Tensor
+    weight: Tensor
     softcap: float | None = None
 
 
 def group_size(group: Group) -> int:
-    """Ranks in `group`; 1 for None."""
+    """Return the number of ranks in a group, 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: Group) -> int:
-    """This rank's place in `group`; 0 for None."""
+    """Return this rank's index in a group, 0 for None."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
-    """Every rank's number of columns, on the host. One all-gather of a number, on the CPU where the group can do
-    that.
+    """Return every rank's number of columns, as numbers on the host.
+
+    Collectives:
+        One all-gather of one number: on the CPU if the group has a CPU backend, else on `device`.
     """
     if group_size(group) == 1:
         return [columns]
@@ -135,22 +165,32 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
 
 
 def on_shard(ids: Tensor, start: int | Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Global ids [...] as columns [...] of a shard that begins at `start`, and whether they are there (bool [...]);
-    column 0 where not."""
+    """Convert ids of the full vocabulary to columns of a shard.
+
+    For example, for ids [1, 4, 7] and a shard of 4 columns that starts at 4: columns [0, 0, 3], [False, True, True].
+
+    Args:
+        ids: [...].
+        start: The first id of the shard.
+        columns: The number of ids of the shard.
+
+    Returns:
+        Columns [...], 0 for ids of other shards, and whether each id is in this shard, bool [...].
+    """
     local = ids - start
     is_mine = (local >= 0) & (local < columns)
     return torch.where(is_mine, local, 0), is_mine
 
 
 def pick(logits: Tensor, columns: Tensor, is_mine: Tensor, dtype: torch.dtype) -> Tensor:
-    """logits [..., v] at columns [..., k] in `dtype`, 0 where they are not mine; v may be 0."""
+    """Return logits [..., v] at columns [..., k] in `dtype`, 0 where `is_mine` [..., k] is False. v may be 0."""
     if not logits.shape[-1]:
         return torch.zeros(columns.shape, dtype=dtype, device=logits.device)
     return torch.where(is_mine, logits.gather(-1, columns).to(dtype), 0)
 
 
 def add_at_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Add values [t, k] to tile [t, v] at columns [t, k], in place; v may be 0."""
+    """Add values [t, k] to tile [t, v] at columns [t, k], in place. v may be 0."""
     if tile.shape[1]:
         tile.scatter_add_(1, columns, values)
 
@@ -162,8 +202,8 @@ class Stats:
     Attributes:
         m: The largest logit; -inf if the part is empty or all of its logits are -inf.
         l: log Σ exp(z - m) over the part; 0 where m is -inf.
-        neg_entropy: Σ p·log p of the part's own softmax. None if it was not asked for.
-        squares: Σ p² of the part's own softmax, only together with `neg_entropy`. None if it was not asked for.
+        neg_entropy: Σ p·log p, where p is the softmax over this part only. None if it was not requested.
+        squares: Σ p², where p is the softmax over this part only. None if it was not requested. Requires `neg_entropy`.
     """
 
     m: Tensor
@@ -172,7 +212,7 @@ class Stats:
     squares: Tensor | None = None
 
     def pack(self) -> Tensor:
-        """Stack the fields that are there, [2..4, ...]; `Stats(*packed)` names them again."""
+        """Stack the fields that are not None, [2 to 4, ...]. `Stats(*packed)` unpacks them."""
         return torch.stack([part for part in (self.m, self.l, self.neg_entropy, self.squares) if part is not None])
 
 
@@ -188,7 +228,7 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
     """
     m = parts.m.amax(0)
     delta = torch.where(parts.m == -float("inf"), -float("inf"), parts.m - m) + parts.l
-    # Rows whose logits are all -inf: l = 0 as in each part, so that their shares are 0 and not NaN.
+    # If all logits of a row are -inf, l is 0, as in each part. Its shares are then exp(-inf) = 0 and not NaN.
     l = torch.where(m == -float("inf"), 0, delta.logsumexp(0))  # noqa: E741
     log_share = delta - l
     share = log_share.exp()
@@ -202,13 +242,13 @@ def merge(parts: Stats) -> tuple[Stats, Tensor]:
 
 
 class Merged(NamedTuple):
-    """Statistics of the full vocabulary, bit for bit the same on every rank.
+    """Statistics of the full vocabulary, with the same bits on every rank.
 
     Attributes:
-        stats: The statistics [...].
-        extra: The sum of `extra` over ranks, [k, ...].
+        stats: The statistics, [...].
+        extra: The sum over ranks of the argument `extra`, [k, ...].
         vocab_size: The size of the vocabulary, a number or a scalar on the device.
-        at_largest: `at_largest` of the rank that has the largest logit, [j, ...].
+        at_largest: The argument `at_largest` of the rank with the largest logit, [j, ...].
     """
 
     stats: Stats
@@ -226,12 +266,15 @@ def merge_over(
         stats: Statistics of this rank's part, [...] each.
         columns: The size of this rank's part.
         group: Ranks over which the vocabulary is sharded. None if it is not.
-        extra: Numbers to sum over the ranks, [k, ...]. None for none.
-        at_largest: Numbers to take from the rank that has the largest logit of the full vocabulary, [j, ...]; of equal
-            ones the lowest rank, because ranks hold ids in their order. None for none.
+        extra: More numbers to sum over the ranks, [k, ...]. For example, the logit at the target, which is 0 on all
+            ranks but one. None: no numbers.
+        at_largest: More numbers, [j, ...], of which only those of the rank with the row's largest logit are returned.
+            For example, whether the target is the argmax of this rank's ids. If ranks have equal maxima, the lowest
+            rank counts, whose ids are lower. None: no numbers.
 
     Collectives:
-        One all-gather of 2 to 4 + k + j numbers per row.
+        One all-gather of (2 to 4) + k + j numbers per row. Summing gathered numbers in the order of the ranks gives the
+        same bits on every rank.
     """
     none = stats.m.new_empty(0, *stats.m.shape)
     extra = none if extra is None else extra

@@ -1,9 +1,17 @@
-"""Sums over tokens of a loss of log-probabilities, from hidden states and the head's weight: the full logits never
-exist.
+"""Losses of SFT from hidden states and the head's weight: sums over tokens and their gradients in one pass over tiles.
 
-If a token's weight in the sum is known when its tile is computed, as for SFT, the gradient is formed in the forward:
-three matrix products of the head instead of the four that computing tiles again in the backward costs, and no more
-memory than one tile of logits besides the two gradients.
+If a token's weight in the sum is known when its tile is computed, as for SFT, the gradient is computed in the forward.
+That takes three matrix products with the head (logits, gradient of the hidden states, gradient of the weight) instead
+of the four of `logprobs`. Memory is one tile of logits and the two gradients.
+
+One tile of t tokens on a rank with v of V ids:
+
+    tile             logits [t, v]
+    tile_statistics  m', l' [t] of this rank's ids, logits at the targets [t]; exp(z - m') replaces the logits
+    merge_over       m, l [t] of the full vocabulary, by one all-gather
+    loss, autograd   losses [t], and the derivative of each by its log p(target)
+    gradient_of_exps gradient [t, v]; it replaces exp(z - m')
+    add_gradient     two matrix products: += gradient of the hidden states [t, D] and of the weight [v, D]
 """
 
 from collections.abc import Callable
@@ -12,23 +20,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.losses.head.softmax import FormedSum, RowGradient, Wanted, finite, gradient_of_exps, tile_statistics
+from dtrain.losses.head.softmax import (
+    FormedSum,
+    GradientCoefficients,
+    Wanted,
+    finite,
+    gradient_of_exps,
+    tile_statistics,
+)
 from dtrain.losses.head.sources import HeadLogits, Scaling, tile_rows_of
 from dtrain.losses.head.vocabulary import UNSHARDED, Merged, Stats, VocabShard, compute_dtype, merge_over, on_shard
 
 TokenLossFn = Callable[[Tensor], Tensor]
-"""A loss of tokens: log-probabilities [t] to losses [t], each by its own log-probability alone. It is called tile by
-tile, and autograd gives its derivative: any differentiable function, of which what is detached is a constant. The sum
-over the global batch's trained tokens is divided by their number. `token.options` has the names and options."""
+"""A loss of single tokens: maps log-probabilities of targets [t] to losses [t].
+
+The loss of a token depends on its own log-probability only. Any differentiable function is possible, because autograd
+computes the derivative. It is called once per tile. The sum over the trained tokens of the global batch is divided by
+their number. `token.options` lists the losses by name.
+"""
 
 
 def nll(logprobs: Tensor) -> Tensor:
-    """−log p."""
+    """Return -log p [t], given log p [t]."""
     return -logprobs
 
 
 def dft(logprobs: Tensor) -> Tensor:
-    """−p · log p, p a constant (DFT: Wu et al., arXiv:2508.05629, equation 9)."""
+    """Return -p · log p [t], given log p [t]. No gradient flows through the factor p.
+
+    Reference:
+        DFT: Wu et al., arXiv:2508.05629, equation 9.
+    """
     return -logprobs.exp().detach() * logprobs
 
 
@@ -36,8 +58,8 @@ class TokenSums(NamedTuple):
     """Sums over tokens, scalars in max(float32, the dtype).
 
     Attributes:
-        loss: The loss, with a gradient.
-        correct: The number of targets that are the argmax, the lowest id of equally likely ones.
+        loss: The sum of the loss. Differentiable.
+        correct: The number of targets that are the argmax of their token's logits, the lowest id if several are equal.
     """
 
     loss: Tensor
@@ -56,24 +78,29 @@ def token_loss_sums(
     shard: VocabShard | None = None,
     rows_per_tile: int | None = None,
 ) -> TokenSums:
-    """Sum loss(log p[targets[i]]) over the tokens i, p = softmax(softcap(hidden[index[i]] · weightᵀ)), and count the
-    targets that are the argmax.
+    """Sum the loss of tokens, and count the targets that are the argmax.
+
+    The sum is Σ_i loss(log p_i[targets[i]]) with p_i = softmax(softcap(hidden[index[i]] · weightᵀ)).
+    `weighted_logprob_sum` describes dtypes and gradients.
 
     Args:
-        hidden: As in `weighted_logprob_sum`, which also describes the gradients.
-        weight: As there.
-        targets: As there.
-        index: As there.
+        hidden: Hidden states, [N, D].
+        weight: The head's weight [V, D], or with `shard` this rank's rows of it.
+        targets: Ids of the full vocabulary, [T] int64.
+        index: The rows of `hidden` that have a target, [T] int64, each at most once.
         loss: See `TokenLossFn`.
-        label_smoothing: ε in [0, 1). The loss is (1 - ε) times the loss, plus ε times the mean of -log p over the
-            vocabulary, the target included (Szegedy et al., arXiv:1512.00567, section 7).
-        softcap: As there.
-        shard: As there.
-        rows_per_tile: As there.
+        label_smoothing: ε in [0, 1). The result is (1 - ε) times the loss, plus ε times the mean of -log p over the
+            vocabulary, the target included.
+        softcap: See `sources.Scaling`. None: no softcap.
+        shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
+        rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
 
     Collectives:
-        Per tile, one all-gather of four numbers per row, five with `label_smoothing`. `tile_rows_of`'s if
+        Per tile, one all-gather of four numbers per row, or five with `label_smoothing`. Also that of `tile_rows_of` if
         `rows_per_tile` is None.
+
+    Reference:
+        Label smoothing: Szegedy et al., arXiv:1512.00567, section 7.
     """
     shard = shard or UNSHARDED
     tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
@@ -95,26 +122,26 @@ def weighted_logprob_sum(
 ) -> Tensor:
     """Sum token_weights[i] · log softmax(softcap(hidden[index[i]] · weightᵀ))[targets[i]] over the tokens i.
 
-    The sum is computed and returned in max(float32, the dtype). Gradients come in the inputs' dtypes; the weight's is
-    summed in the compute dtype over the tiles. The graph can be walked once: a second backward raises RuntimeError.
+    The sum is computed and returned in max(float32, the dtype), and the weight's gradient is summed over the tiles in
+    that dtype. Gradients are returned in the dtypes of the inputs. A second backward raises RuntimeError.
 
     Args:
-        hidden: Hidden states [N, D], any floating dtype. Rows without a target cost nothing and get a zero gradient,
-            whatever they hold.
+        hidden: Hidden states [N, D], any floating dtype. Rows without a target are not computed and have a gradient of
+            0, even if they are NaN.
         weight: The head's weight [V, D], or with `shard` this rank's rows of it; of the same dtype.
         targets: Ids of the full vocabulary [T], int64 in [0, V), the same on every rank.
-        token_weights: Constants [T]; they get no gradient.
+        token_weights: Weights of the tokens, [T], without gradient.
         index: The rows of `hidden` that have a target, [T] int64, each at most once.
-        softcap: Logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+        softcap: See `sources.Scaling`. None: no softcap.
         shard: This rank's part of the vocabulary. None if the vocabulary is not sharded.
-        rows_per_tile: Tokens whose logits exist at once. None for the usual number.
+        rows_per_tile: Tokens per tile of logits. None: `sources.tile_rows_of`.
 
     Returns:
-        The full sum on every rank, a scalar. Gradients are the shard's own: hidden's must still be summed over the
-        group.
+        The sum over all tokens, a scalar, on every rank. The gradient of `weight` is complete. The gradient of `hidden`
+        is this rank's part and must be summed over the group.
 
     Collectives:
-        One all-gather of three numbers per row and tile; `tile_rows_of`'s if `rows_per_tile` is None.
+        Per tile, one all-gather of three numbers per row. Also that of `tile_rows_of` if `rows_per_tile` is None.
     """
     shard = shard or UNSHARDED
     tokens = _formed_sum(hidden, weight, index, softcap, rows_per_tile, shard)
@@ -154,9 +181,9 @@ def _token_sums(
     *,
     counts: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sum token_weights · loss(log p), smoothed, and with `counts` count the targets that are the argmax.
+    """Sum token_weights · loss(log p) with label smoothing, and with `counts` count the targets that are the argmax.
 
-    A loss of None is log p itself. Gradients are added to `tokens`.
+    If `loss` is None, sum token_weights · log p. The gradients are added to `tokens`.
     """
     source = tokens.source
     total = torch.zeros((), dtype=source.dtype, device=targets.device)
@@ -167,7 +194,7 @@ def _token_sums(
     def add_tile(index: slice) -> None:
         tile = source.tile(index, source.blocks[0])
         columns, is_mine = on_shard(targets[index, None], shard.start, source.columns)  # [t, 1]
-        # Read before `tile_statistics`, which overwrites the logits with exp(z - m').
+        # Computed before `tile_statistics`, which overwrites the logits with exp(z - m').
         slope = source.scaling.slope(tile.logits) if tokens.wants_gradient else None
         overwrite = True
         found = tile_statistics(tile.logits, columns, is_mine, wanted, overwrite)
@@ -175,19 +202,19 @@ def _token_sums(
         sums = [found.at_ids[:, 0]]
         if found.logit_sum is not None:
             sums.append(found.logit_sum)
-        # The target is the argmax of the full vocabulary if it is that of the rank with the largest logit.
+        # The target is the argmax of the full vocabulary if it is the argmax of the rank with the largest logit.
         is_argmax = None if found.is_argmax is None else found.is_argmax[None]
         merged = merge_over(stats, source.columns, shard.group, torch.stack(sums), is_argmax)
         weights = token_weights[index]
-        values, of_rows = _values_of_rows(merged, weights, loss, smoothing, is_mine)
+        values, coefficients = _values_of_rows(merged, weights, loss, smoothing, is_mine)
         total.add_((weights * values).sum())
         if counts:
             correct.add_(merged.at_largest.sum())
         if tokens.wants_gradient:
             # log p = z - m - l = (z - m') + log_scale
             log_scale = (finite(stats.m) - finite(merged.stats.m) - merged.stats.l)[:, None]
-            grad = gradient_of_exps(tile.logits, log_scale, of_rows, columns, slope, source.gradient_dtype)
-            tile = tile.without_logits()  # frees their memory, unless `grad` is in it
+            grad = gradient_of_exps(tile.logits, log_scale, coefficients, columns, slope, source.gradient_dtype)
+            tile = tile.without_logits()  # frees the logits, unless `grad` is in their memory
             source.add_gradient(tile, grad)
 
     for index in source.indices():
@@ -197,13 +224,13 @@ def _token_sums(
 
 def _values_of_rows(
     merged: Merged, weights: Tensor, loss: TokenLossFn | None, smoothing: float, is_mine: Tensor
-) -> tuple[Tensor, RowGradient]:
-    """Return the loss of each row [t], and the numbers of its gradient times its weight.
+) -> tuple[Tensor, GradientCoefficients]:
+    """Return the loss of each row [t], and the coefficients of the gradient of weight · loss.
 
     Args:
-        merged: Statistics of the full vocabulary, with the logit at the target and, if `smoothing` is not 0, Σ z.
-        weights: The rows' weights, [t].
-        loss: See `TokenLossFn`. None for log p itself.
+        merged: Statistics of the full vocabulary. `extra` has the logit at the target and, if `smoothing` > 0, Σ z.
+        weights: The weights of the rows, [t].
+        loss: See `TokenLossFn`. None: log p.
         smoothing: ε of label smoothing.
         is_mine: Whether this rank has the target, [t, 1].
     """
@@ -214,20 +241,21 @@ def _values_of_rows(
     else:
         values, slope = _with_slope(loss, logprobs)
         by_target = weights * slope
-    by_mean, of_each = torch.zeros_like(by_target), None
+    by_mean, at_all_ids = torch.zeros_like(by_target), None
     if smoothing:
         mean_logprob = merged.extra[1] / merged.vocab_size - m - l
         values = (1 - smoothing) * values - smoothing * mean_logprob
         by_target = (1 - smoothing) * by_target
         by_mean = -smoothing * weights
-        of_each = (by_mean / merged.vocab_size)[:, None]
-    by_p = -(by_target + by_mean)
-    return values, RowGradient(by_p[:, None], at_ids=by_target[:, None] * is_mine, of_each=of_each)
+        at_all_ids = (by_mean / merged.vocab_size)[:, None]
+    times_p = -(by_target + by_mean)
+    coefficients = GradientCoefficients(times_p[:, None], at_ids=by_target[:, None] * is_mine, at_all_ids=at_all_ids)
+    return values, coefficients
 
 
 @torch.enable_grad()
 def _with_slope(loss: TokenLossFn, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses of log-probabilities [t], and their derivatives by these."""
+    """Return the losses [t] of log-probabilities [t], and the derivative of each loss by its log-probability, [t]."""
     logprobs = logprobs.detach().requires_grad_()
     values = loss(logprobs)
     (slope,) = torch.autograd.grad(values.sum(), logprobs)

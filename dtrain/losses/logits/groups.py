@@ -1,5 +1,7 @@
-"""Small helpers over the caller's groups: where a shard begins, sums, and the context-parallel helpers that NeMo-RL's
-users know, on `parallel.context.batch`'s head-tail layout.
+"""Helpers over process groups: bounds of vocabulary shards, sums, and sequences under context parallel.
+
+Sequences use the head-tail layout of `parallel.context.batch`. For example, 8 tokens on 2 ranks: rank 0 has tokens 0 1
+and 6 7, rank 1 has 2 3 and 4 5. Only `cp_shift_next` uses contiguous parts, tokens 0 to 3 and 4 to 7.
 """
 
 import torch
@@ -10,30 +12,46 @@ from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.parallel.collectives import gather_along, leave_region
 from dtrain.parallel.context.batch import gather_sequence, shard_sequence
 
-Bounds = tuple[int | Tensor, int | Tensor]  # the ids [start, end) of a shard
+Bounds = tuple[int | Tensor, int | Tensor]  # start and end of a shard's ids; the end is exclusive
 
 
-def assert_on_device(holds: Tensor, message: str) -> None:
-    """Raises RuntimeError with `message` where the scalar `holds` is false; on CUDA a device assertion, which the host
-    does not wait for."""
-    torch._assert_async(holds, message)
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Raise RuntimeError if `condition`, a bool scalar, is false. On CUDA the host does not wait for it."""
+    torch._assert_async(condition, message)
 
 
 def check_bounds(start: int | Tensor, end: int | Tensor, columns: int) -> None:
-    """Raises ValueError where bounds on the host (no scalar tensors) do not name as many ids as a shard has columns."""
+    """Check that bounds contain as many ids as a shard has columns. Scalar tensors are not checked.
+
+    Raises:
+        ValueError: If they differ.
+    """
     if not isinstance(start, Tensor) and not isinstance(end, Tensor) and end - start != columns:
         raise ValueError(
-            f"vocab_start_index={start} and vocab_end_index={end} name {end - start} ids, the logits' shard has "
+            f"vocab_start_index={start} and vocab_end_index={end} contain {end - start} ids, but the logits' shard has "
             f"{columns} columns"
         )
 
 
 def shard_bounds(logits: Tensor, rank: int | None, group: Group) -> Bounds:
-    """The ids [start, end) of this rank's shard [..., V/tp], for callers who say only its size and its rank: cut as
-    torch.chunk cuts, so every shard before the last that holds anything has the largest size.
+    """Return the bounds of this rank's ids, if the vocabulary is divided as torch.chunk does.
 
-    One max all-reduce of two numbers, on the device, no host synchronisation: the bounds are scalar tensors. A cut of
-    another kind raises RuntimeError (on CUDA a device assertion). Without a group all ids.
+    torch.chunk gives all ranks the same size, except that the last ones may have fewer ids or none. For example, 10 ids
+    over 4 ranks: 3 3 3 1. So rank r starts at r · (the largest size).
+
+    Args:
+        logits: This rank's shard, [..., V/tp].
+        rank: This rank's index in the group.
+        group: Ranks over which the vocabulary is sharded. None: this rank has all ids.
+
+    Returns:
+        The bounds. With a group of several ranks they are scalar tensors on the device, so that the host need not wait.
+
+    Raises:
+        RuntimeError: If the vocabulary is divided in another way. On CUDA it is a device assertion.
+
+    Collectives:
+        One all-reduce of two numbers.
     """
     columns = logits.shape[-1]
     if group is None:
@@ -44,19 +62,24 @@ def shard_bounds(logits: Tensor, rank: int | None, group: Group) -> Bounds:
         return 0, columns
     bounds = torch.tensor([columns, rank if columns else -1], device=logits.device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    largest, last = bounds.unbind()
+    largest, last_rank = bounds.unbind()  # the largest size, and the last rank that has any ids
     assert_on_device(
-        (largest == columns) | (last <= rank), "vocabulary shards must be cut as torch.chunk cuts: pass their bounds"
+        (largest == columns) | (last_rank <= rank),
+        "the vocabulary's shards are not those of torch.chunk: pass their bounds",
     )
     return largest * rank, largest * rank + columns
 
 
 def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
-    """Σ of x [...] over the ranks of `group`, on every rank, a new tensor; each rank's gradient passes to its own x as
-    it is.
+    """Sum x [...] over the ranks of a group, on every rank, in a new tensor.
 
-    That is the derivative where every rank goes on with the same loss. One all-reduce; x itself without a group, with a
-    group of one rank, or without torch.distributed.
+    In the backward, the gradient of the sum becomes the gradient of each rank's x, unchanged. This is the derivative if
+    every rank computes the same loss from the sum.
+
+    Without a group, with a group of one rank, or without torch.distributed, x itself is returned.
+
+    Collectives:
+        One all-reduce in the forward, none in the backward.
     """
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return x
@@ -65,24 +88,38 @@ def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
 
 @torch.no_grad()
 def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """`group_all_reduce_sum_with_grad` of x [...], for constants: no gradient."""
+    """Sum x [...] over the ranks of a group as `group_all_reduce_sum_with_grad` does, without a gradient."""
     return group_all_reduce_sum_with_grad(x, group).detach()
 
 
 class AllGatherCPTensor:
-    """The whole sequence from every cp rank's head-tail part."""
+    """Gathers a sequence from the head-tail parts of the cp ranks."""
 
     @staticmethod
     def apply(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
-        """tensor [..., S/cp, ...] -> [..., S, ...] in natural order; the tensor itself without a group.
+        """Gather a sequence in natural order.
 
-        Backward the incoming gradients are summed over cp and cut: the true derivative where every cp rank owns a loss.
-        One all-gather, backward one reduce-scatter. Raises ValueError for parts of odd length.
+        In the backward, the ranks' gradients of the full sequence are summed, and each rank receives its part. This is
+        the derivative if each cp rank has a loss of its own and the total loss is their sum.
+
+        Args:
+            tensor: This rank's head and tail chunk, [..., S/cp, ...].
+            cp_group: Ranks over which the sequence is sharded. None: returns `tensor`.
+            seq_dim: The dimension of the sequence.
+
+        Returns:
+            [..., S, ...].
+
+        Raises:
+            ValueError: If S/cp is odd.
+
+        Collectives:
+            One all-gather in the forward, one reduce-scatter in the backward.
         """
         if group_size(cp_group) == 1:
             return tensor
         if tensor.shape[seq_dim] % 2:
-            raise ValueError(f"a cp rank's part has two equal chunks; {tensor.shape[seq_dim]} tokens cannot be cut so")
+            raise ValueError(f"a cp rank has two chunks of the same length, but {tensor.shape[seq_dim]} tokens are odd")
         return gather_sequence(tensor, cp_group, seq_dim)
 
 
@@ -90,36 +127,56 @@ allgather_cp_sharded_tensor = AllGatherCPTensor.apply
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:
-    """[..., S, ...] -> this cp rank's head-tail part [..., S/cp, ...]; the tensor itself for cp_size 1. No collective.
+    """Return a cp rank's head and tail chunk [..., S/cp, ...] of a sequence [..., S, ...]. No collective.
 
-    Raises ValueError where 2·cp does not divide S.
+    With cp_size=1 the sequence itself is returned.
+
+    Raises:
+        ValueError: If 2 · cp_size does not divide S.
     """
     return input_ids if cp_size == 1 else shard_sequence(input_ids, cp_rank, cp_size, seq_dim)
 
 
 def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
-    """out[:, t] = x[:, t + 1] over the global sequence cut contiguously over cp, `fill` after its end.
+    """Shift a sequence that is sharded over cp in contiguous parts: out[:, t] = x[:, t + 1]. Differentiable.
 
-    x [B, S/cp, ...]. One all-gather of [B, 1, ...]; differentiable, gradients summed over cp.
+    For example, [0, 1] on rank 0 and [2, 3] on rank 1 become [1, 2] and [3, fill].
+
+    Args:
+        x: This rank's part, [B, S/cp, ...].
+        cp_group: Ranks over which the sequence is sharded. None if it is not.
+        fill: The value after the last token.
+
+    Collectives:
+        One all-gather of [B, 1, ...]. In the backward one reduce-scatter, which sums the ranks' gradients.
     """
-    end = torch.full_like(x[:, :1], fill)
+    last = torch.full_like(x[:, :1], fill)  # the token after this rank's part
     size, rank = group_size(cp_group), group_rank(cp_group)
     if size > 1:
-        firsts = gather_along(x[:, :1], 1, cp_group)  # [B, cp, ...]
-        following = torch.cat([firsts[:, 1:], end], 1)
-        end = following[:, rank : rank + 1]
-    return torch.cat([x[:, 1:], end], 1)
+        first_tokens = gather_along(x[:, :1], 1, cp_group)  # [B, cp, ...]
+        tokens_after_parts = torch.cat([first_tokens[:, 1:], last], 1)
+        last = tokens_after_parts[:, rank : rank + 1]
+    return torch.cat([x[:, 1:], last], 1)
 
 
 def shard_like(ids: Tensor, local_length: int, cp_group: Group) -> Tensor:
-    """Ids [B, S, ...] of whole rows, padded with −1 to cp·local_length and cut to this cp rank's part.
+    """Pad ids of full rows with -1 to the length of the logits, and return this cp rank's part.
 
-    Raises ValueError where the rows are longer than what the ranks hold, or 2·cp does not divide that.
+    Args:
+        ids: [B, S, ...].
+        local_length: Tokens of the logits on each cp rank.
+        cp_group: Ranks over which the sequence of the logits is sharded. None if it is not.
+
+    Returns:
+        [B, local_length, ...], head-tail.
+
+    Raises:
+        ValueError: If S is larger than cp · local_length, or `local_length` is odd under context parallel.
     """
     size = group_size(cp_group)
     missing = local_length * size - ids.shape[1]
     if missing < 0:
-        raise ValueError(f"{ids.shape[1]} positions of ids, but the ranks hold {local_length * size} of logits")
+        raise ValueError(f"{ids.shape[1]} positions of ids, but the ranks have logits of {local_length * size}")
     if missing:
         ids = torch.cat([ids, ids.new_full((ids.shape[0], missing, *ids.shape[2:]), -1)], 1)
     return _get_tokens_on_this_cp_rank(ids, group_rank(cp_group), size)

@@ -1,7 +1,12 @@
-"""Log-probabilities of given ids, softmax, negative entropy and cross entropy from logits whose vocabulary is sharded.
+"""Log-probabilities at given ids, softmax, negative entropy and cross entropy from logits of a sharded vocabulary.
 
-One pass over the logits in tiles, one all-gather of a few numbers per row and rank; the backward reads the logits once
-more and writes the gradient where it stays. Nothing of the logits' size is kept in between.
+The forward reads the logits once, tile by tile, and has one all-gather of a few numbers per row. The backward reads the
+logits again and writes the gradient tile by tile. No other tensor of the logits' size is saved. `head.softmax` explains
+how the gradient is computed without a collective.
+
+All functions take this rank's shard of the logits, which may be empty, and return the same values on every rank, in
+float32 (float64 for float64 logits). The gradient is that of this rank's shard, in the dtype of the logits.
+`chunk_size` bounds the positions of the sequence in a tile. Smaller tiles are used if they are faster.
 """
 
 from functools import partial
@@ -11,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dtrain.base.fused import Fused
-from dtrain.losses.head.kl import gather_pair
+from dtrain.losses.head.kl import gather_log_shares
 from dtrain.losses.head.softmax import Wanted, log_softmax, softmax_rows, tile_statistics
 from dtrain.losses.head.sources import GivenLogits, Scaling, rows_of
 from dtrain.losses.head.vocabulary import (
@@ -29,19 +34,22 @@ from dtrain.losses.logits.groups import check_bounds, group_all_reduce_sum
 
 def check_chunk(chunk_size: int | None) -> None:
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: a chunk holds at least one position")
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
 
 
 def rows_within(logits: Tensor, chunk_size: int | None = None) -> int:
-    """Return the rows per tile of logits [..., v]: the usual number, within `chunk_size` positions of the sequence, the
-    last leading dimension."""
+    """Return the number of rows per tile of logits [..., v].
+
+    It is that of `tile_rows`, at most `chunk_size` positions of the sequence, which is the last leading dimension. For
+    example, logits [2, 10, v] and chunk_size=3 give at most 6 rows.
+    """
     check_chunk(chunk_size)
     rows = tile_rows(logits.shape[-1], logits.device.type)
     return rows if chunk_size is None else min(rows, chunk_size * max(logits.shape[:-2].numel(), 1))
 
 
 class ChunkedDistributedGatherLogprob:
-    """log p at several ids of every position, from logits with a cut vocabulary."""
+    """Log-probabilities at several ids of every position, from logits of a sharded vocabulary."""
 
     @staticmethod
     def apply(
@@ -53,15 +61,27 @@ class ChunkedDistributedGatherLogprob:
         tp_group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """log softmax(logits over the full vocabulary) at global_indices, [..., k], float32 (float64 from float64).
+        """Compute log softmax of the full vocabulary at `global_indices`.
 
-        logits [..., v]: this rank's ids [start, end) of a vocabulary cut over the group (None: it is whole), v may be
-        0; global_indices [..., k], the same on every rank. An id outside the vocabulary, -100 included: 0.0 and no
-        gradient. The values come back on every rank, bit for bit the same; the gradient is the shard's own, in the
-        logits' dtype. Nothing of the logits' size is saved for the backward, which reads them again.
-        Forward: one all-gather of 3 numbers per row (k > 1: of 2, and one all-reduce of k). Backward: none.
-        chunk_size bounds the positions in memory at once; smaller tiles are taken where they are faster. Raises
-        ValueError where the bounds do not fit the shard.
+        Args:
+            vocab_parallel_logits: This rank's shard, [..., V/tp].
+            global_indices: Ids of the full vocabulary, [..., k], the same on every rank. An id outside the vocabulary,
+                -100 included, gives 0.0 and no gradient.
+            vocab_start_index: The first id of the shard.
+            vocab_end_index: The last id of the shard, plus 1.
+            chunk_size: See the module's docstring. None: no bound.
+            tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+            inference_only: Whether to return values without a gradient.
+
+        Returns:
+            [..., k], with the same bits on every rank.
+
+        Raises:
+            ValueError: If the bounds do not fit the shard.
+
+        Collectives:
+            One all-gather of 3 numbers per row. If k > 1, one of 2 numbers per row, and one all-reduce of k numbers per
+            row. None in the backward.
         """
         check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
@@ -71,7 +91,7 @@ class ChunkedDistributedGatherLogprob:
 
 
 class ChunkedDistributedLogprob:
-    """`DistributedLogprob` with a bound on the positions in memory at once."""
+    """`DistributedLogprob` with a bound on the size of a tile."""
 
     @staticmethod
     def apply(
@@ -83,14 +103,14 @@ class ChunkedDistributedLogprob:
         tp_group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """[B, S] as `DistributedLogprob.apply`; extra memory O(chunk_size · V/tp), chunk_size in positions."""
+        """Compute log p(target), [B, S], as `DistributedLogprob.apply`. Extra memory is O(chunk_size · V/tp)."""
         gather, ids = ChunkedDistributedGatherLogprob, target.unsqueeze(-1)
         bounds = vocab_start_index, vocab_end_index
         return gather.apply(vocab_parallel_logits, ids, *bounds, chunk_size, tp_group, inference_only).squeeze(-1)
 
 
 class DistributedLogprob:
-    """log p(target) from logits with a cut vocabulary."""
+    """Log-probabilities of targets from logits of a sharded vocabulary."""
 
     @staticmethod
     def apply(
@@ -101,14 +121,26 @@ class DistributedLogprob:
         group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """logits [B, S, V/tp], target [B, S] global ids -> log p(target) [B, S]; any leading shape. Otherwise as
-        `ChunkedDistributedGatherLogprob.apply`."""
+        """Compute log p(target), [B, S].
+
+        Args:
+            vocab_parallel_logits: This rank's shard, [B, S, V/tp]. Any leading shape is accepted.
+            target: Ids of the full vocabulary, [B, S].
+            vocab_start_index: See `ChunkedDistributedGatherLogprob.apply`, which also lists errors and collectives.
+            vocab_end_index: See there.
+            group: Ranks over which the vocabulary is sharded. None if it is not.
+            inference_only: Whether to return values without a gradient.
+        """
         bounds = vocab_start_index, vocab_end_index
         return ChunkedDistributedLogprob.apply(vocab_parallel_logits, target, *bounds, None, group, inference_only)
 
 
 def _lse_of(source: GivenLogits, group: Group) -> Tensor:
-    """Return m and l of the full vocabulary, [*leading, 2]. One all-gather."""
+    """Return m and l of the full vocabulary, [*leading, 2].
+
+    Collectives:
+        One all-gather.
+    """
     packed = torch.zeros(2, *source.leading, dtype=source.dtype, device=source.device)
     for index in source.indices():
         tile = source.tile(index, source.blocks[0])
@@ -125,25 +157,30 @@ def _statistics(logits: Tensor) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, group: Group, temperature: float = 1.0) -> Tensor:
-    """Return log p of this rank's ids, a new tensor [..., v] in the compute dtype. One all-gather."""
+    """Return log p of this rank's ids in a new tensor, [..., v] in the compute dtype.
+
+    Collectives:
+        One all-gather.
+    """
     source = GivenLogits(logits, max_rows=rows_within(logits), scaling=Scaling(temperature))
     lse = _lse_of(source, group)
     log_p = torch.empty(logits.shape, dtype=source.dtype, device=source.device)
     for index in source.indices():
         rows = log_p[index]
-        rows.copy_(log_softmax(source.tile(index, source.blocks[0]).logits, rows_of(lse, index)).view(rows.shape))
+        logits_of_tile = source.tile(index, source.blocks[0]).logits
+        rows.copy_(log_softmax(logits_of_tile, rows_of(lse, index)).view(rows.shape))
     return log_p
 
 
 @torch.no_grad()
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """logits [..., V/tp] -> log p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
+    """Return log p of this rank's ids, [..., V/tp], for logits [..., V/tp]. No gradient. One all-gather."""
     return _log_softmax(vocab_parallel_logits, group)
 
 
 @torch.no_grad()
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
-    """logits [..., V/tp] -> p of this rank's ids, same shape, float32 (float64 from float64). No gradient."""
+    """Return p of this rank's ids, [..., V/tp], for logits [..., V/tp]. No gradient. One all-gather."""
     return _log_softmax(vocab_parallel_logits, group).exp_()
 
 
@@ -158,16 +195,25 @@ class _VocabParallelLogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):
         (logp,) = ctx.saved_tensors
+        # d log p_u / dz_v = [u = v] - p_v, so dL/dz_v = upstream_v - p_v · Σ_u upstream_u. The sum is over all ranks.
         total = group_all_reduce_sum(upstream.sum(-1, keepdim=True), ctx.group)
         grad = torch.addcmul(upstream, logp.exp(), total, value=-1)
         return grad.div_(ctx.temperature).to(ctx.dtype), None, None
 
 
 def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: Group = None) -> Tensor:
-    """log softmax(logits / temperature) of this rank's ids: [..., V/tp] as the logits (a DTensor's local shard),
-    float32 (float64 from float64), differentiable.
+    """Compute log softmax(logits / temperature) of this rank's ids. Differentiable.
 
-    Without a group the plain one. Forward one all-gather of 3 numbers per row, backward one all-reduce of one.
+    Args:
+        logits: This rank's shard, [..., V/tp]. The local tensor of a DTensor is used.
+        temperature: Divides the logits.
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+
+    Returns:
+        [..., V/tp].
+
+    Collectives:
+        One all-gather of 2 numbers per row, and in the backward one all-reduce of one number per row.
     """
     if isinstance(logits, DTensor):
         logits = logits.to_local()
@@ -175,17 +221,22 @@ def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: 
 
 
 class ChunkedDistributedEntropy:
-    """Σ p·log p, the negative entropy, from logits with a cut vocabulary."""
+    """Negative entropy Σ p·log p from logits of a sharded vocabulary."""
 
     @staticmethod
     def apply(
         vocab_parallel_logits: Tensor, chunk_size: int | None, tp_group: Group, inference_only: bool = False
     ) -> Tensor:
-        """logits [B, S, V/tp] -> Σ p·log p over the full vocabulary [B, S], float32 (float64 from float64).
+        """Compute Σ p·log p over the full vocabulary, [B, S]. A term with p = 0 is 0, also for logits of -inf.
 
-        p·log p is 0 where p is 0, logits of −inf included. Any leading shape; shards may be uneven or empty; extra
-        memory O(chunk_size · V/tp). The value on every rank, the gradient the shard's own. One all-gather forward, none
-        backward.
+        Args:
+            vocab_parallel_logits: This rank's shard, [B, S, V/tp]. Any leading shape is accepted.
+            chunk_size: See the module's docstring. Extra memory is O(chunk_size · V/tp). None: no bound.
+            tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+            inference_only: Whether to return values without a gradient.
+
+        Collectives:
+            One all-gather in the forward, none in the backward.
         """
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
         no_ids = torch.zeros(*logits.shape[:-1], 0, dtype=torch.int64, device=logits.device)
@@ -202,6 +253,8 @@ class ChunkedDistributedEntropy:
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """H(p, q) = -Σ p·log q with q of the student and p of the target. The gradient by the student's logits is q - p."""
+
     @staticmethod
     def forward(ctx, student_logits, target_logits, group):
         student, target = _tiled_pair(student_logits, target_logits)
@@ -238,16 +291,19 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _tiled_pair(student_logits: Tensor, target_logits: Tensor) -> tuple[GivenLogits, GivenLogits]:
+    """Return sources with the same tiles, half as large as usual, because two tiles are in memory at a time."""
     max_rows = max(1, rows_within(student_logits) // 2)
     return GivenLogits(student_logits, max_rows=max_rows), GivenLogits(target_logits, max_rows=max_rows)
 
 
 def _cross_statistics(student: Tensor, target: Tensor) -> Tensor:
-    """Return m and l of the student's and of the target's logits [t, v], and Σ p·log q of the part's own softmaxes,
-    [5, t]."""
+    """Return m and l of the student's logits, m and l of the target's logits, and Σ p·log q, [5, t].
+
+    p and q are softmaxes over this rank's ids only. The logits are [t, v].
+    """
     lse, target_lse = _statistics(student), _statistics(target)  # [2, t] each
     log_q, p = log_softmax(student, lse.t()), log_softmax(target, target_lse.t()).exp_()
-    crossed = log_q.mul_(p).masked_fill_(p == 0, 0).sum(-1)  # 0 · log 0 counts as 0, and is NaN
+    crossed = log_q.mul_(p).masked_fill_(p == 0, 0).sum(-1)  # 0 · log 0 counts as 0, but would be NaN
     return torch.cat([lse, target_lse, crossed[None]])
 
 
@@ -261,7 +317,11 @@ def _cross_gradient(
 
 
 def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the parts of `_cross_statistics`, [5, ...].
+    """Merge the `_cross_statistics` of the ranks.
+
+    Args:
+        parts: This rank's statistics, [5, ...].
+        group: Ranks over which the vocabulary is sharded. None if it is not.
 
     Returns:
         H(p, q) over the full vocabulary [...], and m and l of the student's and of the target's logits, [..., 2] each.
@@ -271,26 +331,37 @@ def _merge_cross(parts: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """
     if group_size(group) == 1:
         return -parts[4], torch.stack([parts[0], parts[1]], -1), torch.stack([parts[2], parts[3]], -1)
-    log_students, log_targets, (crossed,) = gather_pair(parts, group)
+    log_students, log_targets, (crossed,) = gather_log_shares(parts, group)
     share, rank = log_targets.exp(), group_rank(group)
-    # log q of the full vocabulary is log q of the part plus the part's log share of q.
+    # log q over the full vocabulary is log q over a rank's ids plus the log of these ids' share of q.
     value = -torch.where(share == 0, 0, share * (crossed + log_students)).sum(0)
-    # m + l of the full vocabulary is m + l of the part minus the part's log share.
+    # m + l of the full vocabulary is m + l of a rank's ids minus the log of their share.
     lse = torch.stack([parts[0], parts[1] - log_students[rank]], -1)
     target_lse = torch.stack([parts[2], parts[3] - log_targets[rank]], -1)
     return value, lse, target_lse
 
 
 class DistributedCrossEntropy:
-    """H(p_target, q_student) over a cut vocabulary: the forward KL up to the target's entropy, a constant."""
+    """Cross entropy H(p_target, q_student) over a sharded vocabulary.
+
+    It differs from KL(p_target || q_student) by the target's entropy, which has no gradient.
+    """
 
     @staticmethod
     def apply(student_logits: Tensor, target_logits: Tensor, group: Group, inference_only: bool = False) -> Tensor:
-        """student_logits, target_logits [B, S, V/tp] -> −Σ p·log q [B, S], float32 (float64 from float64).
+        """Compute -Σ p·log q over the full vocabulary, [B, S]. A term with p = 0 is 0. The student receives gradients.
 
-        Gradient to the student only. p·log q is 0 where p is 0. Any leading shape, shards uneven or empty. The value on
-        every rank, the gradient the shard's own. One all-gather of 5 numbers per row forward, none backward.
-        Raises ValueError where the shapes differ.
+        Args:
+            student_logits: This rank's shard of the student's logits, [B, S, V/tp]. Any leading shape is accepted.
+            target_logits: The same of the target.
+            group: Ranks over which the vocabulary is sharded. None if it is not.
+            inference_only: Whether to return values without a gradient.
+
+        Raises:
+            ValueError: If the shapes differ, or only one of the two is float64.
+
+        Collectives:
+            One all-gather of 5 numbers per row in the forward, none in the backward.
         """
         if student_logits.shape != target_logits.shape:
             raise ValueError(

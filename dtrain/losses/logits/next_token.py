@@ -1,5 +1,20 @@
-"""Log-probabilities of the next tokens from logits in each layout that a model hands out: vocabulary-parallel with
-groups, DTensor, plain, packed; and after top-k and top-p. Targets come unshifted here, and are shifted inside.
+"""Log-probabilities of next tokens, for each layout of logits: plain, vocabulary-parallel, DTensor and packed.
+
+Targets are the unshifted token ids. They are shifted inside: position t gets log p of token t + 1, so rows of S tokens
+give S - 1 values, in the natural order of the sequence, on every rank. Values are float32 (float64 for float64 logits).
+
+Under context parallel with groups (`cp_group`), a rank has the head and the tail chunk of each row. Example: S = 8 and
+cp = 2, tokens t0 to t7:
+
+    logits of rank 0    positions 0 1 6 7      targets there  t1 t2 t7 -
+    logits of rank 1    positions 2 3 4 5      targets there  t3 t4 t5 t6
+    result              log p of t1 to t7 at positions 0 to 6, on both ranks
+
+With DTensors the caller defines the order of the shards: `seq_index[i]` is the token at position i of the sharded
+sequence, [0, 1, 6, 7, 2, 3, 4, 5] in the example.
+
+The two differ in the backward. With groups, each cp rank may have a loss of its own, and the ranks' gradients are
+summed. With DTensors, every cp rank must have the same loss, and each rank uses its own gradient only.
 """
 
 from functools import partial
@@ -17,10 +32,10 @@ from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
 from dtrain.losses.logits.logprob import ChunkedDistributedLogprob, check_chunk
 from dtrain.parallel.collectives import all_gather, gather_along
-from dtrain.parallel.context.batch import held_positions, sequence_of
+from dtrain.parallel.context.batch import positions_of_rank, sequence_of
 from dtrain.parallel.placement import chunk_bounds
 
-NO_TARGET = -1  # no id of any vocabulary: log-probability 0.0 and no gradient
+NO_TARGET = -1  # an id outside of every vocabulary, which gives a log-probability of 0.0 and no gradient
 
 
 def logprobs_of_targets(
@@ -33,7 +48,10 @@ def logprobs_of_targets(
     chunk_size: int | None,
     sampling_params: TrainingSamplingParams | None,
 ) -> Tensor:
-    """log p(target) [B, S] from a shard of the logits [B, S, V/tp], filtered and in chunks where that is asked for."""
+    """Compute log p(target) [B, S] from this rank's shard of logits [B, S, V/tp], for shifted targets [B, S].
+
+    With `sampling_params`, log p is that after top-k and top-p. `chunk_size` is in positions of the sequence.
+    """
     if sampling_params is not None and need_top_k_or_top_p_filtering(sampling_params):
         top_k, top_p = sampling_params.top_k, sampling_params.top_p
         sampled = ChunkedDistributedLogprobWithSampling
@@ -42,6 +60,7 @@ def logprobs_of_targets(
 
 
 def next_tokens(ids: Tensor) -> Tensor:
+    """Shift ids [B, S] by one. The last position gets NO_TARGET."""
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], NO_TARGET)], 1)
 
 
@@ -56,13 +75,29 @@ def from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """logits [B, S/cp, V/tp], head-tail over cp; target [B, S] unshifted, natural order -> [B, S − 1]: log p of the
-    token after each position, natural order, on every rank.
+    """Compute log p of the token after each position, from vocabulary-parallel logits.
 
-    A target shorter than cp times the local logits is padded and the result cut to it. Under cp the incoming gradient
-    is summed over cp: the true derivative where every cp rank owns a loss. Collectives: those of the log-probabilities
-    over tp, and one all-gather over cp. Raises ValueError for a longer target, and for a length that 2·cp does not
-    divide.
+    Args:
+        vocab_parallel_logits: [B, S/cp, V/tp], the head and tail chunk of each row under context parallel.
+        target: Unshifted ids in natural order, [B, S]. They may be shorter than cp times the local logits. Then they
+            are padded, and the result has the length of the target.
+        vocab_start_index: The first id of this rank's shard.
+        vocab_end_index: The last id of this rank's shard, plus 1.
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+        inference_only: Whether to return values without a gradient.
+        cp_group: Ranks over which the sequence is sharded. None if it is not. In the backward, the gradients of the cp
+            ranks are summed: each may have a loss of its own.
+        chunk_size: Bound on the positions in a tile. None: no bound.
+        sampling_params: Compute log p after this top-k and top-p. None: no filter.
+
+    Returns:
+        [B, S - 1] in natural order, on every rank.
+
+    Raises:
+        ValueError: If the target is longer than cp times the local logits, or 2 · cp does not divide that length.
+
+    Collectives:
+        Those of the log-probabilities over tp, and one all-gather over cp (a reduce-scatter in the backward).
     """
     following = shard_like(next_tokens(target), vocab_parallel_logits.shape[1], cp_group)
     arguments = (vocab_start_index, vocab_end_index, tp_group, inference_only, chunk_size, sampling_params)
@@ -81,43 +116,73 @@ def dtensor_from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """This rank's logits [B, S/cp, V/tp] and target [B, S], unshifted -> [B, S − 1] in natural order, on every rank.
+    """Compute log p of the token after each position, from local logits and a target that may be a DTensor.
 
-    Under context parallel `target` is a DTensor on a mesh with a dimension "cp", sharded along the sequence in the
-    order of the logits, and seq_index [S] names the token that position i of that order holds. The incoming gradient
-    is not summed over cp: every cp rank must have the same loss. One all-gather of the targets over cp, one of the
-    result. Raises ValueError where seq_index is missing under cp, or the target is not sharded along the sequence.
+    Args:
+        vocab_parallel_logits: This rank's logits, [B, S/cp, V/tp].
+        target: Unshifted ids, [B, S]. Under context parallel a DTensor on a mesh with a dimension "cp", sharded along
+            the sequence as the logits are.
+        vocab_start_index: The first id of this rank's shard.
+        vocab_end_index: The last id of this rank's shard, plus 1.
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+        inference_only: Whether to return values without a gradient.
+        seq_index: The token at each position of the sharded sequence, [S]. Required under context parallel.
+        chunk_size: Bound on the positions in a tile. None: no bound.
+        sampling_params: Compute log p after this top-k and top-p. None: no filter.
+
+    Returns:
+        [B, S - 1] in natural order, on every rank. Gradients are not summed over cp: all cp ranks must have the same
+        loss.
+
+    Raises:
+        ValueError: If `seq_index` is missing under context parallel, or the target is not sharded along the sequence.
+
+    Collectives:
+        Those of the log-probabilities over tp. Over cp one all-gather of the targets and one of the result.
     """
     cp_group = _context_group(target)
     ids = target.full_tensor() if isinstance(target, DTensor) else target
     if ids.shape[1] != vocab_parallel_logits.shape[1] * group_size(cp_group):
         raise ValueError(
-            f"target holds {ids.shape[1]} positions, the logits {vocab_parallel_logits.shape[1]} on each of "
-            f"{group_size(cp_group)} cp ranks; under context parallel pass a DTensor sharded over 'cp'"
+            f"target has {ids.shape[1]} positions, the logits {vocab_parallel_logits.shape[1]} on each of "
+            f"{group_size(cp_group)} cp ranks. Under context parallel pass a DTensor sharded over 'cp'"
         )
     arguments = (vocab_start_index, vocab_end_index, tp_group, inference_only, chunk_size, sampling_params)
     if cp_group is None:
         return logprobs_of_targets(vocab_parallel_logits, next_tokens(ids), *arguments)[:, :-1]
     if seq_index is None:
-        raise ValueError("seq_index is needed under context parallel: the token that each position holds")
+        raise ValueError("seq_index is needed under context parallel: the token at each position")
     length, local = ids.shape[1], vocab_parallel_logits.shape[1]
-    places = torch.empty_like(seq_index).scatter_(0, seq_index, torch.arange(length, device=seq_index.device))
-    following = next_tokens(ids[:, places])[:, seq_index]
+    # The inverse permutation: `sharded_position[t]` is the position of token t in the sharded sequence.
+    sharded_position = torch.empty_like(seq_index)
+    sharded_position.scatter_(0, seq_index, torch.arange(length, device=seq_index.device))
+    in_natural_order = ids[:, sharded_position]
+    following = next_tokens(in_natural_order)[:, seq_index]
     mine = slice(cp_group.rank() * local, (cp_group.rank() + 1) * local)
     logprobs = logprobs_of_targets(vocab_parallel_logits, following[:, mine], *arguments)
-    gathered = all_gather(logprobs.detach(), 1, cp_group)[:, places]
-    # This rank's own values once more, with their graph: the gradient of the others stays with the others.
+    gathered = all_gather(logprobs.detach(), 1, cp_group)[:, sharded_position]
+    # The gathered values have no gradient. Insert this rank's values again, with their graph: the other ranks
+    # differentiate their own values.
     return gathered.index_copy(1, seq_index[mine], logprobs)[:, :-1]
 
 
 def _context_group(target: Tensor | DTensor) -> Group:
-    """The cp group of a target that is cut over it; None where it is whole here."""
-    return _cut_groups(target, "target", cp=1).get("cp") if isinstance(target, DTensor) else None
+    """Return the cp group over which a target is sharded, or None."""
+    return _sharding_groups(target, "target", cp=1).get("cp") if isinstance(target, DTensor) else None
 
 
-def _cut_groups(tensor: DTensor, name: str, **dims: int) -> dict[str, dist.ProcessGroup]:
-    """Return the group of each mesh dimension over which `tensor` is cut. dims: the dimension of the tensor that each
-    may cut. Raises ValueError naming the placements for all else but Replicate."""
+def _sharding_groups(tensor: DTensor, name: str, **dims: int) -> dict[str, dist.ProcessGroup]:
+    """Return the group of each mesh dimension over which a tensor is sharded.
+
+    Args:
+        tensor: Its placements are checked.
+        name: For the error.
+        dims: The mesh dimensions that may shard the tensor, and which dimension of the tensor each may shard. For
+            example, cp=1 allows Shard(1) over "cp".
+
+    Raises:
+        ValueError: For every other placement than these and Replicate.
+    """
     mesh, groups = tensor.device_mesh, {}
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     for mesh_dim, (mesh_name, placement) in enumerate(zip(names, tensor.placements, strict=True)):
@@ -125,25 +190,28 @@ def _cut_groups(tensor: DTensor, name: str, **dims: int) -> dict[str, dist.Proce
             continue
         dim = placement.dim % tensor.dim() if type(placement) is Shard else None
         if mesh_name is None or dim is None or dims.get(mesh_name) != dim:
-            allowed = " and ".join(f"Shard({dim}) over {cut!r}" for cut, dim in dims.items())
+            allowed = " and ".join(f"Shard({dim}) over {mesh_name!r}" for mesh_name, dim in dims.items())
             raise ValueError(
-                f"{name} placed {tensor.placements} on a mesh of {names}: it may be {allowed}, all else Replicate"
+                f"{name} placed {tensor.placements} on a mesh of {names}: use {allowed}, and Replicate elsewhere"
             )
         groups[mesh_name] = mesh.get_group(mesh_name)
     return groups
 
 
 def local_logits(logits: DTensor) -> tuple[Tensor, Bounds, Group, Group]:
-    """Return this rank's part of a DTensor of logits [B, S, V]: the local tensor, the bounds of its ids, the tp group
-    over which the vocabulary is cut and the cp group over which the sequence is, None where it is not cut.
+    """Return this rank's part of a DTensor of logits [B, S, V].
 
-    Raises ValueError naming the placements for all but Replicate, Shard of the vocabulary over "tp", and Shard of the
-    sequence over "cp".
+    Returns:
+        The local tensor [B, S/cp, V/tp], the bounds of its ids, the tp group over which the vocabulary is sharded, and
+        the cp group over which the sequence is sharded. A group is None if there is no sharding over it.
+
+    Raises:
+        ValueError: For other placements than Replicate, Shard(2) over "tp" and Shard(1) over "cp".
     """
-    groups, start = _cut_groups(logits, "the logits", cp=1, tp=logits.dim() - 1), 0
+    groups, start = _sharding_groups(logits, "the logits", cp=1, tp=logits.dim() - 1), 0
     if "tp" in groups:
         start, _ = chunk_bounds(logits.shape[-1], groups["tp"].size(), groups["tp"].rank())
-    # A replicated tensor is the same on every rank, and so is the loss: each keeps its own gradient.
+    # If the logits are replicated over a mesh dimension, its ranks have the same loss, and each uses its own gradient.
     local = logits.to_local()
     return local, (start, start + local.shape[-1]), groups.get("tp"), groups.get("cp")
 
@@ -155,16 +223,23 @@ def get_logprobs_from_vocab_parallel_logits(
     chunk_size: int | None = None,
     sampling_params: TrainingSamplingParams | None = None,
 ) -> Tensor:
-    """A DTensor of logits [B, S, V] on a mesh of ("tp",) or ("cp", "tp") and input_ids [B, S] -> [B, S − 1], natural
-    order, on every rank.
+    """Compute log p of the token after each position, from a DTensor of logits.
 
-    The vocabulary may be sharded over tp, evenly or not, or replicated; the sequence over cp, then input_ids is a
-    DTensor sharded as the logits are, and seq_index [S] names the token that each position of the order holds. Without
-    a grad mode nothing is saved. Otherwise as `dtensor_from_parallel_logits_to_logprobs`.
+    Args:
+        vocab_parallel_logits: [B, S, V] on a mesh of ("tp",) or ("cp", "tp"). The vocabulary is sharded over tp, evenly
+            or not, or replicated. The sequence is sharded over cp.
+        input_ids: Unshifted ids, [B, S]. Under context parallel a DTensor that is sharded as the logits are.
+        seq_index: The token at each position of the sharded sequence, [S]. Required under context parallel.
+        chunk_size: Bound on the positions in a tile. None: no bound.
+        sampling_params: Compute log p after this top-k and top-p. None: no filter.
+
+    Returns:
+        [B, S - 1] in natural order, on every rank. `dtensor_from_parallel_logits_to_logprobs` describes gradients,
+        errors and collectives. With gradients disabled, no tensor is saved for a backward.
     """
     logits, bounds, tp_group, cp_group = local_logits(vocab_parallel_logits)
     if cp_group is not None and _context_group(input_ids) is None:
-        raise ValueError("the logits are sharded over 'cp': input_ids must be a DTensor that is, too")
+        raise ValueError("the logits are sharded over 'cp': input_ids must be a DTensor that is sharded over it, too")
     return dtensor_from_parallel_logits_to_logprobs(
         logits,
         input_ids,
@@ -187,15 +262,28 @@ def get_next_token_logprobs_from_logits(
     sampling_params: TrainingSamplingParams | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """log p of the token after each position, [B, S − 1] float32 (float64 from float64), by the layout of the logits:
+    """Compute log p of the token after each position, [B, S - 1], for every layout of logits.
 
-    - a vocab_parallel_group: this rank's shard [B, S/cp, V/tp], cut as torch.chunk cuts, and its rank in the group
-      (`from_parallel_logits_to_logprobs`; one small all-reduce more, for the shard's place);
-    - a DTensor: `get_logprobs_from_vocab_parallel_logits`;
-    - a plain tensor [B, S, V]: no collective.
+    Three layouts are distinguished:
 
-    input_ids [B, S] unshifted. chunk_size, in sequence positions, and top-k / top-p of sampling_params in all three.
-    Raises ValueError where the group comes without a rank, and for placements that fit no case.
+    - `vocab_parallel_group` is given: the logits are this rank's shard, [B, S/cp, V/tp], of a vocabulary that is
+      divided as torch.chunk does. See `from_parallel_logits_to_logprobs`. One more all-reduce determines the shard's
+      bounds.
+    - The logits are a DTensor: see `get_logprobs_from_vocab_parallel_logits`.
+    - The logits are a plain tensor, [B, S, V]: there are no collectives.
+
+    Args:
+        input_ids: Unshifted ids, [B, S].
+        next_token_logits: The logits.
+        seq_index: For a DTensor under context parallel.
+        vocab_parallel_rank: This rank's index in `vocab_parallel_group`.
+        vocab_parallel_group: Ranks over which the vocabulary is sharded.
+        context_parallel_group: Ranks over which the sequence is sharded, head-tail.
+        sampling_params: Compute log p after this top-k and top-p. None: no filter.
+        chunk_size: Bound on the positions in a tile. None: no bound.
+
+    Raises:
+        ValueError: If there is a `vocab_parallel_group` without a rank, or for other placements of a DTensor.
     """
     if vocab_parallel_group is None and isinstance(next_token_logits, DTensor):
         return get_logprobs_from_vocab_parallel_logits(
@@ -213,29 +301,42 @@ def get_next_token_logprobs_from_logits(
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:
-    """[rows, V/tp] on every rank -> [rows/tp, V]: rank r gets the r-th part of the rows, cut as torch.chunk cuts.
+    """Convert all rows of a vocabulary shard, [rows, V/tp], to some rows of the full vocabulary, [rows/tp, V].
 
-    One all-to-all, and one exchange of shard sizes on the host. No gradient. Raises ValueError for other than 2-D.
+    Rows are divided over the ranks as torch.chunk does. No gradient.
+
+    Raises:
+        ValueError: If the logits are not 2D.
+
+    Collectives:
+        One all-to-all, and one exchange of shard sizes on the host.
     """
     if vocab_parallel_logits.dim() != 2:
-        raise ValueError(f"[rows, V/tp] is needed, this is a 2D function; it got {tuple(vocab_parallel_logits.shape)}")
+        raise ValueError(f"logits must be 2D, [rows, V/tp], and have the shape {tuple(vocab_parallel_logits.shape)}")
     exchange = Exchange(vocab_parallel_logits.shape[1], tp_group, vocab_parallel_logits.device)
-    return exchange.whole_rows(vocab_parallel_logits)
+    return exchange.to_full_rows(vocab_parallel_logits)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
-    """[rows/tp, V] on every rank -> [rows, V/tp], the inverse of `all_to_all_vp2sq`; the vocabulary is cut as
-    torch.chunk cuts. One all-to-all, and one exchange of row counts on the host. No gradient.
+    """Convert some rows of the full vocabulary, [rows/tp, V], to all rows of this rank's shard, [rows, V/tp].
+
+    The inverse of `all_to_all_vp2sq`. The vocabulary is divided over the ranks as torch.chunk does. No gradient.
+
+    Raises:
+        ValueError: If the logits are not 2D.
+
+    Collectives:
+        One all-to-all, and one exchange of the numbers of rows on the host.
     """
     if seq_parallel_logits.dim() != 2:
-        raise ValueError(f"[rows/tp, V] is needed, this is a 2D function; it got {tuple(seq_parallel_logits.shape)}")
-    # The exchange that undoes it has rows and columns in each other's place.
+        raise ValueError(f"logits must be 2D, [rows/tp, V], and have the shape {tuple(seq_parallel_logits.shape)}")
+    # The transposed logits are a "vocabulary" of rows that is sharded over the ranks: the same exchange inverts it.
     exchange = Exchange(len(seq_parallel_logits), tp_group, seq_parallel_logits.device)
-    return exchange.whole_rows(seq_parallel_logits.t()).t().contiguous()
+    return exchange.to_full_rows(seq_parallel_logits.t()).t().contiguous()
 
 
 class DistributedLogprobWithSampling:
-    """log p(target) under top-k / top-p filtering, from logits with a cut vocabulary."""
+    """Log-probabilities of targets after top-k and top-p, from logits of a sharded vocabulary."""
 
     @staticmethod
     def apply(
@@ -246,19 +347,30 @@ class DistributedLogprobWithSampling:
         top_p: float,
         inference_only: bool = False,
     ) -> Tensor:
-        """logits [B, S, V/tp], target [B, S] global ids -> [B, S] on every rank, float32 (float64 from float64).
+        """Compute log p(target), [B, S], on every rank.
 
-        The rule is `apply_top_k_top_p`'s. A filtered target: −inf and a zero gradient row; a target outside [0, V): 0.0
-        and a zero gradient. A mask [B·S/tp, V] of the tokens that stay is kept for the backward. Forward: one
-        all-to-all, one all-reduce of B·S numbers, one exchange of shard sizes on the host. Backward: two all-to-alls,
-        and such an exchange.
+        Args:
+            vocab_parallel_logits: This rank's shard, already divided by the temperature, [B, S, V/tp].
+            target: Ids of the full vocabulary, [B, S].
+            tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+            top_k: See `apply_top_k_top_p`, which defines both filters.
+            top_p: See there.
+            inference_only: Whether to return values without a gradient.
+
+        Returns:
+            -inf and no gradient for a target that the filter excludes. 0.0 and no gradient for a target outside [0, V).
+            A mask of the kept tokens, [B · S/tp, V], is saved for the backward.
+
+        Collectives:
+            Forward: one exchange of shard sizes on the host, one all-to-all, one all-reduce of B · S numbers. Backward:
+            one exchange of shard sizes, two all-to-alls.
         """
         chunked = ChunkedDistributedLogprobWithSampling
         return chunked.apply(vocab_parallel_logits, target, tp_group, top_k, top_p, None, inference_only)
 
 
 class ChunkedDistributedLogprobWithSampling:
-    """`DistributedLogprobWithSampling` in chunks: less memory, and the backward filters again."""
+    """`DistributedLogprobWithSampling` in chunks. It takes less memory, and filters again in the backward."""
 
     @staticmethod
     def apply(
@@ -270,8 +382,10 @@ class ChunkedDistributedLogprobWithSampling:
         chunk_size: int | None,
         inference_only: bool = False,
     ) -> Tensor:
-        """Return what `DistributedLogprobWithSampling.apply` does, [B, S]; extra memory O(chunk_size · V), chunk_size
-        in sequence positions. Per chunk one all-to-all, in the backward two.
+        """Compute log p(target), [B, S], as `DistributedLogprobWithSampling.apply` does.
+
+        Extra memory is O(chunk_size · V), with `chunk_size` in positions of the sequence. There is one all-to-all per
+        chunk in the forward, and two in the backward.
         """
         check_chunk(chunk_size)
         logits = vocab_parallel_logits.detach() if inference_only else vocab_parallel_logits
@@ -300,24 +414,49 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     sampling_params: TrainingSamplingParams | None = None,
     target_is_pre_rolled: bool = False,
 ) -> Tensor:
-    """logits [1, T/cp, V/tp], target [1, T] unshifted, cu_seqlens_padded [B + 1] -> [B, unpacked_seqlen − 1]: log p of
-    the token after each position of each sequence, 0 beyond its end; an empty sequence gives a row of zeros.
+    """Compute log p of the token after each position of packed sequences, one sequence per row of the result.
 
-    Sequence b is the span between cu_seqlens_padded[b] and [b + 1]; every cp rank holds its head and tail chunk of
-    each, one sequence after the other. target_is_pre_rolled: target [1, T/cp] is shifted and cut already.
-    Under cp the incoming gradient is summed over cp. Collectives: those of the log-probabilities over `group`, one
-    all-gather over cp. Raises ValueError where shapes do not fit; RuntimeError (on CUDA a device assertion) where 2·cp
-    does not divide a sequence's length, the spans go beyond T, or unpacked_seqlen is shorter than a sequence.
+    Example: cu_seqlens_padded = [0, 4, 6] and unpacked_seqlen = 5, so tokens a b c d | e f:
+
+        result    [[log p(b), log p(c), log p(d), 0],
+                   [log p(f), 0,        0,        0]]
+
+    Args:
+        vocab_parallel_logits: [1, T/cp, V/tp]. Under context parallel, a rank has the head and the tail chunk of each
+            sequence, one sequence after the other.
+        target: Unshifted ids, [1, T].
+        cu_seqlens_padded: Sequence b has the packed tokens from entry b to entry b + 1, [B + 1].
+        unpacked_seqlen: The length of a row, at least that of the longest sequence.
+        vocab_start_index: The first id of this rank's shard.
+        vocab_end_index: The last id of this rank's shard, plus 1.
+        group: Ranks over which the vocabulary is sharded. None if it is not.
+        inference_only: Whether to return values without a gradient.
+        cp_group: Ranks over which the sequences are sharded. None if they are not. In the backward, the gradients of
+            the cp ranks are summed.
+        chunk_size: Bound on the positions in a tile. None: no bound.
+        sampling_params: Compute log p after this top-k and top-p. None: no filter.
+        target_is_pre_rolled: Whether the target is already shifted and sharded, [1, T/cp].
+
+    Returns:
+        [B, unpacked_seqlen - 1]. 0 after the end of a sequence. An empty sequence gives a row of zeros.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+        RuntimeError: If 2 · cp does not divide the length of a sequence, the sequences have more than T tokens, or one
+            is longer than `unpacked_seqlen`. On CUDA it is a device assertion.
+
+    Collectives:
+        Those of the log-probabilities over `group`, and one all-gather over cp.
     """
     size, local = group_size(cp_group), vocab_parallel_logits.shape[1]
     tokens = local * size
     if target.shape[-1] != (local if target_is_pre_rolled else tokens):
         raise ValueError(
-            f"target has {target.shape[-1]} tokens, the logits {local} on each of {size} cp ranks, "
+            f"target has {target.shape[-1]} tokens and the logits {local} on each of {size} cp ranks, with "
             f"target_is_pre_rolled={target_is_pre_rolled}"
         )
     ends = cu_seqlens_padded.to(vocab_parallel_logits.device, torch.int64)
-    # Tokens after the last sequence are one more, which is not returned.
+    # Treat the tokens after the last sequence as one more sequence, which is not returned.
     ends = torch.cat([ends, ends.new_full((1,), tokens)])
     _check(ends, size, unpacked_seqlen)
     starts, lengths = ends[:-2], ends.diff()[:-1]
@@ -326,35 +465,38 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     else:
         following = _next_in_sequence(target.flatten(), ends)
         if size > 1:
-            following = following[held_positions(ends, tokens, group_rank(cp_group), size)]
+            following = following[positions_of_rank(ends, tokens, group_rank(cp_group), size)]
     arguments = (vocab_start_index, vocab_end_index, group, inference_only, chunk_size, sampling_params)
     logprobs = logprobs_of_targets(vocab_parallel_logits, following[None], *arguments).squeeze(0)  # [T/cp]
     if size > 1:
         logprobs = gather_along(logprobs, 0, cp_group)  # [T], rank after rank
-        held = torch.cat([held_positions(ends, tokens, rank, size) for rank in range(size)])
-        places = torch.empty_like(held).scatter_(0, held, torch.arange(tokens, device=held.device))
-        logprobs = logprobs.index_select(0, places)
+        # Invert the permutation to natural order: packed position -> index in the gathered values.
+        packed_position = torch.cat([positions_of_rank(ends, tokens, rank, size) for rank in range(size)])
+        gathered_index = torch.empty_like(packed_position)
+        gathered_index.scatter_(0, packed_position, torch.arange(tokens, device=ends.device))
+        logprobs = logprobs.index_select(0, gathered_index)
     offsets = torch.arange(unpacked_seqlen - 1, device=ends.device)
-    inside = offsets < lengths[:, None] - 1  # [B, unpacked_seqlen − 1]
+    has_next = offsets < lengths[:, None] - 1  # [B, unpacked_seqlen - 1]
     if not tokens:
-        return logprobs.new_zeros(inside.shape)
-    places = torch.where(inside, starts[:, None] + offsets, 0)
-    return torch.where(inside, logprobs.index_select(0, places.flatten()).view(places.shape), 0)
+        return logprobs.new_zeros(has_next.shape)
+    positions = torch.where(has_next, starts[:, None] + offsets, 0)
+    return torch.where(has_next, logprobs.index_select(0, positions.flatten()).view(positions.shape), 0)
 
 
 def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
+    """Check cu_seqlens on the device. The last entry of `ends` is that of the tokens after the last sequence."""
     lengths = ends.diff()
     rise = (lengths >= 0).all() & (ends[0] == 0)
     assert_on_device(rise, "cu_seqlens_padded must rise from 0 to at most the number of packed tokens")
     fits = (lengths[:-1] <= unpacked_seqlen).all()
-    assert_on_device(fits, "unpacked_seqlen is shorter than a packed sequence; nothing is cut off")
+    assert_on_device(fits, "unpacked_seqlen is shorter than a packed sequence")
     if cp_size > 1:
         even = (lengths % (2 * cp_size) == 0).all()
-        assert_on_device(even, f"a packed length is no multiple of {2 * cp_size}, 2·cp; nothing is dropped")
+        assert_on_device(even, f"the length of a packed sequence is not a multiple of 2·cp = {2 * cp_size}")
 
 
 def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:
-    """[T] -> the token after each in its own sequence, NO_TARGET at its end."""
+    """Shift packed ids [T] by one within each sequence. The last token of a sequence gets NO_TARGET."""
     positions = torch.arange(len(target), device=target.device)
     last = positions + 1 == ends[1:][sequence_of(positions, ends)]
     return torch.where(last, NO_TARGET, target.roll(-1))

@@ -1,5 +1,6 @@
-"""Log-probabilities from hidden states in the layout of Megatron's users: sequence first, the sequence cut over the
-tensor parallel ranks. Thin functions over `head.logprobs_from_hidden_states`.
+"""Log-probabilities from hidden states in Megatron's layout: the sequence is the first dimension, sharded over tp.
+
+These are adapters for `head.logprobs_from_hidden_states`. H is the hidden size.
 """
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from dtrain.parallel.collectives import gather_along
 
 
 class ChunkedDistributedHiddenStatesToLogprobs:
-    """log p(target) from hidden states [S/tp, B, H]; the logits exist one tile at a time."""
+    """Log-probabilities of targets from hidden states [S/tp, B, H]. Logits are computed one tile at a time."""
 
     @staticmethod
     def apply(
@@ -25,12 +26,25 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         tp_group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        """hidden [S/tp, B, H], target [B, S] global ids, weight [V/tp, H] -> [B, S] on every rank, float32 (float64
-        from float64). A target outside [0, V): 0.0 and no gradient.
+        """Compute log p(target), [B, S], on every rank, in float32 (float64 for float64 inputs).
 
-        Gradients: hidden's for its own part of the sequence, complete; the weight's, summed in float32 over tiles.
-        chunk_size: positions of the sequence per tile, None for the function's own choice. Collectives over tp: an
-        all-gather of the hidden states and one of three numbers per token; backward one reduce-scatter.
+        Args:
+            tensor_parallel_hidden_states: This rank's part of the sequence, [S/tp, B, H]. Its gradient is complete.
+            target: Ids of the full vocabulary, [B, S]. An id outside [0, V) gives 0.0 and no gradient.
+            output_weight_layer: This rank's part of the head's weight, [V/tp, H]. Its gradient is complete, summed over
+                the tiles in float32.
+            vocab_start_index: The first id of this rank's shard.
+            vocab_end_index: The last id of this rank's shard, plus 1.
+            chunk_size: Positions of the sequence per tile. None: `vocabulary.block`.
+            tp_group: Ranks over which the sequence and the vocabulary are sharded. None if they are not.
+            inference_only: Whether to return values without a gradient.
+
+        Raises:
+            ValueError: If the shapes or the bounds do not fit.
+
+        Collectives:
+            Over tp, one all-gather of the hidden states and one of three numbers per token. One reduce-scatter in the
+            backward.
         """
         check_bounds(vocab_start_index, vocab_end_index, output_weight_layer.shape[0])
         hidden = tensor_parallel_hidden_states
@@ -39,8 +53,8 @@ class ChunkedDistributedHiddenStatesToLogprobs:
         if group_size(tp_group) > 1:
             hidden = gather_along(hidden, 0, tp_group)  # [S, B, H]
         if hidden.shape[:2] != target.t().shape:
-            held = tuple(hidden.shape[:2])
-            raise ValueError(f"hidden states of [S, B] {held} do not fit a target of [B, S] {tuple(target.shape)}")
+            given = tuple(hidden.shape[:2])
+            raise ValueError(f"hidden states of [S, B] {given} do not fit a target of [B, S] {tuple(target.shape)}")
         tile = None
         if chunk_size is not None:
             rows, ids = block(hidden.device.type)
@@ -67,13 +81,27 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: Group = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """hidden [S/(cp·tp), B, H] and target [B, S] unshifted -> [B, S − 1]: log p of the token after each position,
-    natural order, on every rank.
+    """Compute log p of the token after each position.
 
-    output_weight [V/tp, H]: the head's weight where it is tied to the embedding; output_weight_layer is the layer's
-    own, taken where output_weight is None. runtime_gather_output changes nothing: values are whole on every rank.
-    Under cp the sequence lies head-tail, and the incoming gradient is summed over cp. Otherwise as
-    `ChunkedDistributedHiddenStatesToLogprobs.apply`.
+    Args:
+        tensor_parallel_hidden_states: [S/(cp · tp), B, H]. Under context parallel, of the head and the tail chunk.
+        output_weight_layer: The head's weight, [V/tp, H]. Used if `output_weight` is None.
+        output_weight: The head's weight if it is tied to the embedding, [V/tp, H].
+        runtime_gather_output: Ignored, because every rank returns all values. Accepted for compatibility.
+        target: Unshifted ids in natural order, [B, S].
+        vocab_start_index: The first id of this rank's shard.
+        vocab_end_index: The last id of this rank's shard, plus 1.
+        tp_group: Ranks over which the sequence and the vocabulary are sharded. None if they are not.
+        inference_only: Whether to return values without a gradient.
+        cp_group: Ranks over which the sequence is sharded. None if it is not. In the backward, the gradients of the cp
+            ranks are summed.
+        chunk_size: Positions of the sequence per tile. None: `vocabulary.block`.
+
+    Returns:
+        [B, S - 1] in natural order, on every rank.
+
+    Raises:
+        ValueError: If there is no weight, or if the shapes do not fit.
     """
     weight = output_weight_layer if output_weight is None else output_weight
     if weight is None:

@@ -1,11 +1,10 @@
-"""The largest logits of a vocabulary cut over ranks, the logits of given ids, and the log-probabilities of student and
-teacher at the teacher's top-k."""
+"""Top-k of a sharded vocabulary: largest logits, logits at given ids, and distillation from a teacher's top-k."""
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dtrain.losses.head.topk import topk_over
+from dtrain.losses.head.topk import topk_over_shards
 from dtrain.losses.head.vocabulary import (
     Group,
     compute_dtype,
@@ -41,30 +40,49 @@ def distributed_vocab_topk(
     vocab_end_index: int | Tensor,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [B, S, V/tp] -> the k largest logits over the full vocabulary, descending, float32 (float64 from
-    float64), and their global ids int64, both [B, S, k] on every rank. Equal logits: the lower id first, the same on
-    every rank.
+    """Return the k largest logits over the full vocabulary, and their ids. No gradient.
 
-    Shards follow one another in the order of the ranks. k > V means V. chunk_size: positions looked at at once. No
-    gradient. One all-gather of k candidates per row (one per chunk), and one exchange of shard sizes on the host.
+    Args:
+        vocab_parallel_logits: This rank's shard, [B, S, V/tp]. Rank r + 1 has the ids after those of rank r.
+        k: More than V means V.
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+        vocab_start_index: The first id of the shard.
+        vocab_end_index: The last id of the shard, plus 1.
+        chunk_size: Positions of the sequence per top-k. None: all.
+
+    Returns:
+        Logits in descending order, float32 (float64 for float64 logits), and ids of the full vocabulary, int64, both
+        [B, S, k] on every rank. The lower id comes first if logits are equal.
+
+    Raises:
+        ValueError: If k < 1, or if the bounds do not fit the shard.
+
+    Collectives:
+        One exchange of shard sizes on the host. Per chunk, one all-gather of k candidates per row.
     """
     check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
     sizes = shard_sizes(vocab_parallel_logits.shape[-1], tp_group, vocab_parallel_logits.device)
     if k < 1:
-        raise ValueError(f"k={k}: at least one token is asked for")
+        raise ValueError(f"k={k} must be at least 1")
     k = min(k, sum(sizes))
     logits = vocab_parallel_logits if vocab_parallel_logits.dim() > 1 else vocab_parallel_logits[None]
     chunks = logits.split(max(chunk_size or logits.shape[-2], 1), -2)
-    parts = [topk_over(chunk, k, tp_group, vocab_start_index, sizes) for chunk in chunks]
+    parts = [topk_over_shards(chunk, k, tp_group, vocab_start_index, sizes) for chunk in chunks]
     values, ids = (torch.cat(tensors, -2) for tensors in zip(*parts, strict=True))
     shape = (*vocab_parallel_logits.shape[:-1], k)
     return values.view(shape), ids.view(shape)
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
-    """logits [..., V/tp] (a DTensor's local shard) -> the global id of the largest [...], the lower of equal ones.
+    """Return the id of the largest logit, [...]. The lowest id if several are equal. No gradient.
 
-    Shards are cut as torch.chunk cuts. One all-gather of 2 numbers per row, two small exchanges. No gradient.
+    Args:
+        logits: This rank's shard, [..., V/tp], of a vocabulary that is divided as torch.chunk does. The local tensor of
+            a DTensor is used.
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+
+    Collectives:
+        One all-reduce and one exchange of the shards' sizes, and one all-gather of 2 numbers per row.
     """
     if isinstance(logits, DTensor):
         logits = logits.to_local()
@@ -84,12 +102,24 @@ def gather_logits_at_global_indices(
     vocab_end_index: int | Tensor,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The raw logits at global ids: logits [B, S/cp, V/tp], global_indices [B, S, K] in natural order -> [B, S, K],
-    float32 (float64 from float64), on every rank; differentiable.
+    """Return the logits at given ids of the full vocabulary. Differentiable.
 
-    An id outside [0, V): 0.0 and no gradient. Under cp the logits lie head-tail and the incoming gradient is summed
-    over cp; indices shorter than S are padded and the result cut. One all-reduce over tp, one all-gather over cp; only
-    the gathered logits are cast, whatever chunk_size says.
+    Args:
+        vocab_parallel_logits: [B, S/cp, V/tp], the head and tail chunk of each row under context parallel.
+        global_indices: Ids of the full vocabulary in natural order, [B, S, K]. An id outside [0, V) gives 0.0 and no
+            gradient. They may be shorter than cp times the local logits. Then the result is as long as the ids.
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+        cp_group: Ranks over which the sequence is sharded. None if it is not. In the backward, the gradients of the cp
+            ranks are summed.
+        vocab_start_index: The first id of the shard.
+        vocab_end_index: The last id of the shard, plus 1.
+        chunk_size: Not needed, because only the K logits per position are cast. Accepted for compatibility.
+
+    Returns:
+        [B, S, K] on every rank, float32 (float64 for float64 logits).
+
+    Collectives:
+        One all-reduce over tp, and one all-gather over cp.
     """
     check_bounds(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1])
     length = global_indices.shape[1]
@@ -100,9 +130,10 @@ def gather_logits_at_global_indices(
 
 
 class _LogitsAt(torch.autograd.Function):
-    """Logits [..., v] at columns [..., k], 0 where not mine.
+    """Logits [..., v] at columns [..., k], 0 where `is_mine` [..., k] is False.
 
-    Autograd's own gather would sum the gradients of equal columns in the logits' dtype; here they are rounded once.
+    The backward of torch's `gather` sums the gradients of repeated columns in the dtype of the logits, for example
+    bfloat16. Here they are summed in float32 and rounded once.
     """
 
     @staticmethod
@@ -126,10 +157,19 @@ class _LogitsAt(torch.autograd.Function):
 
 
 def vocab_parallel_gather_columns(logits: Tensor, column_indices: Tensor, *, tp_group: Group = None) -> Tensor:
-    """The raw logits of the same ids [K] at every position: logits [B, S, V/tp] (a DTensor's local shard) -> [B, S, K],
-    float32 (float64 from float64), on every rank; differentiable.
+    """Return the logits of the same ids at every position. Differentiable.
 
-    Shards are cut as torch.chunk cuts. One all-reduce of the result, one of two numbers.
+    Args:
+        logits: This rank's shard, [B, S, V/tp], of a vocabulary that is divided as torch.chunk does. The local tensor
+            of a DTensor is used.
+        column_indices: Ids of the full vocabulary, [K].
+        tp_group: Ranks over which the vocabulary is sharded. None if it is not.
+
+    Returns:
+        [B, S, K] on every rank, float32 (float64 for float64 logits).
+
+    Collectives:
+        One all-reduce of two numbers for the shard's bounds, and one of the result.
     """
     if isinstance(logits, DTensor):
         logits = logits.to_local()
@@ -148,20 +188,34 @@ def get_distillation_topk_logprobs_from_logits(
     vocab_parallel_group: Group = None,
     context_parallel_group: Group = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Student's and teacher's log-probabilities at the teacher's top-k tokens, both [B, S − 1, K], and the student's
-    negative entropy Σ p·log p over the full vocabulary [B, S − 1] where `calculate_entropy`, else None.
+    """Return the log-probabilities of student and teacher at the teacher's top-k tokens.
 
-    student_logits: this rank's shard [B, S/cp, V/tp] with a group and its rank there, a DTensor on ("tp",) or
-    ("cp", "tp"), or plain [B, S, V]; head-tail over cp. teacher_topk_logits, teacher_topk_indices [B, S, K] in natural
-    order. Position t goes with position t; the last is dropped.
+    Position t of the student is compared with position t of the teacher. The last position is dropped.
 
-    The teacher is normalised over its top-k. The student is too, unless zero_outside_topk (the teacher is taken to be
-    zero elsewhere): then its log-probabilities are those over the full vocabulary.
-    float32 (float64 from float64). Under cp incoming gradients are summed over cp. Raises ValueError for K = 0.
+    Args:
+        student_logits: This rank's shard, [B, S/cp, V/tp], with `vocab_parallel_group`. Or a DTensor on ("tp",) or
+            ("cp", "tp"). Or a plain tensor, [B, S, V]. Head-tail over cp.
+        teacher_topk_logits: [B, S, K] in natural order.
+        teacher_topk_indices: Ids of these logits in the full vocabulary, [B, S, K].
+        zero_outside_topk: True: the teacher is 0 outside its top-k, and the student is normalised over the full
+            vocabulary. False: the student is normalised over the teacher's top-k. The teacher is always normalised over
+            its top-k.
+        calculate_entropy: Whether to return the student's negative entropy.
+        vocab_parallel_rank: This rank's index in `vocab_parallel_group`.
+        vocab_parallel_group: Ranks over which the vocabulary is sharded, as torch.chunk divides it.
+        context_parallel_group: Ranks over which the sequence is sharded. In the backward, the gradients of the cp ranks
+            are summed.
+
+    Returns:
+        Log-probabilities of the student and of the teacher, [B, S - 1, K] each, and the student's Σ p·log p over the
+        full vocabulary, [B, S - 1], or None. float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: If K = 0.
     """
     ids = teacher_topk_indices.to(student_logits.device)
     if ids.shape[-1] == 0:
-        raise ValueError("topk must be positive: the teacher gives no token")
+        raise ValueError("topk must be positive: the teacher has no tokens")
     tp_group, cp_group = vocab_parallel_group, context_parallel_group
     if isinstance(student_logits, DTensor):
         logits, bounds, tp_group, cp_group = local_logits(student_logits)

@@ -1,13 +1,16 @@
-"""From log-probabilities and advantages to a policy loss per token: one small function per loss. `options` has
-the table of them: how each is normalised, its options and their defaults.
+"""Formulas of policy losses: log-probabilities and advantages to a loss per token, one function per loss.
 
-r is π(token)/π_old(token), or a sequence's geometric mean of it (`importance_sampling_level`), A the advantage, and
-(ε_low, ε_high) the clip. The gradient through r is that of the probability unless a formula stops it with sg[...]. A
-loss is a number per token; a sequence's loss stands at each of its tokens, so that the mean over them is it.
+Notation: A is the advantage, (ε_low, ε_high) the clip, and r the ratio π(token)/π_old(token), or the geometric mean of
+this ratio over the sequence (`importance_sampling_level`). π_old is the policy that the update started from. sg[...]
+stops the gradient. Every function returns one number per token, [n, S]. A loss of a sequence is repeated at each of its
+tokens, so that the mean over the tokens is the loss of the sequence.
 
-Before the losses: sums over the sequences of a micro-batch, in padded rows, packed rows, and the parts of both that a
-context-parallel rank holds. After them: the divergence from a reference, and what corrects for completions that π_old
-did not draw.
+Example: A = 1, log π = -1.0, log π_old = -1.5 and clip (0.2, 0.2). r = exp(0.5) = 1.65, so the clipped loss is
+-min(1.65, 1.2) = -1.2, and the token has no gradient.
+
+The file has three parts: sums over sequences (`RowSequences`, `Documents`), the losses, and terms that are added to
+losses or multiply them (KL divergence from a reference, correction of the sampler's probabilities). `options` is the
+table of the losses: how each is normalised, its options and their defaults.
 """
 
 import math
@@ -22,14 +25,19 @@ from torch import Tensor
 from dtrain.base.batch import sum_by_document
 from dtrain.parallel.collectives import enter_region, leave_region
 
-_SMALLEST_WEIGHT = math.log(1e-8)  # VESPO's floor of a log weight
-_LARGEST_LOG = 20.0  # and its ceiling
+# Bounds of logarithms in VESPO.
+_SMALLEST_WEIGHT = math.log(1e-8)
+_LARGEST_LOG = 20.0
 
 
 class RowSequences:
-    """Sequences that are the rows of mask [n, S], true at the tokens that count. No collective.
+    """Sequences, one per row. No collectives.
 
-    lengths [sequences]: masked-in tokens of each sequence, int64, whole on every rank.
+    Args:
+        mask: [n, S] bool, True at trained tokens.
+
+    Attributes:
+        lengths: Number of trained tokens of each sequence, [n] int64.
     """
 
     def __init__(self, mask: Tensor):
@@ -37,20 +45,29 @@ class RowSequences:
         self.lengths = mask.long().sum(1)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Σ over each sequence, [..., n, S] -> [..., n]"""
+        """Sum values of tokens over each sequence, [..., n, S] to [..., n]."""
         return values.sum(-1)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """At each token its sequence's value, [..., n] -> [..., n, S]"""
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Repeat the value of each sequence at its tokens, [..., n] to [..., n, S]."""
         return values.unsqueeze(-1).expand(*values.shape[:-1], *self._shape)
 
 
 class Documents:
-    """Sequences that are the documents of packed or padded rows, or the parts of them that a cp rank holds.
+    """Sequences that are documents of packed or padded rows, possibly sharded over context-parallel ranks.
 
-    ids [n, S] int64: `batch.document_ids`, −1 on padding; count: documents of the micro-batch, whole. mask [n, S]: true
-    at the tokens that count. group: the cp group, None for none. Making one and each `sum` costs an all-reduce over it,
-    and the backward of `sum` another: the true derivative where each cp rank's loss is that of its own tokens.
+    Args:
+        ids: The document of each local token, -1 on padding, [n, S] int64 (`batch.document_ids`).
+        count: Number of documents in the micro-batch, over all cp ranks.
+        mask: [n, S] bool, True at trained tokens.
+        group: Ranks over which the sequence is sharded. None if it is not.
+
+    Attributes:
+        lengths: Number of trained tokens of each document over all cp ranks, [count] int64.
+
+    Collectives:
+        One all-reduce over `group` in the constructor, one in each `sum`, and one in the backward of each `sum`. The
+        latter sums the gradients, because each cp rank has the loss of its own tokens.
     """
 
     def __init__(self, ids: Tensor, count: int, mask: Tensor, group: dist.ProcessGroup | None = None):
@@ -59,13 +76,13 @@ class Documents:
         self.lengths = self.sum(mask.long())
 
     def sum(self, values: Tensor) -> Tensor:
-        """Σ over each sequence, [..., n, S] -> [..., count], whole on every rank that has a part of it"""
+        """Sum values of tokens over each document and all cp ranks, [..., n, S] to [..., count]."""
         sums = sum_by_document(values, self._ids, self._count)
         return sums if self._group is None else enter_region(leave_region(sums, self._group), self._group)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """[..., count] -> [..., n, S]"""
-        padded = torch.cat([values.new_zeros(*values.shape[:-1], 1), values], -1)  # the first: padding
+    def to_tokens(self, values: Tensor) -> Tensor:
+        """Repeat the value of each document at its local tokens, [..., count] to [..., n, S]. 0 on padding."""
+        padded = torch.cat([values.new_zeros(*values.shape[:-1], 1), values], -1)  # entry 0 is for padding, id -1
         return padded[..., self._ids + 1]
 
 
@@ -74,11 +91,29 @@ Sequences = RowSequences | Documents
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of a policy loss for a micro-batch, [n, S] each, in max(float32, the dtype of logps); 0 where nothing is
-    known. Only logps, what is made of them, and entropies have a gradient.
+    """Inputs of a policy loss for a micro-batch.
 
-    logps, log_ratio, ratio: 0 also where the token cannot be drawn any more (π = 0); ratio is of the level asked for,
-    log_ratio of the token. correction: weights π_old/π_sampler, None for none.
+    Tensors are [n, S] in max(float32, the dtype of `logps`), or bool. Values at unknown or untrained tokens are 0. Only
+    `logps`, `log_ratio`, `ratio` and `entropies` have gradients.
+
+    A token is impossible if π or π_old is 0 for it, because a top-k or top-p filter excludes it now.
+
+    Attributes:
+        logps: log π. 0 for impossible tokens.
+        old_logps: log π_old. 0 for impossible tokens.
+        log_ratio: log π - log π_old of each token.
+        ratio: r, at the level of importance sampling.
+        advantages: A.
+        mask: True at trained tokens.
+        possible: `mask` without impossible tokens.
+        sequences: Sums over sequences.
+        clip: ε_low and ε_high.
+        correction: Weights for the mismatch of sampler and π_old. None: no correction.
+        reference: log π_ref. None without a reference.
+        has_reference: True where `reference` is known.
+        sampler: log π_sampler. None if the sampler's log-probabilities are not given.
+        is_sampled: True where `sampler` is known.
+        entropies: Entropies of the distributions. None if they are not given.
     """
 
     logps: Tensor
@@ -87,7 +122,7 @@ class Tokens:
     ratio: Tensor
     advantages: Tensor
     mask: Tensor
-    possible: Tensor  # the mask less the tokens with π = 0
+    possible: Tensor
     sequences: Sequences
     clip: Sequence[float]
     correction: "Correction | None"
@@ -99,8 +134,13 @@ class Tokens:
 
 
 class Correction(NamedTuple):
-    """weights: π_old/π_sampler, bounded, [n, S]; by_sequence: one value for all tokens of a sequence; outside [n, S]:
-    where the bounds cut it or made it 0."""
+    """Importance weights π_old/π_sampler within bounds.
+
+    Attributes:
+        weights: [n, S].
+        by_sequence: Whether all tokens of a sequence have the same weight.
+        outside: [n, S] bool, True where the weight was outside the bounds, and was clamped or set to 0.
+    """
 
     weights: Tensor
     by_sequence: bool
@@ -108,7 +148,13 @@ class Correction(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """loss [n, S]; clipped_low, clipped_high: where π has moved too far and gets no gradient, None: nowhere."""
+    """A policy loss of tokens, and the tokens whose gradient the clip removes.
+
+    Attributes:
+        loss: [n, S].
+        clipped_low: [n, S] bool, True where π has become too small. None: the loss has no lower bound.
+        clipped_high: [n, S] bool, True where π has become too large. None: the loss has no upper bound.
+    """
 
     loss: Tensor
     clipped_low: Tensor | None = None
@@ -116,12 +162,19 @@ class Surrogate(NamedTuple):
 
 
 def clipped(tokens: Tokens, *, delta: float | None, dual_clip: float | None) -> Surrogate:
-    """−min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) (PPO: Schulman et al., arXiv:1707.06347, equation 7; GRPO: Shao et
-    al., arXiv:2402.03300). ε_high above ε_low is DAPO's clip-higher (Yu et al., arXiv:2503.14476).
+    """Compute -min(r·A, clip(r, 1 - ε_low, 1 + ε_high)·A).
 
-    delta: r in the first term is at most δ > 1 + ε_high (two-sided clipping: INTELLECT-2, arXiv:2505.07291).
-    dual_clip: for A < 0 the loss is at most −c·A, c > 1 (Ye et al., arXiv:1912.09729). With δ = c beyond 1 + ε_high the
-    two are the same loss.
+    ε_high > ε_low is DAPO's clip-higher. `delta` and `dual_clip` are two forms of the same bound for A < 0, if their
+    value is the same and above 1 + ε_high.
+
+    Args:
+        tokens: Inputs.
+        delta: δ > 1 + ε_high, an upper bound of r in the first term (two-sided clipping). None: no bound.
+        dual_clip: c > 1. The loss is at most -c·A if A < 0. None: no bound.
+
+    Reference:
+        PPO: Schulman et al., arXiv:1707.06347, equation 7. GRPO: Shao et al., arXiv:2402.03300. DAPO: Yu et al.,
+        arXiv:2503.14476. Two-sided clipping: INTELLECT-2, arXiv:2505.07291. Dual clip: Ye et al., arXiv:1912.09729.
     """
     low, high = 1 - tokens.clip[0], 1 + tokens.clip[1]
     ratio, advantages = tokens.ratio, tokens.advantages
@@ -133,11 +186,15 @@ def clipped(tokens: Tokens, *, delta: float | None, dual_clip: float | None) -> 
 
 
 def cispo(tokens: Tokens, *, cispo_lower_clip: bool) -> Surrogate:
-    """−sg[min(r, ε_high)]·A·log π: the weight is clipped, every token keeps a gradient (CISPO: MiniMax-M1,
-    arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
+    """Compute -sg[min(r, ε_high)]·A·log π. The weight is clipped, so every token keeps a gradient.
 
-    As in TRL, ε_high is the cap of r itself, not of r − 1; ScaleRL takes 5. With cispo_lower_clip the weight is at
-    least 1 − ε_low, as equation 4 of MiniMax-M1 has it; TRL 1.16 has no bound below.
+    Args:
+        tokens: Inputs. As in TRL, ε_high is the upper bound of r, not of r - 1. ScaleRL uses 5.
+        cispo_lower_clip: Whether the weight is at least 1 - ε_low, as in equation 4 of MiniMax-M1. TRL 1.16 has no
+            lower bound.
+
+    Reference:
+        CISPO: MiniMax-M1, arXiv:2506.13585. ScaleRL, arXiv:2510.13786.
     """
     low = 1 - tokens.clip[0] if cispo_lower_clip else None
     weights = tokens.ratio.detach().clamp(low, tokens.clip[1])
@@ -146,8 +203,16 @@ def cispo(tokens: Tokens, *, cispo_lower_clip: bool) -> Surrogate:
 
 
 def sapo(tokens: Tokens, *, sapo_temperature_pos: float, sapo_temperature_neg: float) -> Surrogate:
-    """−(4/τ)·σ(τ·(r − 1))·A, τ by the sign of A: a soft gate in the clip's place, whose slope at r = 1 is 1 (SAPO: Gao
-    et al., arXiv:2511.20347)."""
+    """Compute -(4/τ)·σ(τ·(r - 1))·A, a smooth gate instead of the clip. Its slope by r is -A at r = 1.
+
+    Args:
+        tokens: Inputs.
+        sapo_temperature_pos: τ for A > 0.
+        sapo_temperature_neg: τ for A <= 0.
+
+    Reference:
+        SAPO: Gao et al., arXiv:2511.20347.
+    """
     temperature = _by_sign(tokens.advantages > 0, sapo_temperature_pos, sapo_temperature_neg, tokens.advantages)
     gate = torch.sigmoid(temperature * (tokens.ratio - 1)) * 4 / temperature
     return Surrogate(-gate * tokens.advantages)
@@ -161,19 +226,28 @@ def vespo(
     vespo_k_neg: float,
     vespo_lambda_neg: float,
 ) -> Surrogate:
-    """−sg[φ(W)]·A·log π with φ(W) = W^k · exp(λ·(1 − W)), W = Π π/π_old over the sequence, k and λ by the sign of A
-    (VESPO: arXiv:2602.10693).
+    """Compute -sg[φ(W)]·A·log π with φ(W) = W^k · exp(λ·(1 - W)) and W = Π π/π_old over the sequence.
 
-    A correction of the sampler's probabilities enters W instead of multiplying the loss. As in TRL and the authors'
-    code, log r is cut to ±20 and log W to [log 1e-8, 20].
+    Weights of the sampler's correction are multiplied into W, and not with the loss. As in TRL and the authors' code,
+    log r is clamped to ±20 and log W to [log 1e-8, 20].
+
+    Args:
+        tokens: Inputs.
+        vespo_k_pos: k for A >= 0.
+        vespo_lambda_pos: λ for A >= 0.
+        vespo_k_neg: k for A < 0.
+        vespo_lambda_neg: λ for A < 0.
+
+    Reference:
+        VESPO, arXiv:2602.10693.
     """
     log_ratio = tokens.log_ratio.detach().clamp(-_LARGEST_LOG, _LARGEST_LOG)
-    log_weight = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
+    log_weight = tokens.sequences.to_tokens(tokens.sequences.sum(log_ratio))
     if tokens.correction is not None:
         log_correction = tokens.correction.weights.log().clamp(_SMALLEST_WEIGHT, _LARGEST_LOG)
         if not tokens.correction.by_sequence:
             log_correction = torch.where(tokens.possible, log_correction, 0.0)
-            log_correction = tokens.sequences.spread(tokens.sequences.sum(log_correction))
+            log_correction = tokens.sequences.to_tokens(tokens.sequences.sum(log_correction))
         log_weight = log_weight + log_correction
     log_weight = log_weight.clamp(_SMALLEST_WEIGHT, _LARGEST_LOG)
     is_good = tokens.advantages >= 0
@@ -184,19 +258,37 @@ def vespo(
 
 
 def dppo_tv(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
-    """−min(r, c)·A where the token's probability has not moved too far, else 0 (DPPO, binary total variation: Qi et
-    al., arXiv:2602.04879): π − π_old ≤ ε_high for A > 0, π_old − π ≤ ε_low otherwise.
+    """Compute -min(r, c)·A, or 0 for tokens whose probability has changed too much.
 
-    Beyond the cap c the gradient is that of c·log π, as in truncated importance sampling. verl writes the same
-    gradient as that of −sg[min(r, c)]·A·log π; prime-rl has no cap. Both take 0.2 for ε.
+    The loss is 0 if A > 0 and π - π_old > ε_high, or if A <= 0 and π_old - π > ε_low.
+
+    If r > c, the gradient is that of -c·A·log π, as in truncated importance sampling. verl has the same gradient,
+    written as -sg[min(r, c)]·A·log π. prime-rl has no c. Both use 0.2 for ε.
+
+    Args:
+        tokens: Inputs.
+        dppo_ratio_cap: c.
+
+    Reference:
+        DPPO with binary total variation: Qi et al., arXiv:2602.04879.
     """
-    moved = tokens.logps.detach().exp() - tokens.old_logps.exp()
-    return _trust_region(tokens, moved, dppo_ratio_cap)
+    change = tokens.logps.detach().exp() - tokens.old_logps.exp()
+    return _trust_region(tokens, change, dppo_ratio_cap)
 
 
 def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
-    """Bound moves as `dppo_tv` does, the distance being the KL divergence of "this token or another", from π_old to π
-    (DPPO, binary KL: Qi et al., arXiv:2602.04879): only a move in the direction of A's sign is bounded."""
+    """Compute `dppo_tv` with a KL divergence in place of π - π_old.
+
+    It is the KL divergence from π_old to π of the binary variable "this token or another one", with the sign of
+    π - π_old. So ε bounds only changes in the direction that A demands.
+
+    Args:
+        tokens: Inputs.
+        dppo_ratio_cap: c.
+
+    Reference:
+        DPPO with binary KL: Qi et al., arXiv:2602.04879.
+    """
     old, now = tokens.old_logps.exp(), tokens.logps.detach().exp()
     other_old, other = 1 - old, (1 - now).clamp(min=torch.finfo(now.dtype).tiny)
     divergence = -old * tokens.log_ratio.detach() + torch.xlogy(other_old, other_old / other)
@@ -204,10 +296,13 @@ def dppo_kl(tokens: Tokens, *, dppo_ratio_cap: float) -> Surrogate:
 
 
 def gmpo(tokens: Tokens) -> Surrogate:
-    """−A·exp(mean over the sequence of the clipped log r): the geometric mean of ratios that are clipped one by one to
-    [exp(−ε_low), exp(ε_high)], on the side that A's sign says (GMPO: Zhao et al., arXiv:2507.20673).
+    """Compute -A·exp(mean over the sequence of the clipped log r), the geometric mean of clipped ratios.
 
-    The clip is that of log r; the paper takes 0.4. The level of importance sampling is this one.
+    log r of each token is clipped to at most ε_high if A > 0, and to at least -ε_low otherwise. The paper uses 0.4 for
+    both. `importance_sampling_level` is not read.
+
+    Reference:
+        GMPO: Zhao et al., arXiv:2507.20673.
     """
     low, high = tokens.clip
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
@@ -218,18 +313,29 @@ def gmpo(tokens: Tokens) -> Surrogate:
 
 
 def reinforce(tokens: Tokens) -> Surrogate:
-    """−A·log π: the policy gradient without a ratio (Williams, 1992; GPG: Chu et al., arXiv:2504.02546). π_old is read
-    by the metrics only."""
+    """Compute -A·log π, the policy gradient without a ratio. Only the metrics read π_old.
+
+    Reference:
+        Williams, 1992. GPG: Chu et al., arXiv:2504.02546.
+    """
     return Surrogate(-tokens.advantages * tokens.logps)
 
 
 def mean_by_sequence(values: Tensor, sequences: Sequences) -> Tensor:
-    """values [n, S], 0 at the tokens that do not count -> at each token the mean over its sequence, [n, S]."""
-    return sequences.spread(sequences.sum(values) / sequences.lengths.clamp(min=1))
+    """Return the mean over the sequence at each of its tokens, [n, S].
+
+    Args:
+        values: [n, S], 0 at untrained tokens.
+        sequences: The sequences.
+    """
+    return sequences.to_tokens(sequences.sum(values) / sequences.lengths.clamp(min=1))
 
 
 def bounded_exp(values: Tensor) -> Tensor:
-    """exp [...] that stays a number: beyond the dtype's range, less a few orders of magnitude, it is constant."""
+    """Return exp(values), [...], which is finite: exponents are at most the dtype's largest, minus 8.
+
+    The margin of e^8 allows products with other factors. For example, in float32 the largest result is 1.1e35.
+    """
     return _bounded(values).exp()
 
 
@@ -238,13 +344,21 @@ def _bounded(exponents: Tensor) -> Tensor:
 
 
 def _by_sign(is_positive: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    """Return one of two numbers for each token, in the shape and dtype of `like`."""
     return torch.full_like(like, negative).masked_fill(is_positive, positive)
 
 
-def _trust_region(tokens: Tokens, moved: Tensor, cap: float) -> Surrogate:
-    """moved: what ε bounds, negative where the probability fell."""
-    too_high = (tokens.advantages > 0) & (moved > tokens.clip[1])
-    too_low = (tokens.advantages <= 0) & (-moved > tokens.clip[0])
+def _trust_region(tokens: Tokens, change: Tensor, cap: float) -> Surrogate:
+    """Compute the loss of `dppo_tv` and `dppo_kl`.
+
+    Args:
+        tokens: Inputs.
+        change: The change of the probability, which ε bounds. Negative if the probability has fallen.
+        cap: c, the largest ratio.
+    """
+    too_high = (tokens.advantages > 0) & (change > tokens.clip[1])
+    too_low = (tokens.advantages <= 0) & (-change > tokens.clip[0])
+    # Equal to c, with the gradient of c · log π.
     capped = tokens.ratio.detach().clamp(max=cap) * (tokens.logps - tokens.logps.detach()).exp()
     ratio = torch.where(tokens.ratio > cap, capped, tokens.ratio)
     loss = torch.where(too_high | too_low, 0.0, -ratio * tokens.advantages)
@@ -252,26 +366,36 @@ def _trust_region(tokens: Tokens, moved: Tensor, cap: float) -> Surrogate:
 
 
 def kl_term(logps: Tensor, ref_logps: Tensor, ratio: Tensor, estimator: str, gradient: str) -> Tensor:
-    """The KL divergence KL(π ‖ π_ref) as a term at each token [n, S], before β; ratio [n, S] is π/π_old with its
-    gradient.
+    """Estimate KL(π ‖ π_ref) at each token, [n, S], before the factor β.
 
-    Estimators at a token that π_old drew, x = log π/π_ref (Schulman, "Approximating KL divergence", 2020,
-    http://joschu.net/blog/kl-approx.html):
+    Estimators for a token that was sampled from π_old, with x = log π/π_ref:
 
         k1  x                    unbiased, may be negative
         k2  x²/2                 biased, never negative
-        k3  exp(−x) − 1 + x      unbiased, never negative
+        k3  exp(-x) - 1 + x      unbiased, never negative
 
-    An unbiased value has no unbiased gradient by itself: the derivative of k1 is zero in expectation, that of k3 is the
-    forward KL's, that of k2 the reverse KL's (Tang and Munos, arXiv:2506.09477; Liu et al., arXiv:2510.01555; Shah et
-    al., arXiv:2512.21852). So the gradient is chosen, r being π/π_old of the level of importance sampling:
+    Example: log π = -1.0 and log π_ref = -1.5, so x = 0.5: k1 = 0.5, k2 = 0.125 and k3 = 0.107.
 
-        importance  r·k, r with its gradient: the reverse KL's, off-policy too (DeepSeek-V3.2, arXiv:2512.02556,
-                    equation 7; TRL 1.16's default)
-        direct      k alone: with k3 the loss of GRPO's paper (arXiv:2402.03300, equation 4) and of TRL before
-        reward      value k, gradient that of sg[k]·r: as if −β·k had been a part of the token's reward. With k1 the
-                    reverse KL's, on-policy and off-policy
-        k2          value k, gradient that of k2 (verl's "k3+"): the reverse KL's, on-policy
+    The derivative of an unbiased estimator is not an unbiased gradient: the expectation of the derivative is 0 for k1,
+    the gradient of the forward KL for k3, and that of the reverse KL for k2. So the gradient is chosen separately:
+
+        importance  r·k, with the gradient of r. This is the gradient of the reverse KL, also off-policy (DeepSeek-V3.2,
+                    arXiv:2512.02556, equation 7). TRL 1.16's default.
+        direct      k. With k3 it is the loss of GRPO's paper (arXiv:2402.03300, equation 4) and of TRL before 1.16.
+        reward      The value of k with the gradient of sg[k]·r, as if -β·k were part of the token's reward. With k1 it
+                    is the gradient of the reverse KL, on-policy and off-policy.
+        k2          The value of k with the gradient of k2 ("k3+" in verl): that of the reverse KL, on-policy.
+
+    Args:
+        logps: log π, [n, S].
+        ref_logps: log π_ref, [n, S].
+        ratio: r, at the level of importance sampling, with its gradient, [n, S].
+        estimator: k1, k2 or k3.
+        gradient: importance, direct, reward or k2.
+
+    Reference:
+        Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html. Gradients: Tang and Munos,
+        arXiv:2506.09477; Liu et al., arXiv:2510.01555; Shah et al., arXiv:2512.21852.
     """
     kl = estimate(logps, ref_logps, estimator)
     if gradient == "direct":
@@ -284,7 +408,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor, ratio: Tensor, estimator: str, gra
 
 
 def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
-    """k1, k2 or k3 of KL(π ‖ π_ref) at each token [...], with its own derivative."""
+    """Return the estimator k1, k2 or k3 of KL(π ‖ π_ref) at each token, [...]. Differentiable."""
     log_ratio = logps - ref_logps
     if estimator == "k1":
         return log_ratio
@@ -294,9 +418,9 @@ def estimate(logps: Tensor, ref_logps: Tensor, estimator: str = "k3") -> Tensor:
 
 
 def k3_of(first: Tensor, second: Tensor) -> Tensor:
-    """k3 of KL(first ‖ second) [...], float64, at tokens that `first` drew, without gradient.
+    """Return the estimator k3 of KL(first ‖ second) in float64, [...], for tokens sampled from `first`. No gradient.
 
-    Near 0, exp(−x) − 1 + x is x²/2. In float32 the cancellation leaves nothing of it below x = 1e-4, so it is formed
+    Near 0, exp(-x) - 1 + x is x²/2. In float32 its digits are lost by cancellation below x = 1e-4, so it is computed
     with expm1 in float64.
     """
     log_ratio = second.detach().double() - first.detach().double()
@@ -304,7 +428,7 @@ def k3_of(first: Tensor, second: Tensor) -> Tensor:
 
 
 def is_known(logps: Tensor | None, mask: Tensor) -> Tensor:
-    """mask [n, S] less the tokens whose probability is 0: what a top-k or top-p filter leaves out has log −inf."""
+    """Return the mask [n, S] without tokens whose log-probability is -inf, because top-k or top-p excludes them."""
     return mask if logps is None else mask & (logps != -torch.inf)
 
 
@@ -317,26 +441,47 @@ def correction(
     smallest: float | None,
     largest: float | None,
 ) -> Correction | None:
-    """Weights w = π_old/π_sampler by token, or their product over a sequence, as TRL 1.16 has them.
+    """Compute importance weights w = π_old/π_sampler for completions that were not sampled from π_old. No gradient.
 
-    truncate: w is cut to [smallest, largest] (Yao et al., "Your efficient RL framework secretly brings you off-policy
-    RL training", 2025); mask: w is 0 outside (Liu et al., "When speed kills stability", 2025). seq_mask_tis: w by
-    token, 0 where its geometric mean over the sequence is outside (NeMo-RL's seq-mask-tis). None is no bound. known
-    [n, S]: the tokens with both log-probabilities; the others' weight is 1. No gradient.
+    The modes, as in TRL 1.16:
+
+        token_truncate, sequence_truncate    w is clamped to [smallest, largest]
+        token_mask, sequence_mask            w is 0 outside [smallest, largest]
+        seq_mask_tis                         w of the token, 0 if its geometric mean over the sequence is outside
+                                             (seq-mask-tis in NeMo-RL)
+        none                                 returns None
+
+    In modes of the sequence, w is the product over the tokens of the sequence. For example, two tokens with w = 2 and
+    bounds (None, 3): token_mask leaves both weights at 2, and sequence_mask sets both to 0, because 2 · 2 > 3.
+
+    Args:
+        old_logps: log π_old, [n, S].
+        sampling_logps: log π_sampler, [n, S].
+        known: [n, S] bool, True for tokens with both log-probabilities. The weight of the others is 1.
+        sequences: The sequences.
+        mode: See above.
+        smallest: The lower bound. None: no bound.
+        largest: The upper bound. None: no bound.
+
+    Reference:
+        Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025 (truncate). Liu et
+        al., "When speed kills stability", 2025 (mask).
     """
     if mode == "none":
         return None
     log_weights = torch.where(known, old_logps - sampling_logps, 0.0).detach()
     by_sequence = mode.startswith("sequence")
     if by_sequence:
-        log_weights = sequences.spread(sequences.sum(log_weights))
+        log_weights = sequences.to_tokens(sequences.sum(log_weights))
     weights = bounded_exp(log_weights)
-    compared = bounded_exp(mean_by_sequence(log_weights, sequences)) if mode == "seq_mask_tis" else weights
+    bounded_weights = weights
+    if mode == "seq_mask_tis":
+        bounded_weights = bounded_exp(mean_by_sequence(log_weights, sequences))
     outside = torch.zeros_like(weights, dtype=torch.bool)
     if smallest is not None:
-        outside |= compared < smallest
+        outside |= bounded_weights < smallest
     if largest is not None:
-        outside |= compared > largest
+        outside |= bounded_weights > largest
     if mode.endswith("truncate"):
         weights = weights.clamp(smallest or 0.0, math.inf if largest is None else largest)
     else:
@@ -347,7 +492,20 @@ def correction(
 def off_policy_mask(
     logps: Tensor, sampling_logps: Tensor, advantages: Tensor, known: Tensor, sequences: Sequences, threshold: float
 ) -> Tensor:
-    """[n, S] bool: true but where A < 0 and log π_sampler/π is above `threshold` in the mean of the sequence (DeepSeek-
-    V3.2's off-policy sequence masking, arXiv:2512.02556, equation 9)."""
+    """Return the tokens to train, [n, S] bool: all but sequences that are bad and that π has moved far away from.
+
+    A token is masked if A < 0 and the mean of log π_sampler/π over its sequence is above the threshold.
+
+    Args:
+        logps: log π, [n, S].
+        sampling_logps: log π_sampler, [n, S].
+        advantages: A, [n, S].
+        known: [n, S] bool, True for tokens with both log-probabilities.
+        sequences: The sequences.
+        threshold: The largest mean.
+
+    Reference:
+        Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, equation 9.
+    """
     drift = mean_by_sequence(torch.where(known, sampling_logps - logps, 0.0).detach(), sequences)
     return (advantages >= 0) | (drift <= threshold)

@@ -1,7 +1,6 @@
-"""The policy losses by name: what each computes, how it is normalised, its options with their defaults and ranges. The
-one table of them, for the functions and for a recipe's check. No torch.
+"""Table of the policy losses: for each name its function, its normalisation, its options, their defaults and ranges.
 
-The functions are in `formulas`; `terms` computes with them.
+The losses and the checks of a recipe both read it, so it imports no torch. The functions are in `formulas`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,23 @@ Normalisation = Literal["tokens", "sequences", "sequence_sums", "longest"]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss and how it becomes a number.
+    """A policy loss.
 
-    function: its name in `formulas`. options: what it reads beside the clip, with the defaults.
-    normalised by: tokens, Σ over the tokens ÷ tokens of the global batch; sequences, Σ over the sequences of the mean
-    over their tokens ÷ sequences of the global batch; sequence_sums, Σ over the tokens ÷ sequences; longest, Σ over the
-    tokens ÷ (sequences · max_completion_length). level: the default of importance_sampling_level.
-    corrects_itself: reads the correction of the sampler's probabilities, which then does not multiply the loss.
-    by_sequence: no token's loss stands for itself, so that none can be left out.
+    The normalisations, with all counts over the global batch:
+
+        tokens           Σ over tokens / number of tokens
+        sequences        Σ over sequences of the mean over their tokens / number of sequences
+        sequence_sums    Σ over tokens / number of sequences
+        longest          Σ over tokens / (number of sequences · max_completion_length)
+
+    Attributes:
+        function: Name of the function in `formulas`.
+        options: The function's options, except the clip, and their defaults.
+        normalisation: See above.
+        level: Default of importance_sampling_level.
+        corrects_itself: Whether the function reads the weights for the sampler's probabilities. Otherwise they multiply
+            the loss.
+        by_sequence: Whether the loss is one number per sequence, so that single tokens cannot be left out.
     """
 
     function: str
@@ -45,9 +53,13 @@ _SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 _VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 _DPPO = {"dppo_ratio_cap": 20.0}
 
-# grpo: TRL divides by the sequences of a micro-batch and its micro-batches; equal where these are of one size.
-# bnpo: TRL divides by the tokens of a device's micro-batch and its micro-batches; here bnpo is dapo.
-# dapo, cispo, vespo: TRL divides a generation batch's tokens evenly over its steps; here each step has its own count.
+# Differences from TRL:
+#
+# - grpo: TRL averages over the sequences of a micro-batch, and then over micro-batches. The result is the same if all
+#   micro-batches have the same number of sequences.
+# - bnpo: TRL averages over the tokens of a device's micro-batch, and then over micro-batches. Here bnpo equals dapo.
+# - dapo, cispo, vespo: TRL divides each step by the mean number of tokens per step of a generation batch. Here each
+#   step is divided by its own number of tokens.
 LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     {
         "grpo": PolicyLoss("clipped", _CLIP, "sequences"),  # Shao et al., arXiv:2402.03300
@@ -81,9 +93,11 @@ SHARED: Mapping[str, Any] = MappingProxyType(
         "sampling_clip_max": 3.0,
     }
 )
-"""Options of every loss, and their defaults: TRL 1.16's where it has them. losses/README.md says what each does. r of
-the importance sampling level (GSPO, arXiv:2507.18071, equations 7 and 14) enters the KL term too; the entropy term is
-over the tokens that top_entropy_quantile keeps, whatever the loss's normalisation, the KL term over all.
+"""Options of every loss, and their defaults: those of TRL 1.16 if it has the option. losses/README.md describes them.
+
+importance_sampling_level (GSPO, arXiv:2507.18071, equations 7 and 14) also applies to r in the KL term. The entropy
+term is a mean over the tokens that top_entropy_quantile keeps, whatever the loss's normalisation. The KL term is over
+all tokens.
 """
 
 _BOUND: Range = (lambda v: v is None or (is_number(v) and v > 0), "a finite number above 0, or null")
@@ -112,7 +126,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "vespo_lambda_neg": POSITIVE,
     }
 )
-"""What an option may be; one that is not named here is any finite number."""
+"""Ranges of options. Options that are not listed accept any finite number."""
 
 
 def problems(
@@ -122,9 +136,9 @@ def problems(
 
     Args:
         loss: Name of the loss.
-        clip: How far below and above 1 the ratio may go.
-        beta: Weight of the divergence.
-        options: The other options.
+        clip: ε_low and ε_high.
+        beta: Weight of the KL term.
+        options: Options of the loss and of `SHARED`.
         section: In a recipe, the prefix of the keys of `clip` and `beta`, such as "grpo.".
         kwargs: In a recipe, the prefix of the keys of `options`, such as "grpo.kwargs.".
     """

@@ -1,9 +1,15 @@
-"""A policy loss over one micro-batch, as sums: what the ranks and micro-batches of a global batch add up.
+"""A policy loss and its metrics over one micro-batch.
 
-`PolicySpec` says which loss; `policy_terms` computes it over padded rows, packed rows, or a context-parallel rank's
-part of either. Every term is a sum over this rank's own tokens (a sequence's quantities stand at each of its tokens),
-divided by counts of the global batch, so that the sum over micro-batches and over dp and cp ranks is the value of the
-whole.
+`PolicySpec` names the loss and its options. `policy_terms` computes it over padded or packed rows, which may be sharded
+over context-parallel ranks. It returns sums over this rank's tokens. The loss is already divided by counts of the
+global batch, so that the sum over micro-batches and over dp and cp ranks is the loss of the global batch. Example:
+three completions of 2, 4 and 6 tokens, whose losses per token are 1, 2 and 3, in two micro-batches [2, 4] and [6]:
+
+    normalisation "tokens"       (2 · 1 + 4 · 2) / 12 + (6 · 3) / 12 = 10/12 + 18/12 = 2.33
+    normalisation "sequences"    (1 + 2) / 3          + 3 / 3        = 1 + 1         = 2
+
+The steps are `_tokens` (inputs in one dtype, ratios, weights of the sampler's correction), a function of `formulas`
+(the surrogate), and `_loss_of_tokens` (masks, weights and the KL term). `_metric_sums` computes the metrics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,10 +39,16 @@ from dtrain.losses.policy.options import LOSSES, SHARED, PolicyLoss, problems
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A policy loss by name with its clip, β and options, checked once.
+    """A policy loss by name, with its options.
 
-    clip: (ε_low, ε_high); beta: weight of the KL term; options: the loss's own and those of `SHARED`, completed with
-    the defaults. Raises ValueError for an unknown name or option and a value out of its range.
+    Attributes:
+        name: A key of `options.LOSSES`.
+        clip: ε_low and ε_high.
+        beta: Weight of the KL term.
+        options: Options of the loss and of `options.SHARED`, completed with the defaults.
+
+    Raises:
+        ValueError: For an unknown name or option, or a value out of its range.
     """
 
     name: str = "dapo"
@@ -50,15 +62,16 @@ class PolicySpec:
         if errors := problems(self.name, self.clip, self.beta, self.options):
             raise ValueError(str(errors[0]))
         object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))
-        whole = {**SHARED, **self.loss.options, **self.options}
-        object.__setattr__(self, "options", MappingProxyType(whole))
+        with_defaults = {**SHARED, **self.loss.options, **self.options}
+        object.__setattr__(self, "options", MappingProxyType(with_defaults))
 
     @property
     def loss(self) -> PolicyLoss:
+        """The entry of `options.LOSSES`."""
         return LOSSES[self.name]
 
     def divisor(self, counts: "Counts") -> Tensor | float:
-        """Return the divisor of the sum over the global batch, a scalar."""
+        """Return the divisor of the sum over the tokens of the global batch, a scalar."""
         if self.loss.normalisation == "tokens":
             return _or_one(counts.tokens)
         if self.loss.normalisation != "longest":
@@ -69,9 +82,15 @@ class PolicySpec:
 
 
 class Counts(NamedTuple):
-    """Counts over the global batch: tokens that count, sequences (those without a token too, as in TRL), the longest
-    completion that might have been (dr_grpo), and the tokens above the entropy threshold (with top_entropy_quantile and
-    an entropy term; None: `tokens`)."""
+    """Counts over the global batch.
+
+    Attributes:
+        tokens: Number of trained tokens.
+        sequences: Number of sequences, including those without a trained token, as in TRL.
+        max_completion_length: Longest possible completion, for dr_grpo.
+        high_entropy_tokens: Number of tokens above the entropy threshold, which divides the entropy term. None:
+            `tokens`.
+    """
 
     tokens: Tensor | float
     sequences: Tensor | float
@@ -94,21 +113,24 @@ MEANS: Mapping[str, str] = MappingProxyType(
         "off_policy_frac": "tokens",
     }
 )
-"""Sum of `policy_terms` -> the count that makes it a mean.
+"""Metrics: maps each sum that `policy_terms` returns to the count that divides it.
 
-kl             k3 of KL(π ‖ π_ref)
-approx_kl      k3 of KL(π_old ‖ π)
-ratio          r at the level of importance sampling
-entropy        of the distribution drawn from
-clip_low, ..   tokens that got no gradient because π had fallen, risen too far (TRL counts sequences at sequence level)
-mismatch_kl    k3 of KL(π_sampler ‖ π_old); mismatch_abs: |log π_sampler/π_old|
-correction     the weights for that mismatch; oob_frac: tokens whose weight the bounds cut or made 0
-off_policy_frac  tokens of sequences left out by off_policy_mask_threshold
+kl               estimator k3 of KL(π ‖ π_ref)
+approx_kl        estimator k3 of KL(π_old ‖ π)
+ratio            r at the level of importance sampling
+entropy          entropy of the distribution after temperature, top-k and top-p
+clip_low         share of tokens without gradient because π became too small (TRL counts sequences at sequence level)
+clip_high        share of tokens without gradient because π became too large
+mismatch_kl      estimator k3 of KL(π_sampler ‖ π_old)
+mismatch_abs     |log π_sampler/π_old|
+correction       weight for this mismatch
+oob_frac         share of tokens whose weight was outside the bounds
+off_policy_frac  share of tokens in sequences that off_policy_mask_threshold masks
 """
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics from their sums over a global batch (tensors or floats); a mean over nothing is 0."""
+    """Return the metrics, given the sums and counts of a global batch (tensors or floats). A mean of nothing is 0."""
     return {name: sums[name] / _or_one(sums[count]) for name, count in MEANS.items() if name in sums}
 
 
@@ -126,31 +148,52 @@ def policy_terms(
     entropies: Tensor | None = None,
     entropy_threshold: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the loss, a scalar to differentiate, and of the sums that `MEANS` is made from.
+    """Compute this micro-batch's part of the loss and of the metrics.
 
-    logps [n, S]: log π of the tokens, with gradient; old_logps, ref_logps, sampling_logps: of the policy that the
-    update started from (None: π itself), of the reference, of the sampler; entropies [n, S]: with gradient where
-    entropy_coef is not 0; advantages [n, S]; mask [n, S]: the tokens that count. What stands at other places is never
-    read, NaN and infinities included; logps and entropies alone get a gradient. sequences: where the sequences of the
-    micro-batch lie; sums over them are its collectives, the same number on every rank. entropy_threshold:
-    `top_entropy_threshold` of the global batch.
+    Everything is computed in max(float32, the dtype of `logps`), except the KL divergences of the metrics, which are
+    computed in float64.
 
-    Computed in max(float32, the dtype of logps), the divergences of the metrics in float64. A token with log −inf,
-    which a filter left out since it was drawn, has ratio 0 and no gradient, counts as a log ratio of 0 in its
-    sequence's, and the metrics leave it out; so it is where old_logps has −inf. Where ref_logps has −inf there is no KL
-    term, and where sampling_logps has −inf or NaN (the sampler does not know) the weight is 1. Any other NaN reaches
-    the loss. The gradient of a mask without a token is zero. Raises ValueError for what `spec` needs and is not given.
+    Infinite log-probabilities mean that top-k or top-p excludes a token now, although it was sampled:
+
+    - -inf in `logps` or `old_logps`: the token has ratio 0 and no gradient, counts as log ratio 0 in its sequence, and
+      is left out of the metrics.
+    - -inf in `ref_logps`: the token has no KL term.
+    - -inf or NaN in `sampling_logps`: the sampler has not reported the token, and its weight is 1.
+
+    Any other NaN at a trained token makes the loss NaN. Values at untrained tokens are never read and may be NaN.
+
+    Args:
+        spec: The loss.
+        logps: log π, [n, S]. Differentiable.
+        old_logps: log π_old of the policy that the update started from, [n, S]. None: that is π.
+        advantages: [n, S].
+        mask: [n, S], True at trained tokens. If there is none, the gradient is 0.
+        sequences: Sums over the sequences of the micro-batch.
+        counts: Counts over the global batch.
+        ref_logps: log π_ref of the reference, [n, S]. Required if β is not 0.
+        sampling_logps: log π_sampler, [n, S]. None: no correction.
+        entropies: [n, S]. Differentiable. Required for `entropy_coef` and `top_entropy_quantile`.
+        entropy_threshold: `top_entropy_threshold` of the global batch. Required for `top_entropy_quantile`.
+
+    Returns:
+        The part of the loss, a differentiable scalar, and the sums and counts for `means`.
+
+    Raises:
+        ValueError: If a required argument is missing.
+
+    Collectives:
+        Those of `sequences`, the same number on every rank.
     """
     tokens = _tokens(spec, logps, old_logps, advantages, mask.bool(), sequences, ref_logps, sampling_logps, entropies)
     own = {name: spec.options[name] for name in spec.loss.options}
     surrogate = getattr(formulas, spec.loss.function)(tokens, **own)
     loss, kept, is_near = _loss_of_tokens(spec, tokens, surrogate.loss, entropy_threshold)
     if spec.loss.normalisation == "sequences":
-        loss = loss / sequences.spread(sequences.lengths.clamp(min=1))
+        loss = loss / sequences.to_tokens(sequences.lengths.clamp(min=1))
     total = torch.where(tokens.mask, loss, 0.0).sum() / spec.divisor(counts)
     if spec.options["entropy_coef"]:
-        among = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
-        bonus = torch.where(kept, _given(tokens.entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(among)
+        num_tokens = counts.tokens if counts.high_entropy_tokens is None else counts.high_entropy_tokens
+        bonus = torch.where(kept, _required(tokens.entropies, _NEEDS_ENTROPIES), 0.0).sum() / _or_one(num_tokens)
         total = total - spec.options["entropy_coef"] * bonus
     return total, _metric_sums(tokens, surrogate[1:], is_near)
 
@@ -166,23 +209,22 @@ def _tokens(
     sampling_logps: Tensor | None,
     entropies: Tensor | None,
 ) -> Tokens:
-    """Return what the surrogates read: the streams, ratios at the level of importance sampling, and the weights for the
-    mismatch of the sampler, where it is known."""
+    """Return the inputs of the surrogates: masked streams in one dtype, ratios, and weights of the correction."""
 
-    def at(where: Tensor, values: Tensor) -> Tensor:
-        """`values` [n, S] in the dtype of arithmetic where `where` [n, S] holds, 0 elsewhere."""
-        return torch.where(where, values.to(dtype), 0.0)
+    def masked(values: Tensor, mask: Tensor) -> Tensor:
+        """Return values [n, S] in the compute dtype, with 0 where the mask [n, S] is False."""
+        return torch.where(mask, values.to(dtype), 0.0)
 
     options, dtype = spec.options, torch.promote_types(logps.dtype, torch.float32)
     old_logps = logps if old_logps is None else old_logps
     possible = is_known(old_logps, is_known(logps, mask))
     has_reference, is_sampled = is_known(ref_logps, possible), is_known(sampling_logps, possible)
-    reference = None if ref_logps is None else at(has_reference, ref_logps.detach())
-    logps, old_logps = at(possible, logps), at(possible, old_logps.detach())
+    reference = None if ref_logps is None else masked(ref_logps.detach(), has_reference)
+    logps, old_logps = masked(logps, possible), masked(old_logps.detach(), possible)
     sampler = weights = None
     if sampling_logps is not None:
         is_sampled = is_sampled & ~sampling_logps.isnan()
-        sampler = at(is_sampled, sampling_logps.detach())
+        sampler = masked(sampling_logps.detach(), is_sampled)
         bounds = options["sampling_clip_min"], options["sampling_clip_max"]
         weights = correction(old_logps, sampler, is_sampled, sequences, options["sampling_correction"], *bounds)
     log_ratio = logps - old_logps
@@ -191,7 +233,7 @@ def _tokens(
         old_logps=old_logps,
         log_ratio=log_ratio,
         ratio=_ratio(options["importance_sampling_level"] or spec.loss.level, logps, log_ratio, possible, sequences),
-        advantages=at(mask, advantages.detach()),
+        advantages=masked(advantages.detach(), mask),
         mask=mask,
         possible=possible,
         sequences=sequences,
@@ -201,33 +243,37 @@ def _tokens(
         has_reference=has_reference,
         sampler=sampler,
         is_sampled=is_sampled,
-        entropies=None if entropies is None else at(possible, entropies),
+        entropies=None if entropies is None else masked(entropies, possible),
     )
 
 
 def _loss_of_tokens(
     spec: PolicySpec, tokens: Tokens, loss: Tensor, entropy_threshold: Tensor | float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss [n, S] of a surrogate with what `spec` masks, weighs and adds; the tokens kept [n, S]; and those
-    of sequences near enough to the sampler [n, S], None where none is left out."""
+    """Apply the masks and weights of `spec` to a surrogate's loss [n, S], and add the KL terms.
+
+    Returns:
+        The loss [n, S]; the tokens that `top_entropy_quantile` keeps, [n, S]; and the tokens that
+        `off_policy_mask_threshold` keeps, [n, S], or None if that option is off.
+    """
     options, kept, is_near = spec.options, tokens.mask, None
     if options["off_policy_mask_threshold"] is not None:
-        drawn, by = tokens.old_logps, tokens.possible
+        sampling_logps, known = tokens.old_logps, tokens.possible
         if tokens.sampler is not None:
-            drawn, by = tokens.sampler, tokens.is_sampled
+            sampling_logps, known = tokens.sampler, tokens.is_sampled
         threshold = options["off_policy_mask_threshold"]
-        is_near = off_policy_mask(tokens.logps, drawn, tokens.advantages, by, tokens.sequences, threshold)
+        is_near = off_policy_mask(tokens.logps, sampling_logps, tokens.advantages, known, tokens.sequences, threshold)
         loss = torch.where(is_near, loss, 0.0)
     if options["top_entropy_quantile"] < 1:
-        deciding = _given(tokens.entropies, _NEEDS_ENTROPIES)
+        entropies = _required(tokens.entropies, _NEEDS_ENTROPIES)
         if entropy_threshold is None:
             raise ValueError("top_entropy_quantile needs entropy_threshold: top_entropy_threshold of the global batch")
-        kept = tokens.mask & (deciding >= entropy_threshold)
+        kept = tokens.mask & (entropies >= entropy_threshold)
         loss = torch.where(kept, loss, 0.0)
     if tokens.correction is not None and not spec.loss.corrects_itself:
         loss = loss * tokens.correction.weights
     if spec.beta:
-        ref_logps = _given(tokens.reference, f"beta={spec.beta} needs ref_logps")
+        ref_logps = _required(tokens.reference, f"beta={spec.beta} needs ref_logps")
         kl = kl_term(tokens.logps, ref_logps, tokens.ratio, options["kl_estimator"], options["kl_gradient"])
         loss = loss + spec.beta * torch.where(tokens.has_reference, kl, 0.0)
     if options["old_kl_coef"]:
@@ -237,9 +283,15 @@ def _loss_of_tokens(
 
 @torch.no_grad()
 def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tensor | None) -> dict[str, Tensor]:
-    """Return the sums that `MEANS` is made from; clipped: the tokens [n, S] that a bound below and above cut."""
-    nowhere = torch.zeros_like(tokens.ratio)
-    low, high = (nowhere if part is None else part.to(nowhere) for part in clipped)
+    """Return the sums and counts of `MEANS`.
+
+    Args:
+        tokens: Inputs of the loss.
+        clipped: The tokens at the lower and at the upper bound of the clip, [n, S] each or None.
+        is_near: The tokens that `off_policy_mask_threshold` keeps, [n, S]. None if that option is off.
+    """
+    zeros = torch.zeros_like(tokens.ratio)
+    low, high = (zeros if part is None else part.to(zeros) for part in clipped)
     old_logps, logps, weights = tokens.old_logps, tokens.logps, tokens.correction
     sums = _sums(tokens.possible, "known_tokens", ratio=tokens.ratio, approx_kl=k3_of(old_logps, logps))
     sums |= _sums(tokens.mask, "tokens", clip_low=low, clip_high=high)
@@ -259,44 +311,57 @@ def _metric_sums(tokens: Tokens, clipped: Sequence[Tensor | None], is_near: Tens
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> tuple[Tensor, Tensor]:
-    """The entropy that the top `quantile` of the tokens reach, and how many tokens reach it (arXiv:2506.01939).
+    """Return the entropy above which the top share of the tokens is, and the number of these tokens.
 
-    entropies [N]: of all tokens of the global batch, in any order; quantile from 0 (the highest alone, and its equals)
-    to 1 (all). Interpolates between neighbours as torch.quantile and TRL do, at any N. No token: infinity and 0.
+    For example, entropies 1, 2, 3, 4, 5 and quantile 0.5 give the threshold 3, which 3 tokens reach. Between two
+    entropies the threshold is interpolated linearly, as by torch.quantile (which has a limit of N) and TRL.
+
+    Args:
+        entropies: Of all tokens of the global batch in any order, [N].
+        quantile: The share of the tokens, from 0 (only the highest entropy) to 1 (all).
+
+    Returns:
+        Infinity and 0 if there are no tokens.
+
+    Reference:
+        arXiv:2506.01939.
     """
     ordered = entropies.flatten().to(torch.promote_types(entropies.dtype, torch.float32)).sort().values
     if ordered.numel() == 0:
         return ordered.new_full((), torch.inf), ordered.new_zeros((), dtype=torch.int64)
-    place = (1 - quantile) * (ordered.numel() - 1)
-    below = int(place)
+    position = (1 - quantile) * (ordered.numel() - 1)  # in the sorted entropies, between two indices
+    below = int(position)
     above = min(below + 1, ordered.numel() - 1)
-    threshold = torch.lerp(ordered[below], ordered[above], place - below)
+    threshold = torch.lerp(ordered[below], ordered[above], position - below)
     return threshold, (ordered >= threshold).sum()
 
 
 def _ratio(level: str, logps: Tensor, log_ratio: Tensor, possible: Tensor, sequences: Sequences) -> Tensor:
+    """Return r at a level of importance sampling, [n, S]. "sequence_token" has the token's gradient (GSPO-token)."""
     if level == "token":
         return torch.where(possible, bounded_exp(log_ratio), 0.0)
     mean = mean_by_sequence(log_ratio, sequences)
     return bounded_exp(mean if level == "sequence" else mean.detach() + logps - logps.detach())
 
 
-def _sums(where: Tensor, count: str, **values: Tensor) -> dict[str, Tensor]:
-    sums = {name: torch.where(where, value, 0.0).sum() for name, value in values.items()}
-    return sums | {count: where.sum().to(next(iter(values.values())))}
+def _sums(mask: Tensor, count_name: str, **values: Tensor) -> dict[str, Tensor]:
+    """Return the sums of values [n, S] over masked tokens, and the number of these tokens under `count_name`."""
+    sums = {name: torch.where(mask, value, 0.0).sum() for name, value in values.items()}
+    return sums | {count_name: mask.sum().to(next(iter(values.values())))}
 
 
 _NEEDS_ENTROPIES = "entropy_coef and top_entropy_quantile need entropies"
 
 
-def _given(value: Tensor | None, needs: str) -> Tensor:
+def _required(value: Tensor | None, message: str) -> Tensor:
+    """Return the value, or raise ValueError with the message if it is None."""
     if value is None:
-        raise ValueError(needs)
+        raise ValueError(message)
     return value
 
 
 def _or_one(count: Any) -> Any:
-    """A count to divide by: 1 in the place of 0."""
+    """Return a count to divide by: 1 instead of 0."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
@@ -318,21 +383,32 @@ def policy_loss(
     entropy_tokens: Tensor | float | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of B completions, a scalar, and its metrics, by the loss's name in `options.LOSSES`.
+    """Compute a policy loss over B completions, and its metrics. No collectives.
 
-    logps, old_logps, ref_logps, sampling_logps, entropies [B, T]; advantages [B] or [B, T]; mask [B, T], true or 1 at
-    the completions' tokens. `policy_terms` says what each is, which may be None, and what infinities mean. clip is
-    (ε_low, ε_high), beta the weight of the KL term, options those of the loss and of `options.SHARED`.
+    Args:
+        name: A key of `options.LOSSES`.
+        logps: log π, [B, T]. `policy_terms` describes the streams and the meaning of infinities.
+        old_logps: log π_old, [B, T]. None: that is π.
+        advantages: [B] or [B, T].
+        mask: [B, T], True or 1 at tokens of the completions.
+        clip: ε_low and ε_high.
+        ref_logps: log π_ref, [B, T]. Required if `beta` is not 0.
+        beta: Weight of the KL term.
+        sampling_logps: log π_sampler, [B, T]. None: no correction.
+        entropies: [B, T]. Required for `entropy_coef` and `top_entropy_quantile`.
+        normalizer: Divisor of the sum, if this batch is a part of a larger one: its number of tokens (bnpo, dapo,
+            cispo, vespo, dppo_tv, dppo_kl, reinforce), its number of sequences (grpo, gspo, gspo_token, sapo, luspo,
+            gmpo), or that times the longest completion (dr_grpo). None: that of this batch.
+        max_completion_length: The longest completion, for dr_grpo. None: T.
+        entropy_threshold: That of the larger batch, by `top_entropy_threshold`. None: that of this batch.
+        entropy_tokens: The number of tokens above that threshold, which also divides the entropy term.
+        options: Options of the loss and of `options.SHARED`.
 
-    normalizer: what the loss's sum is divided by, for a batch that is a part of a larger one: its tokens (bnpo, dapo,
-    cispo, vespo, dppo_tv, dppo_kl, reinforce), its sequences (grpo, gspo, gspo_token, sapo, luspo, gmpo), or its
-    sequences times the longest completion (dr_grpo). Default: this batch's own; dr_grpo's length is
-    max_completion_length, T by default. entropy_threshold, entropy_tokens: of the larger batch, by
-    `top_entropy_threshold`, for top_entropy_quantile; entropy_tokens also divides the entropy term.
+    Returns:
+        The loss, a scalar, and the metrics of `MEANS` as means over this batch, without gradient.
 
-    metrics: `terms.MEANS` as means over this batch, without gradient. Computed in max(float32, the dtype of logps),
-    divergences among the metrics in float64. No collective. Raises ValueError for an unknown name or option, a value
-    out of its range, and what the loss needs and is not given.
+    Raises:
+        ValueError: For an unknown name or option, a value out of its range, or a missing argument.
     """
     spec = PolicySpec(name, clip, beta, options)
     for key, value in (("logps", logps), ("mask", mask)):

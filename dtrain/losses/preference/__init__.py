@@ -1,6 +1,6 @@
-"""Preference losses: formulas and their table of options.
+"""Preference losses: formulas and the table of their options.
 
-formulas    a function each, of pairs and of replies marked good or bad
-losses      `preference_loss`: a loss by name; weights and combinations
+formulas    one function per loss, of pairs of completions (DPO) and of single replies (KTO)
+losses      `preference_loss` by name, sums of several losses, and derivatives by log-probabilities
 options     the table of names, options and ranges
 """

@@ -1,5 +1,10 @@
-"""Preference losses by name: over the pairs of a call, in weighted combinations, and as the weights that each
-log-probability of a global batch has in the gradient. `formulas` has the functions, `options` the table.
+"""Preference losses by name, weighted sums of several, and their derivatives by the log-probabilities.
+
+`preference_weights` is for training with micro-batches. A loss may compare a pair with all other pairs of the global
+batch (for example `aot`), so it cannot be computed from one micro-batch. Therefore a first pass computes the
+log-probabilities of all pairs without gradient, and from these the derivative w_i of the loss by each of them. In the
+second pass each micro-batch differentiates Σ w_i · log p_i, which has the gradient of the loss. `formulas` has the
+functions, `options` the table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,17 +33,28 @@ def preference_loss(
     rejected_lengths: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The loss of each pair, [B], by the loss's name in `LOSSES`; each entry's function has the formula and its paper.
+    """Compute a preference loss of each pair. No collectives.
 
-    chosen_logps, rejected_logps [B]: log-probabilities of the completions under the policy, summed over their tokens;
-    ref_...: under the reference, both None for none (then zeros). lengths [B]: tokens of the completions; the losses
-    per token need them, the others leave them unread. options: those of the loss (`LOSSES[name].options`), among them,
-    where the loss has a margin of scores, f_divergence: reverse_kl | forward_kl | js_divergence | alpha_divergence (the
-    last with f_alpha_divergence_coef). Computed in max(float32, the dtype), and returned so. No collective.
+    Args:
+        name: A key of `options.LOSSES`. Its function in `formulas` has the formula and the paper.
+        chosen_logps: log π of the chosen completions, summed over their tokens, [B].
+        rejected_logps: log π of the rejected completions, [B].
+        ref_chosen_logps: log π_ref of the chosen completions, [B]. None for both completions: 0.
+        ref_rejected_logps: log π_ref of the rejected completions, [B].
+        beta: β.
+        label_smoothing: ε.
+        chosen_lengths: Tokens of the chosen completions, [B]. Required by losses per token.
+        rejected_lengths: Tokens of the rejected completions, [B].
+        options: Options of the loss, `LOSSES[name].options`. For losses of a margin these include `f_divergence`
+            (reverse_kl, forward_kl, js_divergence or alpha_divergence) and `f_alpha_divergence_coef`.
 
-    Raises ValueError for an unknown name or option, a value out of its range, an option that the loss does not read
-    and that is not switched off, missing lengths, half a reference, another divergence than reverse_kl without a
-    reference, and tensors of unequal shapes.
+    Returns:
+        [B], in max(float32, the dtype).
+
+    Raises:
+        ValueError: For an unknown name or option, a value out of its range, an option that the loss does not read
+            (unless its value switches it off), missing lengths, log-probabilities of the reference for one completion
+            only, an `f_divergence` other than reverse_kl without a reference, or shapes that differ.
     """
     return combined_preference_loss(
         name,
@@ -67,22 +83,35 @@ def combined_preference_loss(
     rejected_lengths: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Σ weight · preference_loss(name, ..) over the names, [B]; weights are 1 where none are given.
+    """Compute a weighted sum of preference losses, [B]. Arguments and errors are those of `preference_loss`.
 
-    An option goes to the losses that read it; one that none reads is a ValueError. A divergence other than reverse_kl
-    is for all of the names or, as a ValueError, for none.
+    Args:
+        names: One or several keys of `options.LOSSES`.
+        chosen_logps: See `preference_loss`.
+        rejected_logps: See there.
+        ref_chosen_logps: See there.
+        ref_rejected_logps: See there.
+        beta: See there.
+        loss_weights: Weights of the losses. None: 1.
+        chosen_lengths: See there.
+        rejected_lengths: See there.
+        options: Each option is passed to the losses that read it.
+
+    Raises:
+        ValueError: If no loss reads an option, or if an `f_divergence` other than reverse_kl is not read by all losses.
     """
     names = [names] if isinstance(names, str) else list(names)
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     if not names or len(weights) != len(names):
-        raise ValueError(f"loss_weights: {len(weights)} weights for {len(names)} losses; one each is needed")
+        raise ValueError(f"loss_weights has {len(weights)} weights for {len(names)} losses: pass one per loss")
     for name in names:
         if name not in LOSSES:
             raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
     losses = [LOSSES[name] for name in names]
-    # Reading a tensor's value would make a GPU wait: 0.25, which is in every range, is checked in its place.
-    seen = {key: 0.25 if isinstance(value, Tensor) else value for key, value in {"beta": beta, **options}.items()}
-    if errors := problems(names, seen, has_reference=ref_chosen_logps is not None):
+    # To read the value of a tensor, the host would have to wait for the device. Check 0.25 instead, which every range
+    # includes.
+    checked = {key: 0.25 if isinstance(value, Tensor) else value for key, value in {"beta": beta, **options}.items()}
+    if errors := problems(names, checked, has_reference=ref_chosen_logps is not None):
         raise ValueError(str(errors[0]))
     logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     pairs = _pairs(names, logps, (chosen_lengths, rejected_lengths), options)
@@ -94,7 +123,13 @@ def combined_preference_loss(
 
 
 class PreferenceWeights(NamedTuple):
-    """losses [N]; chosen, rejected [N]: the derivatives of the losses' mean by the policy's log-probabilities."""
+    """Losses of pairs, and the derivatives of their mean.
+
+    Attributes:
+        losses: [N].
+        chosen: Derivatives by the policy's log-probabilities of the chosen completions, [N].
+        rejected: Derivatives by the policy's log-probabilities of the rejected completions, [N].
+    """
 
     losses: Tensor
     chosen: Tensor
@@ -109,12 +144,14 @@ def preference_weights(
     ref_rejected_logps: Tensor | None,
     **options: Any,
 ) -> PreferenceWeights:
-    """Return for N pairs, the whole global batch, the losses, and the derivatives of their mean by each
-    log-probability, [N].
+    """Compute the losses of all pairs of the global batch, and the derivatives of their mean by the log-probabilities.
 
-    Arguments as in `combined_preference_loss`, which has the errors; no gradient flows in or out. The gradient of the
-    mean loss by the parameters is that of Σ chosen · log p(chosen) + rejected · log p(rejected), which may be summed in
-    any micro-batches on any ranks: exact for every loss, those over the whole batch included.
+    The gradient of the mean loss by the parameters is that of Σ chosen · log p(chosen) + rejected · log p(rejected).
+    This sum can be divided over micro-batches and ranks, and is exact for every loss. For example, `ipo_sum` of one
+    pair with m = 3 and β = 0.5: the loss is (3 - 1)² = 4, and the weights are 2 · (3 - 1) = 4 for chosen and -4 for
+    rejected.
+
+    Arguments and errors are those of `combined_preference_loss`. The results have no gradient.
     """
     chosen, rejected = (logps.detach().requires_grad_() for logps in (chosen_logps, rejected_logps))
     with torch.enable_grad():
@@ -124,13 +161,28 @@ def preference_weights(
 
 
 def running_mean(mean: float | Tensor, count: int, batch_mean: Tensor) -> tuple[Tensor, int]:
-    """The mean, a scalar, of `count` values so far and of one more, and how many they are: bco_pair's moving shift as
-    TRL 0.24 has it, batch_mean being the mean of a global batch's rewards, chosen and rejected. Start from (0.0, 0)."""
+    """Add a value to a running mean, for example to the shift δ of bco_pair as TRL 0.24 computes it.
+
+    Args:
+        mean: The mean so far. Start with 0.0.
+        count: The number of values so far. Start with 0.
+        batch_mean: The new value. For bco_pair the mean of all rewards of a global batch, chosen and rejected.
+
+    Returns:
+        The new mean, a scalar, and the new count.
+    """
     return mean + (batch_mean - mean) / (count + 1), count + 1
 
 
 class PreferenceRewards(NamedTuple):
-    """[B] each, without gradient. accuracy is 1 where the chosen completion's reward is larger, else 0."""
+    """Implicit rewards of pairs, without gradient.
+
+    Attributes:
+        chosen: Rewards of the chosen completions, [B].
+        rejected: Rewards of the rejected completions, [B].
+        margin: chosen - rejected, [B].
+        accuracy: 1 if the reward of the chosen completion is larger, else 0, [B].
+    """
 
     chosen: Tensor
     rejected: Tensor
@@ -146,8 +198,13 @@ def preference_rewards(
     *,
     beta: float,
 ) -> PreferenceRewards:
-    """The implicit rewards β · log(π/π_ref) of B pairs, [B] (arXiv:2305.18290, section 4), for metrics. Arguments as in
-    `preference_loss`; a divergence or a normalisation by length does not enter."""
+    """Compute the implicit rewards β · log(π/π_ref) of B pairs, for metrics. Arguments are those of `preference_loss`.
+
+    They do not depend on `f_divergence`, and are not divided by lengths.
+
+    Reference:
+        DPO: Rafailov et al., arXiv:2305.18290, section 4.
+    """
     with torch.no_grad():
         chosen = beta * (chosen_logps if ref_chosen_logps is None else chosen_logps - ref_chosen_logps)
         rejected = beta * (rejected_logps if ref_rejected_logps is None else rejected_logps - ref_rejected_logps)
@@ -155,33 +212,50 @@ def preference_rewards(
 
 
 def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: float) -> Tensor:
-    """The weights of the labels' log-probabilities under LD-DPO (Liu et al., arXiv:2409.06411), float64, of labels'
-    shape: 1 up to the length of the pair's shorter completion, ld_alpha beyond it, 0 where there is no label.
+    """Compute the weights of tokens in LD-DPO, which count less beyond the length of the shorter completion.
 
-    document_ids, labels: int64 of one shape, [B, S] padded or packed. Documents 2i and 2i + 1 are a pair; the ids count
-    from 0 through the batch, −1 is padding, a document's positions stand in their order. labels are already shifted,
-    −100 where there is none; a completion's tokens are its document's labels, counted from the first.
+    A label has the weight 1 up to the length of the shorter completion of its pair, and `ld_alpha` beyond it. For
+    example, one row with a completion of 2 tokens (document 0), one of 3 tokens (document 1), and ld_alpha=0.3:
 
-    The weights are for policy and reference alike, as in TRL 1.16; TRL 0.24 left the reference whole and counted
-    positions from the row's beginning, the prompt included. Raises ValueError for ld_alpha outside [0, 1] and for a
-    document without its partner. Reads the number of documents on the host.
+        document_ids    0 0 0 1 1 1 1
+        labels          - x x - x x x        (-: -100)
+        weights         0 1 1 0 1 1 0.3
+
+    The weights apply to policy and reference, as in TRL 1.16. TRL 0.24 does not weight the reference, and counts
+    positions from the beginning of the row, including the prompt.
+
+    Args:
+        document_ids: int64 [B, S], of padded or packed rows. Documents 2i and 2i + 1 are a pair. Ids count from 0 over
+            all rows, and -1 is padding. The host reads their number.
+        labels: Shifted labels, int64 [B, S], -100 at positions without a label. The labels of a document are the tokens
+            of its completion.
+        ld_alpha: The weight beyond the shorter length.
+
+    Returns:
+        [B, S] float64. 0 at positions without a label.
+
+    Raises:
+        ValueError: If `ld_alpha` is not in [0, 1], or the number of documents is odd.
+
+    Reference:
+        LD-DPO: Liu et al., arXiv:2409.06411.
     """
     if not 0 <= ld_alpha <= 1:
-        raise ValueError(f"ld_alpha={ld_alpha}: from 0 to 1")
+        raise ValueError(f"ld_alpha={ld_alpha} must be from 0 to 1")
     if labels.numel() == 0:
         return torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
     documents = int(document_ids.max()) + 1
     if documents % 2:
-        raise ValueError(f"{documents} documents are no pairs: the last has no partner")
-    ids = document_ids.flatten() + 1  # padding is 0
+        raise ValueError(f"{documents} documents are not pairs: the last one has no partner")
+    ids = document_ids.flatten() + 1  # padding becomes 0, and document i becomes i + 1
     has_label = (labels.flatten() != IGNORE) & (ids > 0)
-    counted = has_label.cumsum(0)  # labels up to here, this one among them
-    before = torch.full((documents + 1,), labels.numel(), device=labels.device)
-    before = before.scatter_reduce(0, ids, counted - has_label.long(), "amin")
-    lengths = torch.zeros_like(before).index_add(0, ids, has_label.long())[1:]
+    num_labels = has_label.cumsum(0)  # labels up to and including this token, over all rows
+    num_before = torch.full((documents + 1,), labels.numel(), device=labels.device)  # labels before each document
+    num_before = num_before.scatter_reduce(0, ids, num_labels - has_label.long(), "amin")
+    lengths = torch.zeros_like(num_before).index_add(0, ids, has_label.long())[1:]
     shorter = lengths.view(-1, 2).amin(1).repeat_interleave(2)  # [documents]
-    shorter = torch.cat([shorter.new_zeros(1), shorter])
-    position = counted - before[ids]  # 1 at the completion's first token
+    shorter = torch.cat([shorter.new_zeros(1), shorter])  # indexed by ids
+    position = num_labels - num_before[ids]  # in the completion, 1 at its first token
     weights = has_label.to(torch.float64)
     weights = torch.where(position > shorter[ids], ld_alpha * weights, weights)
     return weights.view(labels.shape)
@@ -193,17 +267,18 @@ def _pairs(
     lengths: tuple[Tensor | None, Tensor | None],
     options: Mapping[str, Any],
 ) -> Pairs:
+    """Check shapes and missing arguments, and return the inputs in one dtype, with 0 and 1 for those not given."""
     chosen, _, ref_chosen, ref_rejected = logps
     divergence = {key: options.get(key, default) for key, default in DIVERGENCE.items()}
     if (ref_chosen is None) != (ref_rejected is None):
         missing = "ref_chosen_logps" if ref_chosen is None else "ref_rejected_logps"
-        raise ValueError(f"{missing} is missing: the reference is given for both completions or for none")
+        raise ValueError(f"{missing} is missing: pass the reference for both completions or for neither")
     for name in names:
         if LOSSES[name].needs_lengths and any(length is None for length in lengths):
-            raise ValueError(f"{name} is a loss per token: it needs chosen_lengths and rejected_lengths")
+            raise ValueError(f"{name} is a loss per token: pass chosen_lengths and rejected_lengths")
     shapes = [tuple(tensor.shape) for tensor in (*logps, *lengths) if tensor is not None]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise ValueError(f"log-probabilities and lengths are one number per pair, [B] each; their shapes are {shapes}")
+        raise ValueError(f"log-probabilities and lengths must all be [B], and have the shapes {shapes}")
     dtype = torch.promote_types(chosen.dtype, torch.float32)
     zeros, ones = torch.zeros_like(chosen, dtype=dtype), torch.ones_like(chosen)
     known = [zeros if logp is None else logp.to(chosen.device, dtype) for logp in logps]

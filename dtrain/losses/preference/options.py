@@ -1,7 +1,6 @@
-"""The preference losses by name: what each computes and needs, its options with their defaults and ranges. The one
-table of them, for the functions and for a recipe's check. No torch.
+"""Table of the preference losses: for each name its function, its requirements, its options, their defaults and ranges.
 
-The functions are in `formulas`; `losses` computes with them.
+The losses and the checks of a recipe both read it, so it imports no torch. The functions are in `formulas`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,16 +11,22 @@ from typing import Any
 from dtrain.base.errors import Problem
 from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, nearest, one_of, sizes_for
 
-SFT = "sft"  # a name in a list of losses, TRL's: the chosen completions' negative log-likelihood, as dpo.sft_weight
+# In a list of losses, as in TRL: the negative log-likelihood of the chosen completions, like dpo.sft_weight.
+SFT = "sft"
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss and what it needs.
+    """A preference loss.
 
-    function: its name in `formulas`. options: what it reads beside β, with the defaults.
-    whole_batch: a pair's loss depends on the other pairs of the global batch (bco_pair's only with bco_shift="batch").
+    Attributes:
+        function: Name of the function in `formulas`.
+        options: The function's options, except β, and their defaults.
+        needs_reference: Whether it reads the log-probabilities of the reference.
+        needs_lengths: Whether it reads the lengths of the completions.
+        whole_batch: Whether the loss of a pair depends on the other pairs of the global batch. For bco_pair, only with
+            bco_shift="batch" (`over_the_batch`).
     """
 
     function: str
@@ -32,7 +37,7 @@ class PreferenceLoss:
 
     @property
     def f_divergence(self) -> bool:
-        """Return whether the margin may be that of another divergence than the reverse KL."""
+        """Whether the loss reads `f_divergence`."""
         return "f_divergence" in self.options
 
 
@@ -63,23 +68,22 @@ LOSSES: Mapping[str, PreferenceLoss] = MappingProxyType(
 )
 
 OFF: Mapping[str, Any] = MappingProxyType({"label_smoothing": 0.0, "f_divergence": "reverse_kl"})
-"""Values that switch an option off: good for every loss, whether it reads the option or not."""
+"""Values that switch an option off. Every loss accepts them, also if it does not read the option."""
 
 
 def over_the_batch(names: Iterable[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the losses of `names` by which, with these options, a pair's loss depends on the other pairs of the global
-    batch."""
-    alone = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
-    return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in alone]
+    """Return the losses that, with these options, compare a pair with the other pairs of the global batch."""
+    pairwise = {"bco_pair"} if options.get("bco_shift") != "batch" else set()
+    return [name for name in names if name in LOSSES and LOSSES[name].whole_batch and name not in pairwise]
 
 
 KWARGS = frozenset[str]().union(*(loss.options for loss in LOSSES.values())) - OFF.keys()
-"""Options without a key of their own in the schema: they stand in `dpo.kwargs`."""
+"""Options without a key of their own in the recipe's schema. They are set in `dpo.kwargs`."""
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "beta": POSITIVE,
-        "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "from 0 up to 0.5, without 0.5 itself"),
+        "label_smoothing": (lambda v: is_number(v) and 0 <= v < 0.5, "at least 0 and below 0.5"),
         "f_divergence": one_of(DIVERGENCES),
         "f_alpha_divergence_coef": NUMBER,
         "discopop_tau": POSITIVE,
@@ -87,15 +91,15 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "bco_shift": (lambda v: v == "batch" or is_number(v), "a finite number or batch"),
     }
 )
-"""What an option may be; one that is not named here is any finite number."""
+"""Ranges of options. Options that are not listed accept any finite number."""
 
 
 def problems(
     names: Collection[str], options: Mapping[str, Any], *, has_reference: bool, section: str = "", kwargs: str = ""
 ) -> list[Problem]:
-    """Check the options of losses, β among them.
+    """Check β and the other options of losses.
 
-    Every option has to be read by at least one loss, and a divergence other than reverse_kl by all of them.
+    Every option has to be read by at least one loss, and an `f_divergence` other than reverse_kl by all of them.
 
     Args:
         names: Names of the losses.

@@ -1,1 +1,1 @@
-"""Losses of supervised fine-tuning, token by token: the table of their names, options and ranges."""
+"""Losses of supervised fine-tuning: the table of their names, options and ranges (options)."""

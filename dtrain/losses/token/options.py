@@ -1,7 +1,6 @@
-"""The losses of supervised fine-tuning by name: what each computes, and its options with their defaults and ranges. The
-one table of them, for the functions and for a recipe's check. No torch.
+"""Table of the losses of SFT: for each name its function, its options, their defaults and ranges.
 
-The functions are in `head.weighted_sum`.
+The losses and the checks of a recipe both read it, so it imports no torch. The functions are in `head.weighted_sum`.
 """
 
 from collections.abc import Mapping
@@ -16,8 +15,11 @@ from dtrain.base.ranges import Range
 class TokenLoss:
     """A loss of `sft.loss`.
 
-    function: its name in `head.weighted_sum`. options: what it reads beside the log-probabilities, with the defaults.
-    smooths: whether `sft.label_smoothing` has a meaning: the loss is a cross-entropy, which takes any target.
+    Attributes:
+        function: Name of the function in `head.weighted_sum`.
+        options: The function's options and their defaults.
+        smooths: Whether `sft.label_smoothing` can be used with it. Only a cross entropy has a meaning for a target that
+            is a distribution.
     """
 
     function: str
@@ -33,4 +35,4 @@ LOSSES: Mapping[str, TokenLoss] = MappingProxyType(
 )
 
 RANGES: Mapping[str, Range] = MappingProxyType({})
-"""What an option may be; one that is not named here is any finite number."""
+"""Ranges of options. Options that are not listed accept any finite number."""

@@ -1,11 +1,11 @@
-"""Context parallel: batches in the head-tail layout, and the contexts and flat batches known by name.
+"""Context parallel: batches in the head-tail layout, and contexts and flat batches under the names of NeMo Automodel.
 
-batch           a batch cut over cp to the head-tail layout, and put together again
+batch           the head-tail layout: sharding a batch over cp, and gathering
 train_context   `get_train_context`, `make_cp_batch_and_ctx`
-thd             packed batches as one run of tokens: `make_cp_batch_for_te`
+thd             packed batches as one flat sequence of tokens: `make_cp_batch_for_te`
 
-`create_context_parallel_ctx` is in `dtrain.attention.foreign`, because it computes attention. Users know it by the name
-that it has here. `dtrain.attention` imports this package, so the name is imported when it is first used (PEP 562).
+`create_context_parallel_ctx` is in `dtrain.attention.foreign`, because it computes attention. It can be imported from
+here, as in NeMo Automodel. `dtrain.attention` imports this package, so the name is imported on first use (PEP 562).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,13 @@
-"""A batch under context parallel, cut to the head-tail layout and put together again.
+"""The head-tail layout of sequences under context parallel: sharding, and gathering again.
 
-In that layout rank r of n holds chunks r and 2n−1−r of 2n of a sequence, so that under a causal mask every rank has the
-same work. Of packed sequences each is cut by itself.
+A sequence is divided into 2·cp chunks, and rank r has the chunks r and 2·cp - 1 - r. Under a causal mask all ranks then
+have the same work. Example: 8 tokens, cp = 2. A query at position p sees p + 1 keys:
+
+    rank 0    chunks 0 and 3    tokens 0 1 6 7    1 + 2 + 7 + 8 = 18 scores
+    rank 1    chunks 1 and 2    tokens 2 3 4 5    3 + 4 + 5 + 6 = 18 scores
+
+Training shards full rows in this way, packed or not. The flat batches of `thd` shard each packed sequence separately
+(`positions_of_rank`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,18 +23,19 @@ from dtrain.parallel.collectives import begin_all_gather, begin_reduce_scatter, 
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """The two chunks of the 2·size that a rank holds, in its order."""
+    """Return the indices of the two chunks of a rank, out of 2·size chunks, in the order of the rank."""
     return rank, 2 * size - 1 - rank
 
 
 def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
-    """This rank's part [.., S/size, ..] of a whole stream [.., S, ..]. No collective.
+    """Return a rank's head and tail chunk [.., S/size, ..] of a full sequence [.., S, ..]. No collectives.
 
-    Raises ValueError where 2·size does not divide S: pad first, nothing is dropped.
+    Raises:
+        ValueError: If 2·size does not divide S.
     """
     if tensor.shape[dim] % (2 * size):
         raise ValueError(
-            f"a sequence of {tensor.shape[dim]} tokens cannot be cut into {2 * size} equal chunks for cp={size}; "
+            f"a sequence of {tensor.shape[dim]} tokens cannot be cut into {2 * size} equal chunks for cp={size}: "
             f"pad it to a multiple of {2 * size}"
         )
     chunks = tensor.chunk(2 * size, dim)
@@ -36,16 +43,23 @@ def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor
 
 
 def mesh_rank(mesh: DeviceMesh) -> int:
-    """This rank's place on a one-dimensional mesh, or on a stand-in for one that knows its group alone."""
+    """Return this rank's index on a one-dimensional mesh, or on an object that only has `get_group`."""
     return mesh.get_local_rank() if hasattr(mesh, "get_local_rank") else dist.get_rank(group=mesh.get_group())
 
 
 def sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
-    """The sequence [n] that each of `positions` [n] lies in; ends [N + 1]: the first is 0."""
+    """Return the index of the packed sequence that contains each position.
+
+    For example, positions 0, 7, 8 and ends [0, 8, 12]: sequences 0, 0, 1.
+
+    Args:
+        positions: Packed positions, [n].
+        ends: cu_seqlens: the end of each sequence, after a 0, [N + 1].
+    """
     return torch.searchsorted(ends[1:].contiguous(), positions, right=True)
 
 
-def held_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
+def positions_of_rank(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
     """Return the packed positions of a cp rank's tokens, in its order: the head and the tail chunk of each sequence.
 
     Example: sequences of 8 and 4 tokens on 2 ranks, so ends = [0, 8, 12]. The first one is cut into 4 chunks of 2
@@ -72,18 +86,35 @@ def held_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
     return start + torch.where(offset >= chunk, tail_position, head_position)
 
 
-def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, beside: Collection[str] = ()) -> dict[str, Tensor]:
-    """This cp rank's part of a batch, as new tensors: every stream [B, S, ..], but those of `beside`, as `shard_tokens`
-    cuts it, with its pad value of `batch.STREAMS`, else 0. No collective."""
-    pads = {name: STREAMS[name].pad if name in STREAMS else 0 for name in batch}
-    return {
-        name: stream if name in beside else shard_tokens(stream, cp_mesh, pads[name]) for name, stream in batch.items()
-    }
+def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, keep: Collection[str] = ()) -> dict[str, Tensor]:
+    """Shard the streams of a batch over the cp ranks, as new tensors. No collectives.
+
+    Args:
+        batch: Streams [B, S, ..]. They are padded with the value of `batch.STREAMS`, or with 0.
+        cp_mesh: The cp ranks.
+        keep: Names of tensors that are not per token, and are returned unchanged.
+    """
+    shards = {}
+    for name, stream in batch.items():
+        if name in keep:
+            shards[name] = stream
+        else:
+            pad = STREAMS[name].pad if name in STREAMS else 0
+            shards[name] = shard_tokens(stream, cp_mesh, pad)
+    return shards
 
 
 def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None = 0) -> Tensor:
-    """This cp rank's part of a per-token tensor [B, S, ..] of the caller's (advantages, old log-probabilities), as the
-    batch's streams are cut: padded with `pad` on the right to a multiple of 2·cp, head-tail. No collective."""
+    """Shard a tensor with one value per token over the cp ranks, as the streams of a batch. No collectives.
+
+    Args:
+        tensor: [B, S, ..], for example advantages.
+        cp_mesh: The cp ranks. None: returns `tensor`.
+        pad: Value of the padding on the right, to a multiple of 2·cp tokens. None: see `pad_right`.
+
+    Returns:
+        This rank's head and tail chunk.
+    """
     if cp_mesh is None or cp_mesh.size() <= 1:
         return tensor
     padded = pad_right(tensor, 2 * cp_mesh.size(), pad, dim=1)
@@ -91,7 +122,14 @@ def shard_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, pad: float | None =
 
 
 def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim: int) -> Tensor:
-    """[.., S, ..] padded along `dim` to a multiple; pad None: the values go on counting."""
+    """Pad a tensor on the right to a multiple of tokens.
+
+    Args:
+        tensor: [.., S, ..].
+        multiple: The length will be a multiple of it.
+        pad: Value of the padding. None: the values count on by 1, as positions do. For example, 0 1 2 becomes 0 1 2 3.
+        dim: The dimension of the sequence.
+    """
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor
@@ -105,8 +143,12 @@ def pad_right(tensor: Tensor, multiple: int, pad: float | int | bool | None, dim
 
 
 def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The whole stream [.., S, ..] in its natural order, from the ranks' parts [.., S/n, ..] in rank order. No
-    collective."""
+    """Join the parts of all ranks, [.., S/cp, ..] each, to the full sequence [.., S, ..]. No collectives.
+
+    Args:
+        parts: The parts, in the order of the ranks.
+        dim: The dimension of the sequence.
+    """
     chunks: dict[int, Tensor] = {}
     for rank, part in enumerate(parts):
         chunks |= zip(chunks_of(rank, len(parts)), part.chunk(2, dim), strict=True)
@@ -114,31 +156,47 @@ def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 def gather_sequence(tensor: Tensor, group: Any, dim: int = 1) -> Tensor:
-    """The whole stream [.., S, ..] in its natural order, from every rank's part [.., S/n, ..]. One all-gather.
+    """Gather a sequence: each rank's part [.., S/cp, ..] to the full sequence [.., S, ..] in natural order.
 
-    Backward the ranks' gradients are summed and cut: one reduce-scatter. That is the derivative where every rank has a
-    loss of its own.
+    In the backward, the ranks' gradients of the full sequence are summed, and each rank receives its part. That is the
+    derivative if every rank has a loss of its own, and the total loss is their sum.
+
+    Collectives:
+        One all-gather in the forward, one reduce-scatter in the backward.
     """
-    (whole,) = SequenceGather([tensor], group, dim).wait()
-    return whole
+    (full,) = SequenceGather([tensor], group, dim).wait()
+    return full
 
 
 class SequenceGather:
-    """An all-gather of sequences of equal dtype that is under way. `wait` returns the full streams, once.
+    """An asynchronous all-gather of sequences. `wait` returns the full sequences, and can be called once.
 
-    The tensors may have different shapes, as keys and values with heads of different sizes: they travel flat, behind
-    one another. On two ranks, for k of 6 numbers and v of 4 per rank:
+    The tensors must have the same dtype, but may have different shapes, for example keys and values with heads of
+    different sizes. They are sent in one message, flat and one after another. On two ranks, with 6 numbers of k and 4
+    of v per rank:
 
         rank 0 sends  k0 (6), v0 (4)        every rank receives [2, 10]:   k0 v0
         rank 1 sends  k1 (6), v1 (4)                                       k1 v1
-        `wait` returns k = k0 and k1 in the order of the sequence, and v in the same way
+        `wait` returns k0 and k1 joined in the order of the sequence, and v in the same way
 
-    The message travels while other things are computed, in both directions:
+    The backward of k is the reverse: each rank has a gradient of the full sequence. It cuts it into the part of rank 0
+    and that of rank 1, [2, 10] with v, and a reduce-scatter returns to each rank the sum of the ranks' gradients of its
+    part.
+
+    Both messages travel while something else is computed (X):
 
         forward     `__init__` begins the all-gather           computation X            `wait` waits for it
         backward    `_End` begins the reduce-scatter           backward of X            `_Begin` waits for it
 
-    Autograd runs nodes in the reverse order of their creation, which puts the backward of X between the other two.
+    Autograd runs nodes in the reverse order of their creation, so the backward of X runs between the other two.
+
+    Args:
+        tensors: This rank's parts, [.., S/cp, ..] each.
+        group: The cp ranks.
+        dim: The dimension of the sequence.
+
+    Collectives:
+        One all-gather in the forward, one reduce-scatter in the backward.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Any, dim: int = 1):
@@ -148,23 +206,25 @@ class SequenceGather:
         self.sent: Any = _Begin.apply(flat[0] if len(flat) == 1 else torch.cat(flat), group)
 
     def wait(self) -> tuple[Tensor, ...]:
-        wholes = _End.apply(*self.sent, self.shapes, self.dim, self.group)
-        del self.sent  # as large as the wholes
-        return wholes
+        """Wait, and return the full sequences [.., S, ..] in natural order."""
+        full = _End.apply(*self.sent, self.shapes, self.dim, self.group)
+        del self.sent  # it is as large as the full sequences
+        return full
 
 
 class _Begin(torch.autograd.Function):
     """Begin an all-gather. The backward waits for the reduce-scatter of the gradients.
 
-    Takes flat [n]. Returns a view of it, whose only use is that `_End` returns a gradient for it, and the gathered
-    [ranks, n], which has not arrived yet and has no gradient.
+    The input is flat, [n]. The outputs are a view of it and the gathered tensor, [ranks, n], which has not arrived yet.
+    The view connects the two nodes for autograd: `_End` returns the gradient of the view, and the gathered tensor has
+    none.
     """
 
     @staticmethod
     def forward(ctx, flat, group):
         parts = begin_all_gather(flat.unsqueeze(0), group)
         ctx.mark_non_differentiable(parts)
-        ctx.set_materialize_grads(False)  # no zeros for them
+        ctx.set_materialize_grads(False)  # do not allocate zeros as the gradient of `parts`
         return flat.view_as(flat), parts
 
     @staticmethod
@@ -188,15 +248,22 @@ class _End(torch.autograd.Function):
         for rank in range(size):
             for grad in grads:
                 parts.append(shard_sequence(grad, rank, size, ctx.dim).reshape(-1))
-        summed = begin_reduce_scatter(torch.cat(parts).view(size, -1), ctx.group)  # [1, n], on its way
-        # Nothing may read it before `_Begin.backward` has waited. `flat` has no other use, so autograd adds nothing.
+        summed = begin_reduce_scatter(torch.cat(parts).view(size, -1), ctx.group)  # [1, n], asynchronous
+        # It must not be read before `_Begin.backward` has waited. The view has no other use, so autograd does not add
+        # to it.
         return summed.squeeze(0), None, None, None, None
 
 
 def gather_tokens(tensor: Tensor, cp_mesh: DeviceMesh | None, length: int) -> Tensor:
-    """`shard_tokens` undone: [B, length, ..] in the caller's order on every cp rank, without the padding.
+    """Gather what `shard_tokens` has sharded, [B, length, ..] in natural order on every cp rank, without the padding.
 
-    One all-gather; backward, the ranks' gradients are summed (reduce-scatter): each rank owns a loss of its own.
+    Args:
+        tensor: This rank's part.
+        cp_mesh: The cp ranks. None: returns `tensor`.
+        length: The length before padding.
+
+    Collectives:
+        One all-gather, and in the backward one reduce-scatter, which sums the ranks' gradients.
     """
     if cp_mesh is None or cp_mesh.size() <= 1:
         return tensor

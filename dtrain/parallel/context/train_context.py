@@ -1,4 +1,4 @@
-"""Batches under context parallel as contexts, under the names that NeMo Automodel's users know."""
+"""Context-parallel batches as context managers, under the names that users of NeMo Automodel know."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +17,13 @@ from dtrain.parallel.context.thd import make_cp_batch_for_te
 def get_train_context(
     enable_loss_parallel: bool, enable_compiled_autograd: bool, cp_context: Any = None
 ) -> Callable[[], Any]:
-    """A factory of contexts, used as `with train_context():`. The flags enter torch's `loss_parallel()` and compiled
-    autograd; `cp_context` is entered last. A `cp_context` can be entered once."""
+    """Return a factory of contexts, used as `with train_context():`.
+
+    Args:
+        enable_loss_parallel: Whether to enter torch's `loss_parallel()`.
+        enable_compiled_autograd: Whether to enable compiled autograd.
+        cp_context: A context of `create_context_parallel_ctx`, entered last. It can be entered once. None: not entered.
+    """
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
@@ -140,7 +145,7 @@ def make_cp_batch_and_ctx(
 
 
 def _build_position_ids(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch, with `position_ids` [1, S] counting from 0 where it had none."""
+    """Add `position_ids` [1, S], which count from 0, to a batch without them, and return the batch."""
     if "position_ids" not in batch:
         ids = batch["input_ids" if "input_ids" in batch else "inputs_embeds"]
         batch["position_ids"] = torch.arange(ids.shape[1], device=device)[None]
