@@ -34,7 +34,7 @@ MODEL = {
         "LoRA": ["lora={rank: 8}"],
         "DoRA with dropout": ["lora={rank: 5, dora: true, rslora: true, dropout: 0.2, exclude: [k_proj]}"],
         "embedding and norms beside LoRA": ["lora={rank: 2, modules_to_save: [embed_tokens, norm], target: [o_proj]}"],
-        "norms and queries": ["train.train_only=['*norm*','*q_proj*']"],
+        "norms and queries": ["train.train_only=['*norm*','*.q_*']"],
     },
     "loss": {"likelihood": [], "DFT": ["sft.loss=dft"], "smoothing": ["sft.label_smoothing=0.2"]},
     "optimizer": {"adamw": [], "muon": ["optimizer.name=muon"], "sgd": ["optimizer.name=sgd"]},

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import models
-from dtrain.models.common.config import Experts
+from dtrain.models.common.config import Experts, RouterSettings
 from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.parallel.experts import spread_experts
 from dtrain.parallel.mesh import Runtime
@@ -29,7 +29,7 @@ from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
-SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
+SIZES = Experts(count=6, top=2, inner=5, router=RouterSettings(normed=True), layers=(0,))
 
 
 class Sent(TorchDispatchMode):
@@ -142,7 +142,7 @@ def test_other_families_read_their_files_and_train_as_one_process(tmp_path):
     def recipe(name, family, ranks, *mesh):
         return recipe_of(tmp_path, name, ranks, [*mesh, "model.init=pretrained"], "true", family)
 
-    families = ("qwen3.5-moe", "gemma4-moe", "gpt-oss")
+    families = ("qwen3.5-moe", "gemma4-moe", "gpt-oss", "deepseek-v3")
     for family in families:
         save_weights(write_model(tmp_path / f"{family}-untied", family, tied=False))
     alone = run_all([recipe(f"{family}, alone", family, 1) for family in families])

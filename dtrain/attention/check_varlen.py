@@ -28,7 +28,7 @@ _TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be:
 
 
 class Case(NamedTuple):
-    """Fixed numbers: q and grad [B, S, H, hd], k and v [B, S, kv, hd], sinks [H]."""
+    """Fixed numbers: q [B, S, H, hd], k [B, S, kv, hd], v [B, S, kv, hd_v], grad [B, S, H, hd_v], sinks [H]."""
 
     q: Tensor
     k: Tensor
@@ -51,6 +51,7 @@ def prove(
     heads: int,
     key_heads: int,
     head_dim: int,
+    value_dim: int,
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -59,16 +60,14 @@ def prove(
     is_later: bool = False,
 ) -> str | None:
     """Return why `flash` is not to be used for such heads here; None where it computes what SDPA does: whole rows, and
-    where there is an exchange (allgather or ring) what is asked of it there. sinks: whether the heads have some.
+    where there is an exchange (allgather or ring) what is asked of it there. head_dim, value_dim: of a head of queries
+    and keys, and of values. sinks: whether the heads have some.
     is_later: `later_flash` has put another in the place of SDPA's own for plain causal rows, which are looked at too.
     No collective, and no random number of the run's is drawn."""
     try:
-        wide, case = (
-            _case(
-                heads, key_heads, head_dim, None if window is None else min(window, _WIDEST), sinks, case_dtype, device
-            )
-            for case_dtype in (torch.float32, dtype)
-        )
+        narrowed = None if window is None else min(window, _WIDEST)
+        sizes = heads, key_heads, head_dim, value_dim, narrowed, sinks
+        wide, case = (_case(*sizes, case_dtype, device) for case_dtype in (torch.float32, dtype))
         plain, exact = (_whole(SdpaKernel(), inputs) for inputs in (case, wide))
         checks = [("varlen", _whole(VarlenKernel(flash), case), plain, exact)]
         if exchange is not None:
@@ -100,7 +99,14 @@ def difference(
 
 
 def _case(
-    heads: int, key_heads: int, head_dim: int, window: int | None, sinks: bool, dtype: torch.dtype, device: torch.device
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    window: int | None,
+    sinks: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Case:
     documents = documents_of(_LENGTHS)
     positions = torch.tensor([[at for size in row for at in range(size)] for row in _LENGTHS])
@@ -111,8 +117,8 @@ def _case(
     seen = Visibility(count, count, window, positions, positions, documents, documents, rows, packing)
     draw = torch.Generator().manual_seed(0)
     q, k, v, grad = (
-        torch.randn(rows, count, of, head_dim, generator=draw).to(torch.bfloat16).float().to(device, dtype)
-        for of in (heads, key_heads, key_heads, heads)
+        torch.randn(rows, count, of, size, generator=draw).to(torch.bfloat16).float().to(device, dtype)
+        for of, size in ((heads, head_dim), (key_heads, head_dim), (key_heads, value_dim), (heads, value_dim))
     )
     scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
     return Case(q, k, v, grad, seen, packing, head_dim**-0.5, scores)

@@ -22,8 +22,14 @@ def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: in
     why products do, "" where nothing else was to be had. tp: ranks that share the heads. No collective."""
     if device.type != "cuda" or dtype not in HALF:
         return None, ""
+    shapes = config.attention_shapes(tp)
+    for shape in shapes:
+        if shape["value_dim"] != shape["head_dim"]:
+            # Not padded to one size, as rows in training are: a cache would grow by half (192 and 128 elements).
+            keys, values = shape["head_dim"], shape["value_dim"]
+            return None, f"decoding attends by products: heads have {keys} elements in keys and {values} in values"
     flash = SlotFlash()
-    problems = (prove(flash, **shape, dtype=dtype, device=device) for shape in config.attention_shapes(tp))
+    problems = (prove(flash, **shape, dtype=dtype, device=device) for shape in shapes)
     problem = next(filter(None, problems), None)
     return (flash, "") if problem is None else (None, f"decoding attends by products: {problem}")
 
@@ -34,15 +40,17 @@ def prove(
     heads: int,
     key_heads: int,
     head_dim: int,
+    value_dim: int,
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
     sinks: bool = False,
 ) -> str | None:
     """Return why `flash` is not to be used for such heads here; None where it computes what the products do, over rows
-    and prompts of several lengths. No collective, and no random number of the run's is drawn."""
+    and prompts of several lengths. head_dim, value_dim: of a head of queries and keys, and of values. No collective,
+    and no random number of the run's is drawn."""
     windows = [None] if window is None else [None, min(window, _WIDEST)]
-    sizes = heads, key_heads, head_dim, sinks
+    sizes = heads, key_heads, head_dim, value_dim, sinks
 
     def numbers(flash: SlotFlash | None, compute_dtype: torch.dtype) -> list[Tensor]:
         return _numbers(KeyValues(windows, flash=flash), *sizes, compute_dtype, device)
@@ -58,7 +66,14 @@ def prove(
 
 @torch.no_grad()
 def _numbers(
-    store: KeyValues, heads: int, key_heads: int, head_dim: int, sinks: bool, dtype: torch.dtype, device: torch.device
+    store: KeyValues,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    sinks: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Tensor]:
     """Return the attention [rows, 1, H, hd] of each layer in a step, over slots that are full of numbers."""
     draw = torch.Generator().manual_seed(0)
@@ -78,7 +93,9 @@ def _numbers(
     decode.begin()
     outputs = []
     for layer in range(len(store.windows)):
-        q, k, v = (random(decode.rows, 1, count, head_dim) for count in (heads, key_heads, key_heads))
+        q = random(decode.rows, 1, heads, head_dim)
+        k = random(decode.rows, 1, key_heads, head_dim)
+        v = random(decode.rows, 1, key_heads, value_dim)
         for pool in store.pools:
             for tensor in pool.layer(layer, k, v):
                 tensor.copy_(random(*tensor.shape))

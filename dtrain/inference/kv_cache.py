@@ -321,4 +321,4 @@ def choose_budget(
 def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
     """Return the bytes of a position of keys and values: in every layer that keeps keys, though those with a window
     keep fewer positions, and in the parameters' dtype."""
-    return 2 * sum(max(1, heads.count // tp) * heads.size for heads in config.kept_heads) * dtype.itemsize
+    return sum(heads.elements(tp) for heads in config.kept_heads) * dtype.itemsize

@@ -8,7 +8,7 @@ read_config                  config.json to a `ModelConfig`
 registry                     the families by architecture
 building                     from a `ModelConfig` to a model, and its starting values
 shapes                       names and shapes of a model's layers, from its config
-llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss
+llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss, deepseek
                              the families: class, tensor-parallel plan and reader of config.json of each
 vision                       the vision towers of those that take images
 common                       parts that the families share

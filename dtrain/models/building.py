@@ -79,8 +79,9 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
             if held.start <= row < held.stop:
                 local[row - held.start] = 0.0
     values = {pattern: value for tower in model.model.vision for pattern, value in tower.initial_buffers.items()}
-    for name, buffer in model.named_buffers() if only == "*" else ():  # factors, which are not trained
-        buffer.fill_(next((value for pattern, value in values.items() if fnmatchcase(name, pattern)), 1.0))
+    values |= model.initial_buffers
+    for name, buffer in model.named_buffers() if only == "*" else ():  # which are not trained
+        buffer.fill_(next(value for pattern, value in values.items() if fnmatchcase(name, pattern)))
 
 
 def fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: int, std: float) -> None:

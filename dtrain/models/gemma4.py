@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models.common.cache import Cached
-from dtrain.models.common.config import FULL, SLIDING, Experts, KeyHeads, ModelConfig, PerLayer, Rope
+from dtrain.models.common.config import (
+    FULL,
+    SLIDING,
+    Experts,
+    KeyHeads,
+    ModelConfig,
+    PerLayer,
+    Rope,
+    RouterSettings,
+)
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder
 from dtrain.models.common.functions import ACTIVATIONS, gated, rounded, unit_rms
@@ -325,7 +334,8 @@ class Gemma4ForCausalLM(TextTower):
         experts = None
         if fields.flag("enable_moe_block", False):  # beside the MLP of every layer
             inner, layers = fields.integer("moe_intermediate_size"), tuple(range(count))
-            experts = fields.experts(None, None, inner, True, layers, "top_k_experts", stacked=True, beside=True)
+            router = RouterSettings(normed=True)
+            experts = fields.experts(None, None, inner, router, layers, "top_k_experts", stacked=True, beside=True)
         values = {
             **common,
             "layer_types": types,
@@ -367,11 +377,9 @@ def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str
             fields.problem(problem)
             values = {}
         of_layer = Fields(values, fields.problems, prefix=f"per_layer_config.{index}.")
-        key_heads = KeyHeads(
-            of_layer.integer("num_key_value_heads", common["num_key_value_heads"]),
-            of_layer.integer("head_dim", common["head_dim"]),
-            tied and kind == FULL,
-        )
+        key_count = of_layer.integer("num_key_value_heads", common["num_key_value_heads"])
+        head_size = of_layer.integer("head_dim", common["head_dim"])
+        key_heads = KeyHeads(key_count, head_size, head_size, tied and kind == FULL)
         if heads.setdefault(kind, key_heads) != key_heads:
             fields.problem(problem)
     queries = common["num_attention_heads"]

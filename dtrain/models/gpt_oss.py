@@ -8,7 +8,7 @@ Files have the experts as stacks of transposed matrices, gate and up joined colu
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.common.config import FULL, SLIDING, ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, ModelConfig, RouterSettings
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder
 from dtrain.models.common.model_fields import ModelFields
@@ -88,7 +88,8 @@ class GptOssForCausalLM(CausalLM):
         if fields.get("experts_per_token") not in (None, fields.get("num_experts_per_tok")):
             fields.problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
         inner, layers = common["intermediate_size"], tuple(range(count))
-        experts = fields.experts(128, 4, inner, True, layers, stacked=True, biased=True, turned=True, clamp=gate)
+        router = RouterSettings(normed=True)
+        experts = fields.experts(128, 4, inner, router, layers, stacked=True, biased=True, turned=True, clamp=gate)
         if experts is None:
             fields.problem("num_local_experts 0: in this architecture every MLP is a mixture")
         common |= {"layer_types": types, "sliding_window": fields.used_window(types, window), "experts": experts}

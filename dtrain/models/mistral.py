@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.models.common.config import ModelConfig, Rope
+from dtrain.models.common.config import ModelConfig, Rope, RouterSettings
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, PreNormLayer
 from dtrain.models.common.micro_batch import AdapterContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
@@ -116,7 +116,7 @@ class MixtralForCausalLM(CausalLM):
         common = fields.common(cls.__name__, kv_heads=8)
         window, layers = fields.optional_integer("sliding_window"), tuple(range(common["num_hidden_layers"]))
         fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
-        experts = fields.experts(8, 2, common["intermediate_size"], True, layers)
+        experts = fields.experts(8, 2, common["intermediate_size"], RouterSettings(normed=True), layers)
         return fields.with_one_rope(**common, sliding_window=window, experts=experts)
 
     def checkpoint_names(self, name: str) -> list[str]:

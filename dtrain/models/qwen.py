@@ -5,7 +5,7 @@ Llama's layer; Qwen2 with biases on q, k and v, Qwen3 without them and with an R
 
 from typing import Any
 
-from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig, RouterSettings
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, CausalLM, PreNormLayer
 from dtrain.models.common.functions import RMSNorm
@@ -68,7 +68,7 @@ def _read_experts(fields: ModelFields, count: int) -> Experts | None:
         fields.problem(f"mlp_only_layers {shown(dense)}: must be a list of layers' numbers")
         dense = []
     sparse = tuple(index for index in range(count) if index not in dense and (index + 1) % step == 0)
-    return fields.experts(128, 8, inner, normed, sparse)
+    return fields.experts(128, 8, inner, RouterSettings(normed), sparse)
 
 
 def _read_layers(fields: ModelFields, count: int, moe: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.models.common.cache import Cached
-from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig
+from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig, RouterSettings
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, Mixer, PreNormLayer
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, unit_rms
@@ -316,7 +316,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
             fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
         inner, shared = fields.integer("moe_intermediate_size"), fields.integer("shared_expert_intermediate_size")
         layers = tuple(range(fields.integer("num_hidden_layers")))
-        experts = fields.experts(256, 8, inner, True, layers, shared=shared, stacked=True)
+        experts = fields.experts(256, 8, inner, RouterSettings(normed=True), layers, shared=shared, stacked=True)
         if experts is None:
             fields.problem("num_experts 0: the dense models are Qwen3_5ForCausalLM")
         # Of dense layers, which there are none of.

@@ -50,6 +50,7 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": Family("gemma3", "dtrain.models.gemma3", text_tower="gemma3_text"),
     "Gemma4ForCausalLM": Family("gemma4_text", "dtrain.models.gemma4"),
     "Gemma4ForConditionalGeneration": Family("gemma4", "dtrain.models.gemma4", text_tower="gemma4_text"),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", "dtrain.models.deepseek", "DeepseekV3ForSequenceClassification"),
     "GptOssForCausalLM": Family("gpt_oss", "dtrain.models.gpt_oss", "GptOssForSequenceClassification"),
 }
 

@@ -99,7 +99,7 @@ def in_words(style: str | Style | ParallelStyle) -> str:
 
 
 _BLOCKS = ("block", "within")
-_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "rowwise_within", "head_norm", "heads", "router", "within"}
+_IN_BLOCK = {"colwise", "colwise_kv", "rowwise", "rowwise_within", "head_norm", "heads", "latent", "router", "within"}
 _JOINING = ("rowwise", "rowwise_within", "expert_rowwise")
 
 

@@ -98,8 +98,10 @@ def units_of(model: ParallelModel) -> Units:
     embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
     lookups: list[nn.Module] = [embedding for embedding in embeddings if embedding.weight is not head.weight]
     is_in_root = len(lookups) < len(embeddings) or isinstance(head, ScoreHead)
+    # A module that has buffers only is of no concern to FSDP.
+    exact = (module for module in exact_modules(model).values() if any(True for _ in module.parameters()))
     return Units(
-        exact=list(exact_modules(model).values()),
+        exact=list(exact),
         lookups=lookups,
         tower=list(model.model.vision_layers),
         layers=list(model.model.layers),

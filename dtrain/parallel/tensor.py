@@ -317,6 +317,12 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
     module.cut = tp  # type: ignore[assignment]  # as above
 
 
+def latent(module: LocalParameters, tp: TensorParallel) -> None:
+    """A norm or linear layer of a block that is computed before the hidden states enter it, as `sequence` does: what
+    enters is its output."""
+    sequence(module, tp)
+
+
 def replicated(module: LocalParameters, tp: TensorParallel) -> None:
     """A module outside blocks that every rank computes whole, as one process does: what a plan leaves out."""
     _place(module, tp, module._parameters, Replicate())
@@ -365,6 +371,7 @@ STYLES: dict[str, Style] = {
     "expert_rowwise": expert_rowwise,
     "head_norm": summed,
     "heads": heads,
+    "latent": latent,
     "router": summed,
     "rowwise": rowwise,
     "rowwise_within": rowwise_within,

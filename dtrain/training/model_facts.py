@@ -134,31 +134,48 @@ class ModelFacts:
                 num_reduces += 1
         return FsdpMessages(num_gathers, gathered_bytes, num_reduces)
 
-    def key_widths(self, tp: int) -> list[float]:
-        """Return the elements of a token's keys on a tp rank, for each layer that keeps keys.
+    def key_widths(self, tp: int) -> list[int]:
+        """Return the elements of a token's keys and values on a tp rank, for each layer that keeps keys.
 
         Layers of linear attention keep none. A rank has at least one head.
         """
-        heads = [self.config.heads_of(kind) for kind in self.config.layer_types if kind != LINEAR]
-        return [max(1, each.count / tp) * each.size for each in heads]
+        return [self.config.heads_of(kind).elements(tp) for kind in self.config.layer_types if kind != LINEAR]
+
+    @property
+    def num_first_dense(self) -> int:
+        """The number of dense layers before the first sparse one. 0 in models without experts."""
+        experts = self.config.experts
+        return 0 if experts is None else min(experts.layers)
+
+    @property
+    def layer_kinds(self) -> list[tuple[str, bool]]:
+        """The type of each layer, and whether it is sparse."""
+        config = self.config
+        return [(kind, config.is_sparse(index)) for index, kind in enumerate(config.layer_types)]
 
     @property
     def layer_period(self) -> int:
-        """The number of layers after which their types repeat. All layers if they never do."""
-        types = self.config.layer_types
-        for period in range(1, len(types)):
-            if all(kind == types[index % period] for index, kind in enumerate(types)):
+        """The number of layers after which their kinds repeat. All layers if they never do.
+
+        The first dense layers of a mixture are left out. For example, DeepSeek-V3 has 3 of them and a period of 1.
+        """
+        kinds = self.layer_kinds[self.num_first_dense :]
+        for period in range(1, len(kinds)):
+            if all(kind == kinds[index % period] for index, kind in enumerate(kinds)):
                 return period
-        return len(types)
+        return self.config.num_hidden_layers
 
     @property
     def num_end_layers(self) -> int:
         """The number of layers at either end whose memory or messages may differ from those between them.
 
         FSDP gathers the next layer ahead and keeps the last one gathered. The first layers may add features of the
-        vision tower. The last layers keep activations that have not left for the host yet.
+        vision tower, or be dense ones of a mixture. The last layers keep activations that have not left for the host
+        yet.
         """
         num_layers = [2]
+        if self.num_first_dense > 0:
+            num_layers.append(self.num_first_dense + 1)
         if self.layer_period > 1:
             num_layers.append(self.layer_period + 1)
         deepstack = len(getattr(self.config.vision, "deepstack", ()))
@@ -171,7 +188,7 @@ class ModelFacts:
         return max(num_layers)
 
     def layers_train_alike(self) -> bool:
-        """Check whether all layers of a type train the same parameters, and no layer needs the keys of another."""
+        """Check whether all layers of a kind train the same parameters, and no layer needs the keys of another."""
         recipe, config = self.recipe, self.config
         if config.shared_layers:
             return False
@@ -189,5 +206,6 @@ class ModelFacts:
             match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
             if match is not None:
                 layers[int(match[1])][match[2]] = low_rank
-        of_type = dict(zip(config.layer_types, layers, strict=True))
-        return all(of_type[kind] == layer for kind, layer in zip(config.layer_types, layers, strict=True))
+        kinds = self.layer_kinds
+        of_kind = dict(zip(kinds, layers, strict=True))
+        return all(of_kind[kind] == layer for kind, layer in zip(kinds, layers, strict=True))

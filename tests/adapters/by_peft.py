@@ -27,6 +27,7 @@ SHAPES = {
     },
     "one stack": {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"], "use_rslora": True},
     "all linear": {"alpha_pattern": {"gate.weight": 30}},  # of Mixtral and Qwen3-MoE experts and routers too
+    "latents": {"target_modules": r".*self_attn\.(q_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)"},
     "dora patterns": {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 3}},
 }
 STACKS = ("experts", "one stack", "all linear")

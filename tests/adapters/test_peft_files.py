@@ -48,7 +48,7 @@ CASES += [
 CASES += [("phi3", "lora"), ("phi3", "dora"), ("qwen3.5", "lora"), ("qwen3.5", "dora")]
 CASES += [("qwen3.5-moe", "lora"), ("qwen3.5-moe", "one stack"), ("qwen3-moe", "experts"), ("mixtral", "one stack")]
 CASES += [("mixtral", "all linear")]
-CASES += [("gemma4-moe", "experts"), ("gemma4-moe", "dora")]
+CASES += [("gemma4-moe", "experts"), ("gemma4-moe", "dora"), ("deepseek-v3", "latents"), ("moonlight", "latents")]
 
 
 def change(directory, **fields):

@@ -18,7 +18,7 @@ from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out
 
 PACKED = [name for name in VISIBILITIES if name.startswith("packed")]
-HEADS = {"heads": 4, "key_heads": 2, "head_dim": 16, "device": torch.device("cpu")}
+HEADS = {"heads": 4, "key_heads": 2, "head_dim": 16, "value_dim": 16, "device": torch.device("cpu")}
 EXCHANGES = [None, "allgather", "ring"]
 
 
@@ -98,6 +98,8 @@ def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype, exch
     state = torch.get_rng_state()
     for sinks in (False, True):
         assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, sinks=sinks, **HEADS) is None
+    values = HEADS | {"value_dim": 10}
+    assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, **values) is None
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -140,6 +142,20 @@ class OwnSumInBackward(WrittenFlash):
 class Refuses(WrittenFlash):
     def _computed(self, *args):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nmore")
+
+
+class OfOneSize(WrittenFlash):
+    """Wrong where heads of values are smaller than those of keys."""
+
+    def __call__(self, q, k, v, segments, scale, sinks=None):
+        out = super().__call__(q, k, v, segments, scale, sinks)
+        return out if v.shape[-1] == k.shape[-1] else out * 1.25
+
+
+def test_heads_of_two_sizes_are_looked_at_in_both():
+    asked = {"window": 5, "dtype": torch.bfloat16}
+    assert prove(OfOneSize(), **asked, **HEADS) is None
+    assert "gives other numbers" in prove(OfOneSize(), **asked, **(HEADS | {"value_dim": 10}))
 
 
 @pytest.mark.parametrize(

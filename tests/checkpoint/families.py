@@ -13,6 +13,7 @@ FAMILIES = (
     "qwen3",
     "gemma3",
     "gemma4",
+    "deepseek-v3",
     MULTIMODAL,
 )  # llama-pad has a tied head
 

@@ -84,7 +84,13 @@ def loss_of(model, task, rows):
     return torch.stack(losses).mean()
 
 
-OTHERS = [("pairs", "qwen3-moe"), ("classes", "mixtral"), ("numbers", "gpt-oss"), ("pairs", "qwen3.5")]
+OTHERS = [
+    ("pairs", "qwen3-moe"),
+    ("classes", "mixtral"),
+    ("numbers", "gpt-oss"),
+    ("pairs", "qwen3.5"),
+    ("pairs", "deepseek-v3"),
+]
 
 
 @pytest.mark.trap(

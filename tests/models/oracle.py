@@ -75,6 +75,13 @@ def _gpt_oss(**more):
     return transformers.GptOssConfig(**{**_TINY, **sizes, "swiglu_limit": 0.5, "rope_parameters": _ALIKE, **more})
 
 
+def _deepseek(**more):
+    sizes = dict(num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=12, v_head_dim=14)
+    sizes |= dict(qk_nope_head_dim=10, qk_rope_head_dim=8, first_k_dense_replace=1)
+    sizes |= dict(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=12)
+    return transformers.DeepseekV3Config(**{**_TINY, **sizes, "rope_parameters": _ALIKE, **more})
+
+
 def _phi3(**more):
     return transformers.Phi3Config(**{**_TINY, **more})
 
@@ -256,6 +263,17 @@ VARIANTS = {
         rope_parameters={**_YARN, "truncate": False},
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
+    "deepseek-v3": lambda: _deepseek(),
+    "deepseek-v3-yarn": lambda: _deepseek(
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+    ),
+    # Its queries have no latent, and its experts are in one group, as Kimi K2's are.
+    "moonlight": lambda: _deepseek(
+        q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rope_interleave=False, rms_norm_eps=1e-5
+    ),
     "qwen3.5-pairs": lambda: _qwen3_5(linear_conv_kernel_dim=2),
     "gemma3": lambda: _gemma(),
     "gemma3-untied": lambda: _gemma(tie_word_embeddings=False, attention_bias=True),
@@ -286,6 +304,7 @@ _CLASSES = {
     "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
     "gemma3_text": transformers.Gemma3ForCausalLM,
     "gemma4_text": transformers.Gemma4ForCausalLM,
+    "deepseek_v3": transformers.DeepseekV3ForCausalLM,
     "gpt_oss": transformers.GptOssForCausalLM,
 }
 
@@ -298,10 +317,10 @@ def make(variant: str, dtype: torch.dtype = torch.float32):
     return randomise(_CLASSES[config.model_type](config)).to(dtype)
 
 
-def grads(model, known=()) -> dict[str, torch.Tensor]:
+def grads(model, known=(), whole_of=lambda grad: grad) -> dict[str, torch.Tensor]:
     """The gradients of a model, ours or transformers', by the names of files; known: names to choose among, where a
-    tensor of ours may have several."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    tensor of ours may have several; whole_of: makes a rank's gradient that of all ranks."""
+    found = {name: whole_of(parameter.grad) for name, parameter in model.named_parameters()}
     if not isinstance(getattr(model, "config", None), ModelConfig):
         if model.config.model_type == "gpt_oss":  # as in its files
             return found
@@ -339,6 +358,8 @@ def randomise(model):
     for layer in model.modules():
         if isinstance(scalar := getattr(layer, "layer_scalar", None), torch.Tensor):
             scalar.fill_(0.7 + torch.rand((), generator=generator))
+        if isinstance(bias := getattr(layer, "e_score_correction_bias", None), torch.Tensor):
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.3)
     for parameter in model.parameters():
         scale = 0.05 if parameter.dim() > 1 else 0.5
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)

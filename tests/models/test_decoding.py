@@ -39,6 +39,8 @@ def store_of(model):
         "gemma4-shared-pairs",
         "gemma4-moe",
         "gpt-oss",
+        "deepseek-v3",
+        "deepseek-v3-yarn",
         "olmo3",
         "smollm3-window",
         "granite",

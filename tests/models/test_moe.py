@@ -9,7 +9,7 @@ import transformers
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.models.common.config import Experts
+from dtrain.models.common.config import Experts, RouterSettings
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_routing
@@ -19,7 +19,7 @@ from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
 from tests.problem_lines import lines, preflight
 from tests.tiny import tiny_grpo, tiny_recipe
 
-SIZES = Experts(count=6, top=2, inner=5, normed=True, layers=(0,))
+SIZES = Experts(count=6, top=2, inner=5, router=RouterSettings(normed=True), layers=(0,))
 
 
 BALANCE = BalanceLoss(torch.tensor(0.7, dtype=torch.float64))
@@ -233,16 +233,20 @@ def test_its_own_choice_replayed_changes_no_bit(mlp):
     assert totals_of(routing).replays.tolist() == [0, 28]
 
 
-@pytest.mark.parametrize("variant", ["qwen3-moe-mixed", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-moe"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3-moe-mixed", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-moe", "deepseek-v3"]
+)
 def test_other_experts_are_those_of_transformers_where_it_takes_them(variant, tmp_path, monkeypatch):
     theirs = make(variant)
     ours = models.from_pretrained(save(theirs, tmp_path))
     sizes = ours.config.experts
     ids = torch.randint(0, theirs.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     given = distinct(2, 9, len(sizes.layers), experts=sizes.count, top=sizes.top)
-    layers = iter(given.flatten(0, 1).unbind(1))
+    layers, largest = iter(given.flatten(0, 1).unbind(1)), torch.topk
 
-    def forced(values, *_, **__):
+    def forced(values, *arguments, **options):
+        if values.shape[-1] != sizes.count:  # groups of experts
+            return largest(values, *arguments, **options)
         chosen = next(layers).long()
         return values.gather(-1, chosen), chosen
 
@@ -273,6 +277,7 @@ def test_loads_say_how_uneven_the_experts_are():
         ("qwen3.5-moe", "mlp.experts.gate_up_proj"),
         ("gemma4-moe", "experts.gate_up_proj"),
         ("gpt-oss", "mlp.experts.gate_up_proj_bias"),
+        ("deepseek-v3", "mlp.experts.7.up_proj.weight"),
     ],
 )
 @torch.no_grad()
@@ -282,7 +287,8 @@ def test_files_have_their_own_names_of_experts_and_transformers_reads_them(varia
     for parameter in ours.parameters():
         parameter.mul_(1.01)
     write_directory(ours, tmp_path / "out", source, max_shard_bytes=20_000)
-    assert f'"model.layers.0.{name}"' in (tmp_path / "out/model.safetensors.index.json").read_text()
+    first = ours.config.experts.layers[0]
+    assert f'"model.layers.{first}.{name}"' in (tmp_path / "out/model.safetensors.index.json").read_text()
     again = models.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], one) for name, one in ours.state_dict().items())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

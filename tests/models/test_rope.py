@@ -21,7 +21,7 @@ def test_frequencies_are_transformers_bits(variant):
     ours = parse_config(theirs.to_dict())
     for kind, rope in ours.ropes.items():
         nested = "rope_theta" not in theirs.rope_parameters
-        size = ours.heads_of(kind).size
+        size = ours.rotary_size(kind)
         turned = size if rope.kind == "proportional" else int(size * rope.share)
         if rope.kind == "default":
             expected, scale = 1.0 / (rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float) / turned)), 1.0

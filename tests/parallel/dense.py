@@ -24,6 +24,8 @@ def random_model(config, seed=0):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        for buffer in model.buffers():
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator, dtype=torch.float64))
     return model
 
 

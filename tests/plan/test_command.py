@@ -68,6 +68,27 @@ WHOLE = {
         2,
         ["lora={rank: 2}", "train.global_batch=2"],
     ),
+    "cuda, dense layers before sparse ones": (
+        "deepseek-v3",
+        {"num_hidden_layers": 12, "first_k_dense_replace": 3, "intermediate_size": 400},
+        "cuda",
+        2,
+        ["parallel.ep=2", "train.global_batch=2"],
+    ),
+    "cuda, an adapter of dense and of sparse layers": (
+        "deepseek-v3",
+        {"num_hidden_layers": 12, "first_k_dense_replace": 3, "intermediate_size": 400},
+        "cuda",
+        2,
+        ["lora={rank: 2}", "train.global_batch=2"],
+    ),
+    "cuda, sparse layers between dense ones": (
+        "qwen3-moe",
+        {"num_hidden_layers": 12, "decoder_sparse_step": 2, "mlp_only_layers": [], "intermediate_size": 400},
+        "cuda",
+        2,
+        ["train.global_batch=2"],
+    ),
 }
 
 

@@ -156,6 +156,7 @@ CASES = {
     "scaled queries": ([], "ministral3", 2, 2),
     "norms over whole projections": ([], "olmo3", 2, 0),
     "experts": ([], "qwen3-moe", 2, 3),
+    "latents": ([], "deepseek-v3", 2, 0),
 }
 
 

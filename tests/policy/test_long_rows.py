@@ -58,7 +58,7 @@ def error(found, expected):
     return max(float((found[name] - right).abs().max() / right.abs().max()) for name, right in expected.items())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma4", "qwen3.5", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "qwen3.5", "gpt-oss", "deepseek-v3"])
 def test_gradients_are_those_of_plain_layers(tmp_path, family):
     path = write_model(tmp_path / "model", family)
     expected = gradients(built(path))

@@ -25,7 +25,7 @@ def chosen(rank, root):
     sizes = {"heads": 4, "key_heads": 2, "window": 40, "dtype": HALF, "device": device}
     counts = launches(None, device, HALF), launches(SlotFlash(), device, HALF)
     by_itself = Engine(models.build(config, HALF).to(device))._flash
-    return type(flash), note, prove(SlotFlash(), head_dim=512, **sizes), by_itself, counts
+    return type(flash), note, prove(SlotFlash(), head_dim=512, value_dim=512, **sizes), by_itself, counts
 
 
 def test_it_proves_itself_where_it_is(tmp_path):

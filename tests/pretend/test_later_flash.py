@@ -63,10 +63,9 @@ def chosen(rank, root, wrongs):
 
 
 def prove_again(kernel, config, device):
-    heads, of = config.num_attention_heads, next(iter(config.kv_heads))
-    sizes = {"key_heads": config.heads_of(of).count, "head_dim": config.heads_of(of).size}
-    more = {"window": None, "dtype": torch.bfloat16, "device": device, "is_later": True}
-    assert check_varlen.prove(kernel.flash, heads=heads, **sizes, **more) is None
+    (shape,) = config.attention_shapes()
+    more = {"dtype": torch.bfloat16, "device": device, "is_later": True}
+    assert check_varlen.prove(kernel.flash, **shape, **more) is None
 
 
 def test_a_version_that_proves_itself_is_taken_for_all_of_attention(tmp_path):

@@ -18,7 +18,7 @@ from tests.rollout.test_engine import PROMPTS, build, mixed, same
 from tests.rollout.test_graphs import Makers, requests
 
 CPU = torch.device("cpu")
-HEADS = {"heads": 4, "key_heads": 2, "head_dim": 16, "device": CPU}
+HEADS = {"heads": 4, "key_heads": 2, "head_dim": 16, "value_dim": 16, "device": CPU}
 # Full; mixed windows; windows and sinks; two sizes of heads, and layers that read another's keys; linear and full.
 VARIANTS = ["qwen3", "gemma3", "gpt-oss", "gemma4", "qwen3.5"]
 

@@ -41,11 +41,12 @@ def versions(options: Options, run: Run, root: Path) -> Iterator[str]:
 
 
 def proof(options: Options, run: Run, root: Path) -> Iterator[str]:
-    for head_dim in (64,) if options.small else (64, 128, 256):
+    sizes = ((64, 64),) if options.small else ((64, 64), (128, 128), (192, 128), (256, 256))  # of keys and values
+    for head_dim, value_dim in sizes:
         for window in (None, 100):
             for exchange in (None, "allgather", "ring"):
-                problem = run(proof_rank, 1, exchange, head_dim, window)[0]
-                name = f"head {head_dim}, window {window}, exchange {exchange}"
+                problem = run(proof_rank, 1, exchange, head_dim, value_dim, window)[0]
+                name = f"heads {head_dim} and {value_dim}, window {window}, exchange {exchange}"
                 yield f"ok  {name}" if problem is None else f"{WRONG}  {name}: {problem}"
 
 

@@ -116,7 +116,9 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
     return policy, method, step
 
 
-def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window: int | None) -> str | None:
+def proof_rank(
+    rank: int, size: int, exchange: str | None, head_dim: int, value_dim: int, window: int | None
+) -> str | None:
     """Return why variable-length attention is not to be used here; None where it proves right."""
     import torch
 
@@ -125,6 +127,6 @@ def proof_rank(rank: int, size: int, exchange: str | None, head_dim: int, window
 
     device = torch.device("cuda", rank)
     return prove(
-        Flash(), heads=8, key_heads=2, head_dim=head_dim, window=window, dtype=torch.bfloat16, device=device,
-        exchange=exchange,
+        Flash(), heads=8, key_heads=2, head_dim=head_dim, value_dim=value_dim, window=window, dtype=torch.bfloat16,
+        device=device, exchange=exchange,
     )  # fmt: skip

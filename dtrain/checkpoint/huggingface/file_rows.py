@@ -166,14 +166,25 @@ class FusedWeight:
 def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
     """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, each once. An
     adapter's A is one of all that the files join, under the first one's name. stored: what files have, which may be the
-    experts of a family of stacks one by one; without it they are those written."""
+    experts of a family of stacks one by one, or stacks of a family that has them one by one; without it they are those
+    written."""
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return [FusedWeight(name, (name,)) for name in names]
     stacked = config.experts is not None and config.experts.stacked
     if config.experts is not None and not config.experts.turned:
-        stacked = stacked and not any(name.endswith(".experts.0.down_proj.weight") for name in stored)
+        stacked = _are_stacked(stored, stacked)
     return list(dict.fromkeys(fused for name in names for fused in _joints(config, name, stacked)))
+
+
+def _are_stacked(stored: Iterable[str], otherwise: bool) -> bool:
+    """Return whether files have experts as stacks; `otherwise` if their names do not say."""
+    for name in stored:
+        if name.endswith(".experts.0.down_proj.weight"):
+            return False
+        if name.endswith(".experts.gate_up_proj"):
+            return True
+    return otherwise
 
 
 def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:

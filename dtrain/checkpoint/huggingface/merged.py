@@ -112,8 +112,12 @@ def in_files(model: nn.Module | ModelConfig, weights: Mapping[str, WholeWeight])
 
 
 def exact_names(model: nn.Module) -> set[str]:
-    """The names in `model` of parameters that are held, and written, in float32 at least."""
-    return {f"{name}.{parameter}" for name, module in exact_modules(model).items() for parameter in module._parameters}
+    """The names in `model` of parameters and buffers that are held, and written, in float32 at least."""
+    names: set[str] = set()
+    for module_name, module in exact_modules(model).items():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        names.update(f"{module_name}.{name}" for name, _ in tensors)
+    return names
 
 
 def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:

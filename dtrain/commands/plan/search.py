@@ -96,7 +96,7 @@ class ClosedForms:
         widths = self.plan.spec.facts.key_widths(world.tp)
         keeping = len(widths)  # linear layers send states, whose size is that of no row
         width = sum(widths) / max(keeping, 1)
-        keys = 2 * tokens * world.cp * width * compute  # of a layer, on the mean
+        keys = tokens * world.cp * width * compute  # and values, of a layer, on the mean
         gathers, gathered, reduces = self.fsdp.num_gathers, self.fsdp.gathered_bytes, self.fsdp.num_reduces
         sums = passes if self.plan.spec.recipe.parallel.reduce_each else 1  # of gradients over shards, in a step
         in_layers = passes * (5 if self.computes_again else 4) * layers  # all-reduces over tp

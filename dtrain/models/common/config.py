@@ -10,12 +10,27 @@ from dtrain.models.common.rope_config import Rope
 if TYPE_CHECKING:
     from dtrain.models.common.vision_config import VisionConfig
 
-__all__ = ["FULL", "LINEAR", "SLIDING", "KeyHeads", "LinearAttention", "ModelConfig", "PerLayer", "Rope"]
+__all__ = [
+    "FULL",
+    "LINEAR",
+    "SIGMOID",
+    "SLIDING",
+    "SOFTMAX",
+    "KeyHeads",
+    "LatentAttention",
+    "LinearAttention",
+    "ModelConfig",
+    "PerLayer",
+    "Rope",
+    "RouterSettings",
+]
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LINEAR = "linear_attention"
+SOFTMAX = "softmax"
+SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True)
@@ -42,20 +57,83 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    Queries are projected down to a latent vector and up to heads, and so are keys and values together. A part of each
+    head has rotary positions. Keys have one such part, which all heads share. For example, DeepSeek-V3 has heads of
+    128 + 64 elements in queries and keys, and of 128 in values.
+
+    Attributes:
+        q_rank: Size of the latent of queries. None if they are projected at once.
+        kv_rank: Size of the latent of keys and values.
+        nope: Elements of a head of queries and keys without rotary positions.
+        rope: Elements of a head of queries and keys with rotary positions.
+        value: Elements of a head of values.
+        interleaved: Whether a pair of rotary dimensions are neighbours, and not half of `rope` apart.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    interleaved: bool = True
+
+    @property
+    def query(self) -> int:
+        """Elements of a head of queries and keys."""
+        return self.nope + self.rope
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Return the number of weights in the projections of a layer."""
+        if self.q_rank is None:
+            of_queries = hidden * heads * self.query
+        else:
+            of_queries = self.q_rank * (hidden + heads * self.query)
+        of_keys = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.value)
+        return of_queries + of_keys + heads * self.value * hidden
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a router scores the experts of a token, chooses some, and weighs them.
+
+    Attributes:
+        normed: Whether a token's weights are divided by their sum.
+        score: SOFTMAX or SIGMOID of the logits. Logits of a sigmoid are computed in float32 or better, others in the
+            dtype of the hidden states, as transformers does.
+        groups: Number of groups of neighbouring experts, of each of which the two largest scores are added up.
+        top_groups: Number of groups with the largest sums. A token goes to experts of these only.
+        has_selection_bias: Whether each expert has a bias that is added to its score for the choice, but not for the
+            weight. It is not trained (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        scale: Factor of the weights.
+    """
+
+    normed: bool
+    score: str = SOFTMAX
+    groups: int = 1
+    top_groups: int = 1
+    has_selection_bias: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Experts:
-    """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; normed: whether a
-    token's weights add up to one; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0
-    for none; stacked: whether files have a layer's experts as two tensors, one of which joins gate and up; beside:
-    whether sparse layers have an MLP of their own too; biased: whether router and experts have biases; turned: whether
-    files have a stack's matrices transposed, gate and up joined row by row in turn; clamp: a clamped gate's gain and
-    limit."""
+    """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; router: how they
+    are chosen; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0 for none;
+    has_shared_gate: whether a gate multiplies that expert; stacked: whether files have a layer's experts as two
+    tensors, one of which joins gate and up; beside: whether sparse layers have an MLP of their own too; biased: whether
+    router and experts have biases; turned: whether files have a stack's matrices transposed, gate and up joined row by
+    row in turn; clamp: a clamped gate's gain and limit."""
 
     count: int
     top: int
     inner: int
-    normed: bool
+    router: RouterSettings
     layers: tuple[int, ...]
     shared: int = 0
+    has_shared_gate: bool = True
     stacked: bool = False
     beside: bool = False
     biased: bool = False
@@ -70,12 +148,17 @@ class Experts:
 
 @dataclass(frozen=True)
 class KeyHeads:
-    """The heads of keys and values of layers of one kind; queries have heads of the same size. tied: whether keys and
-    values come from one projection."""
+    """The heads of keys and values of layers of one kind. size: of a head of keys and of queries; value_size: of a
+    head of values; tied: whether keys and values come from one projection."""
 
     count: int
     size: int
+    value_size: int
     tied: bool = False
+
+    def elements(self, tp: int = 1) -> int:
+        """Return the elements of a token's keys and values on one of `tp` ranks, each of which has at least a head."""
+        return max(1, self.count // tp) * (self.size + self.value_size)
 
 
 @dataclass(frozen=True)
@@ -109,6 +192,7 @@ class ModelConfig:
     attention_scale: float  # what q·k is multiplied by
     attention_gate: bool = False  # whether q_proj gives a gate of attention's output beside the queries
     linear: LinearAttention | None = None  # of LINEAR layers
+    latent: LatentAttention | None = None  # of all layers, in a family that has it
     key_heads: Mapping[str, KeyHeads] = field(default_factory=dict)  # by layer type
     shared_layers: int = 0  # the last layers, which read the keys and values of an earlier one of their type
     shared_width: int = 1  # times intermediate_size: the MLPs of those
@@ -171,7 +255,11 @@ class ModelConfig:
         return None if self.linear is None else self.linear.key_heads
 
     def heads_of(self, kind: str) -> KeyHeads:
-        return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim)
+        return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim, self.head_dim)
+
+    def rotary_size(self, kind: str) -> int:
+        """Return the elements of a head for which rotary tables are made."""
+        return self.heads_of(kind).size if self.latent is None else self.latent.rope
 
     @property
     def kv_heads(self) -> dict[str, int]:
@@ -185,7 +273,11 @@ class ModelConfig:
         window = self.sliding_window if SLIDING in self.layer_types else None
         shared = {"heads": self.num_attention_heads // tp, "window": window, "sinks": self.has_sinks}
         kinds = dict.fromkeys(self.heads_of(kind) for kind in self.kv_heads)
-        return [{"key_heads": max(1, heads.count // tp), "head_dim": heads.size, **shared} for heads in kinds]
+        shapes = []
+        for heads in kinds:
+            sizes = {"key_heads": max(1, heads.count // tp), "head_dim": heads.size, "value_dim": heads.value_size}
+            shapes.append({**sizes, **shared})
+        return shapes
 
     @cached_property
     def key_sources(self) -> tuple[int, ...]:
@@ -221,15 +313,18 @@ class ModelConfig:
     @property
     def parameters(self) -> int:
         """Number of parameters in the matrices; norms and biases are left out."""
-        hidden, widths = self.hidden_size, 0
+        hidden, widths, latent = self.hidden_size, 0, 0
         for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
             if self.experts is not None and self.is_sparse(index):
                 widths += self.experts.count * (3 * self.experts.inner + 1)
-                widths += 3 * self.experts.shared + bool(self.experts.shared)
+                widths += 3 * self.experts.shared + bool(self.experts.shared and self.experts.has_shared_gate)
             if self.has_mlp(index):
                 widths += 3 * self.inner_size(index)
             if kind == LINEAR and self.linear is not None:
                 widths += 2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads
+                continue
+            if self.latent is not None:
+                latent += self.latent.parameters(hidden, self.num_attention_heads)
                 continue
             heads = self.heads_of(kind)
             keys = 0 if source != index else (2 - heads.tied) * heads.count
@@ -240,4 +335,4 @@ class ModelConfig:
         if self.per_layer is not None:
             widths += 3 * self.num_hidden_layers * self.per_layer.size
             vocabulary += self.per_layer.vocab * self.num_hidden_layers * self.per_layer.size
-        return hidden * widths + vocabulary
+        return hidden * widths + latent + vocabulary

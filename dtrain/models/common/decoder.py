@@ -19,7 +19,7 @@ from dtrain.attention.kernels import Kernel
 from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
 from dtrain.models.common.cache import Cached
-from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig, Rope
+from dtrain.models.common.config import LINEAR, SLIDING, KeyHeads, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
 from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.linear import Linear, WrapperSettings
@@ -83,6 +83,10 @@ class Attention(Mixer):
         self.index = index
         self.head_dim = heads.size
         self.scale = config.attention_scale
+        self.add_projections(config, heads)
+
+    def add_projections(self, config: ModelConfig, heads: KeyHeads) -> None:
+        """Add the projections, and norms of heads."""
         hidden, query = config.hidden_size, config.num_attention_heads * heads.size
         self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
         self.k_proj, self.v_proj = (Linear(hidden, heads.count * heads.size, bias=config.qkv_bias) for _ in range(2))
@@ -262,7 +266,7 @@ class Decoder(Stack):
         super().__init__()
         self.config = config
         self.embed_scale = embed_scale
-        self.head_sizes = {kind: config.heads_of(kind).size for kind in config.layer_types}
+        self.rotary_sizes = {kind: config.rotary_size(kind) for kind in config.layer_types}
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
@@ -352,7 +356,7 @@ class Decoder(Stack):
         made: dict[tuple[Rope, int], Rotary] = {}
         by_type = {}
         for kind in dict.fromkeys(self.config.layer_types):
-            rope = self.config.ropes[kind], self.head_sizes[kind]
+            rope = self.config.ropes[kind], self.rotary_sizes[kind]
             if rope not in made:
                 made[rope] = self.turns(*rope, positions, dtype, frequencies)
             by_type[kind] = made[rope]
@@ -439,6 +443,7 @@ class CausalLM(ParallelModel):
 
     config: the ModelConfig; plan: module pattern -> tensor-parallel style; initial: parameter pattern (first match) ->
     "normal" (std config.initializer_range), "ones", "zeros" or "decay" (the logarithm of a uniform number).
+    initial_buffers: the same of buffers, which are not trained: pattern -> value.
     tied_parameters: parameter name -> name of the parameter that it shares, for example the head's weight -> that of
     the embedding.
     """
@@ -449,6 +454,7 @@ class CausalLM(ParallelModel):
     adapters: WrapperSettings | None = None  # shared by the wrappers of the layers
     routing: "Routing | None" = None  # what sparse layers share
     initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    initial_buffers: Mapping[str, float] = {"*.e_score_correction_bias": 0.0, "*": 1.0}
     vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
     uncompiled: str | None = None  # why layers that were to be compiled are not
     layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer  # of a family without a decoder of its own

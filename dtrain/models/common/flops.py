@@ -20,7 +20,7 @@ class TextFlops(NamedTuple):
 
 
 def text_flops(model: CausalLM) -> TextFlops:
-    """Return the training FLOPs of `model`: 6·N of a token, 12·Σ over layers of H·hd of a pair; 4 for a frozen
+    """Return the training FLOPs of `model`: 6·N of a token, 6·Σ over layers of H·(hd + hd_v) of a pair; 4 for a frozen
     parameter, whose gradient is not computed. Of experts those count that a token goes to. A vision tower's are
     `vision.flops.flops_per_patch`.
 
@@ -41,8 +41,9 @@ def text_flops(model: CausalLM) -> TextFlops:
         for parameter in products
     )
     states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
-    per_head = 12.0 * config.num_attention_heads
-    sizes = [(kind, per_head * model.model.head_sizes[kind]) for kind in config.layer_types if kind != LINEAR]
+    per_element = 6.0 * config.num_attention_heads
+    heads = [(kind, config.heads_of(kind)) for kind in config.layer_types if kind != LINEAR]
+    sizes = [(kind, per_element * (each.size + each.value_size)) for kind, each in heads]
     windowed = sum(size for kind, size in sizes if kind == SLIDING)
     return TextFlops(of_token + 18.0 * states, sum(size for _, size in sizes) - windowed, windowed)
 

@@ -4,7 +4,7 @@ text tower. Imports no torch."""
 from dataclasses import replace
 from typing import Any
 
-from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig
+from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig, RouterSettings
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.rope_config import KINDS, Sections, read_rope
 
@@ -124,7 +124,7 @@ class ModelFields(Fields):
         count: int | None,
         top: int | None,
         inner: int,
-        normed: bool,
+        router: RouterSettings,
         layers: tuple[int, ...],
         top_key: str = "num_experts_per_tok",
         **more: Any,
@@ -139,7 +139,18 @@ class ModelFields(Fields):
         self.must_be_off("output_router_logits", "moe.balance adds a balance loss")
         if 0 < count < top:
             self.problem(f"{top_key} {top} of {count} experts")
-        return Experts(count, top, inner, normed, layers, **more) if count and layers else None
+        if count and layers and router.groups > 1:
+            self._check_groups(count, top, router)
+        return Experts(count, top, inner, router, layers, **more) if count and layers else None
+
+    def _check_groups(self, count: int, top: int, router: RouterSettings) -> None:
+        """Check that groups of experts are of one size, and that those chosen have enough experts."""
+        size = count // router.groups
+        if count % router.groups or size < 2:
+            self.problem(f"n_group {router.groups} of {count} experts: must divide them into groups of two or more")
+        elif router.top_groups > router.groups or router.top_groups * size < top:
+            chosen = f"topk_group {router.top_groups} of {router.groups} groups of {size} experts"
+            self.problem(f"{chosen}: a token goes to {top} experts")
 
     def window(self) -> int | None:
         """Read the window: null is none; transformers takes an absent key for 4096, in every family that has one."""

@@ -1,6 +1,7 @@
 """A mixture of experts in place of a layer's MLP: the router, the stacked experts and their weighted sum.
 
-Routing is computed in float32 or better, and ties go to the lower expert. No token is dropped, padding is not routed,
+Routing is computed in float32 or better, and ties go to the lower expert. A router scores experts by a softmax or a
+sigmoid, and may choose groups of experts first (`RouterSettings`). No token is dropped, padding is not routed,
 and an expert without a token has a gradient of zeros. A token's results are added in the order of its experts, on the
 token's own rank. `parallel.experts` sends rows to the experts' ranks and back.
 
@@ -16,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.models.common.config import SIGMOID, ModelConfig
 from dtrain.models.common.config import Experts as Sizes
-from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import GatedMLP, PreNormLayer
 from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.linear import Linear, PlainWeight, ReadParameter
@@ -27,6 +28,9 @@ from dtrain.parallel.experts import Experts, collect, on_host, spread
 from dtrain.parallel.tensor import Block, LocalParameters
 
 Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
+
+# Added to a sum of sigmoids, which are 0 where all logits are far below 0 (that of DeepSeek's code).
+_NO_SCORE = 1e-20
 
 # Tensor-parallel styles of a sparse MLP. A model adds them to its own plan.
 SPARSE_PLAN = {
@@ -100,13 +104,29 @@ class OutputWrapper(Protocol):
         """
 
 
+class SelectionBias(LocalParameters):
+    """The bias of each expert's score by which a router chooses, [E]. It has no gradient and is not trained.
+
+    Files have it as the router's own (`ModelConfig.unnamed`). It keeps float32, because a step of bfloat16 is larger
+    than the differences that it is there for.
+    """
+
+    keeps_precision = True
+    e_score_correction_bias: Tensor
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.register_buffer("e_score_correction_bias", torch.empty(num_experts))
+
+
 class Router(LocalParameters):
-    """Router that chooses the k experts of each token with the largest probabilities.
+    """Router that chooses the k experts of each token with the largest scores.
 
     Attributes:
         wrapper: Adds to the logits. None leaves them as they are.
         top: Number of experts of a token, k.
-        normed: Whether the weights of a token's experts are divided by their sum.
+        settings: How experts are scored, chosen and weighed.
+        selection: Bias of the scores by which experts are chosen. None if there is none.
     """
 
     wrapper: OutputWrapper | None = None
@@ -115,11 +135,17 @@ class Router(LocalParameters):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
         self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
-        self.top, self.normed = sizes.top, sizes.normed
+        self.top, self.settings = sizes.top, sizes.router
+        self.selection = SelectionBias(sizes.count) if sizes.router.has_selection_bias else None
 
     def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Compute the logits, [T, D] -> [T, E]."""
-        out = F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
+        weight, bias = self.local("weight"), None if self.bias is None else self.local("bias")
+        if self.settings.score == SIGMOID:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            out = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+        else:
+            out = F.linear(x, weight, bias)
         return out if self.wrapper is None else self.wrapper(self, x, out, adapters)
 
     def forward(
@@ -133,8 +159,8 @@ class Router(LocalParameters):
             adapters: The micro-batch's context for the wrapper.
 
         Returns:
-            The experts, [T, k] int64, ascending; their weights, [T, k] in the dtype of `x`; and the probabilities of
-            all experts, [T, E] in float32 or better.
+            The experts, [T, k] int64, ascending; their weights, [T, k] in the dtype of `x`; and the scores of all
+            experts divided by their sum, [T, E] in float32 or better.
         """
         chosen, weights, shares = self.routed(x, choose, adapters)
         return chosen, weights.to(x.dtype), shares
@@ -143,13 +169,42 @@ class Router(LocalParameters):
         self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute as `forward`, with weights [T, k] that are not rounded to the dtype of `x`."""
-        shares = self.logits(x, adapters).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        chosen = likeliest(shares.detach(), self.top)
+        logits = self.logits(x, adapters)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.settings.score == SIGMOID:
+            scores = logits.to(wide).sigmoid()
+            shares = scores / (scores.sum(-1, keepdim=True) + _NO_SCORE)
+        else:
+            scores = shares = logits.softmax(-1, dtype=wide)
+        chosen = self.select(scores.detach())
         chosen = chosen if choose is None else choose(chosen)
-        weights = shares.gather(1, chosen)
-        if self.normed:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = scores.gather(1, chosen)
+        if self.settings.normed:
+            total = weights.sum(-1, keepdim=True)
+            if self.settings.score == SIGMOID:
+                total = total + _NO_SCORE
+            weights = weights / total
+        if self.settings.scale != 1.0:
+            weights = weights * self.settings.scale
         return chosen, weights, shares
+
+    def select(self, scores: Tensor) -> Tensor:
+        """Return the router's own choices, [T, E] -> [T, k] int64, ascending.
+
+        For example, 8 experts in 4 groups of which 2 are chosen, scored [.5 .1 | .4 .4 | .9 .0 | .2 .1]: the sums of
+        the groups' two largest are .6, .8, .9 and .3, so the second and third group are left, and of these 2 experts
+        the first of each: experts 2 and 4.
+        """
+        if self.selection is not None:
+            scores = scores + self.selection.e_score_correction_bias
+        groups = self.settings.groups
+        if groups > 1:
+            by_group = scores.unflatten(1, (groups, -1))  # [T, groups, E / groups]
+            best_two = by_group.topk(2, dim=-1).values.sum(-1)
+            is_left = torch.zeros_like(best_two, dtype=torch.bool)
+            is_left.scatter_(1, likeliest(best_two, self.settings.top_groups), True)
+            scores = by_group.masked_fill(~is_left[..., None], -torch.inf).flatten(1)
+        return likeliest(scores, self.top)
 
 
 class PlainStack(PlainWeight):
@@ -241,7 +296,7 @@ class GatedExperts(Experts):
 
 
 class SparseMLP(Block):
-    """Σ over a token's experts of weight · expert(x), plus σ(gate(x)) · shared(x) if there is a shared expert.
+    """Σ over a token's experts of weight · expert(x), plus the output of a shared expert if there is one.
 
     Attributes:
         routing: Settings that all sparse layers of the model share.
@@ -255,8 +310,19 @@ class SparseMLP(Block):
         super().__init__()
         self.gate = Router(config, sizes)
         self.experts = GatedExperts(config, sizes)
-        self.shared_expert = GatedMLP(config, sizes.shared) if sizes.shared else None
-        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False) if sizes.shared else None
+        self.has_shared = sizes.shared > 0
+        if self.has_shared:
+            self.add_shared(config, sizes)
+
+    def add_shared(self, config: ModelConfig, sizes: Sizes) -> None:
+        """Add the modules of the expert that all tokens go to. A family may name them otherwise."""
+        self.shared_expert = GatedMLP(config, sizes.shared)
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def shared(self, hidden: Tensor, adapters: AdapterContext | None) -> Tensor:
+        """Compute σ(gate(x)) · expert(x), [B, S, D] -> [B, S, D]."""
+        gate = self.shared_expert_gate(hidden, adapters).sigmoid()
+        return cast(Tensor, gate * self.shared_expert(hidden, adapters))
 
     def forward(
         self,
@@ -285,9 +351,8 @@ class SparseMLP(Block):
         results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts, adapters)
         own = collect(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            gate = self.shared_expert_gate(hidden, adapters).sigmoid()
-            mixed = mixed + gate * self.shared_expert(hidden, adapters)
+        if self.has_shared:
+            mixed = mixed + self.shared(hidden, adapters)
         return mixed if self.tp is None else self.tp.leave(mixed)
 
     def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,21 +373,24 @@ def share_routing(model: nn.Module, num_experts: int) -> Routing:
     return routing
 
 
-def likeliest(shares: Tensor, top: int) -> Tensor:
-    """Return the experts with the largest probabilities. Of equal ones the lower expert is chosen.
+def likeliest(scores: Tensor, top: int) -> Tensor:
+    """Return the experts with the largest scores. Of equal ones the lower expert is chosen.
 
     Args:
-        shares: Probabilities, [T, E], none below 0.
+        scores: [T, E]. None is -0.0, which float32 would be ordered before 0.0.
         top: Number of experts of a token.
 
     Returns:
         [T, top] int64, ascending.
     """
-    if shares.dtype != torch.float32:
-        return shares.sort(stable=True, dim=-1, descending=True).indices[:, :top].sort(-1).values
-    count = shares.shape[1]
-    lower_first = torch.arange(count, 0, -1, device=shares.device)
-    keys = shares.view(torch.int32).long() * (count + 1) + lower_first  # the bits of floats from 0 are in their order
+    if scores.dtype != torch.float32:
+        return scores.sort(stable=True, dim=-1, descending=True).indices[:, :top].sort(-1).values
+    count = scores.shape[1]
+    lower_first = torch.arange(count, 0, -1, device=scores.device)
+    # The bits of floats from 0 are in their order, those of negative floats in the reverse of theirs.
+    bits = scores.view(torch.int32).long()
+    ordered = bits ^ ((bits >> 63) & 0x7FFFFFFF)
+    keys = ordered * (count + 1) + lower_first
     return keys.topk(top, sorted=False).indices.sort(-1).values
 
 
@@ -349,12 +417,14 @@ def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | Non
 
 
 class SparseLayer(PreNormLayer):
-    """A layer whose MLP is a mixture of experts if the config has one in this layer."""
+    """A layer whose MLP is a mixture of experts if the config has one in this layer. mixture: its class."""
+
+    mixture: type[SparseMLP] = SparseMLP
 
     def add_mlp(self, config: ModelConfig, index: int) -> None:
         self.is_sparse = config.is_sparse(index)
         if self.is_sparse and config.experts is not None:
-            self.mlp = SparseMLP(config, config.experts)
+            self.mlp = self.mixture(config, config.experts)
         else:
             super().add_mlp(config, index)
 

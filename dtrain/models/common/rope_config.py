@@ -35,8 +35,10 @@ class Rope:
 
     share: of each head's dimensions, its first ones, that are rotated (partial_rotary_factor); of a proportional one
     the first of either half, at the frequencies of whole heads. table_scale multiplies cos and sin (YaRN's attention
-    factor, arXiv:2309.00071, section 3.4). query_beta: how queries grow with each original_max_positions (Llama 4's;
-    `models.mistral`). sections: of a model that takes images; a text's positions are alike on all axes.
+    factor, arXiv:2309.00071, section 3.4). score_scale: by its square DeepSeek multiplies scores, those of dimensions
+    that are not rotated too (mscale_all_dim of YaRN); other families do not read it. query_beta: how queries grow with
+    each original_max_positions (Llama 4's; `models.mistral`). sections: of a model that takes images; a text's
+    positions are alike on all axes.
     """
 
     kind: str = "default"
@@ -50,6 +52,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     table_scale: float = 1.0
+    score_scale: float = 1.0
     query_beta: float = 0.0
     factors: tuple[float, ...] = ()
     sections: Sections | None = None
@@ -170,6 +173,8 @@ def rope_of(
         values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
         values["truncate"] = inner.flag("truncate", True)
         values["table_scale"] = _attention_factor(inner, kind, values["factor"], length)
+        weight = inner.get("mscale_all_dim")
+        values["score_scale"] = _magnitude(values["factor"], weight) if is_number(weight) else 1.0
     if kind == "longrope":
         values["factors"] = _factors(inner, "short_factor")
         if len(_factors(inner, "long_factor")) != len(values["factors"]):
@@ -185,17 +190,18 @@ def rope_of(
 def _attention_factor(fields: Fields, kind: str, factor: float, length: int) -> float:
     """Return what the file says, or what transformers infers: LongRoPE's √(1 + ln(factor) / ln(length)), YaRN's
     0.1·ln(factor) + 1, or DeepSeek's ratio of two such terms."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     written = fields.optional_number("attention_factor")
     if kind == "longrope":
         inferred = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(length, 2)))
     else:
         over, under = (fields.optional_number(key, zero=True) for key in ("mscale", "mscale_all_dim"))
-        inferred = scale(over) / scale(under) if over and under else scale(1.0)
+        inferred = _magnitude(factor, over) / _magnitude(factor, under) if over and under else _magnitude(factor, 1.0)
     return inferred if written is None else written
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """Return YaRN's 0.1·weight·ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _factors(fields: Fields, key: str) -> tuple[float, ...]:

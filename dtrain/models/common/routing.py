@@ -6,7 +6,8 @@ replay, arXiv:2510.11370). The weights of the experts, and the gradient, are alw
 
 The balance loss is computed for each document (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). For E experts and a
 document of T tokens that each go to k experts, it is E · Σ_e f_e · P_e, where f_e is the share of the k · T choices
-that fell on expert e, and P_e is the mean of the tokens' softmax at e. It is 1 if all experts are used equally. The
+that fell on expert e, and P_e is the mean of the tokens' scores at e, each divided by the sum of its token's scores
+(those of a softmax as they are). It is 1 if all experts are used equally. The
 mean over documents and sparse layers is added to the loss. Splitting a batch into micro-batches or over ranks does not
 change it: under context parallel, the choices of a document are summed over its ranks.
 
@@ -151,7 +152,7 @@ class Routing:
         Args:
             layer: Number of the sparse layer.
             weights: Weights of the chosen experts, [T, k].
-            shares: The router's softmax over all experts, [T, E].
+            shares: The router's scores of all experts, whose sum is 1, [T, E].
             chosen: The chosen experts, [T, k] int64.
             micro_batch: Documents and factor of the loss. The loss itself is added to its record.
 
