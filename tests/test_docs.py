@@ -16,9 +16,9 @@ from dtrain.data.formats import formats
 from dtrain.data.formats.labels import read_label
 from dtrain.data.formats.pairs import normalise_pair
 from dtrain.data.formats.prompts import normalise_prompt
+from dtrain.losses import token_options as token_options
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
-from dtrain.losses.token import options as token_options
 from dtrain.recipe import other_tools, spelling
 from dtrain.rl.rewards import catalog as rewards
 from dtrain.training import load_recipe, recipe_keys

@@ -4,7 +4,7 @@ import pytest
 from peft.utils.other import get_pattern_key
 
 from dtrain.base.name_patterns import matches_suffix, pattern_error
-from dtrain.models.common.quantization_config import unquantized
+from dtrain.models.common.config_fields import unquantized
 
 NAMES = [
     "model.layers.0.self_attn.q_proj",

@@ -14,8 +14,8 @@ from dtrain import models
 from dtrain.data.rows.rows import Cursor
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.engine import Engine
-from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.inference.images import images_of
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.models.common.decoder import CausalLM

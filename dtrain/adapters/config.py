@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.base.name_patterns import matches_suffix
-from dtrain.models.common.vision_names import is_in_vision_tower
+from dtrain.models.common.config import is_in_vision_tower
 
 ALL_LINEAR = "all-linear"
 ENDS = ("model.embed_tokens", "lm_head")

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from dtrain.adapters.config import PARAMETERS, AdapterConfig, is_adapter, shapes_of
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
-from dtrain.models.building import build
+from dtrain.models.building import adaptable, build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.moe import ExpertLinear, Router, grouped
-from dtrain.models.shapes import adaptable
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
 

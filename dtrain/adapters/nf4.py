@@ -22,11 +22,11 @@ from dtrain.adapters.config import is_stack
 from dtrain.base.errors import Problem
 from dtrain.base.fused import Fused, rounds
 from dtrain.base.ranges import either
+from dtrain.models.building import linears, parameters
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.moe import ExpertLinear, products
-from dtrain.models.shapes import linears, parameters
 
 BLOCK = 64  # number of weights of a row that share a scale
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight

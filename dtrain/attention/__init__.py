@@ -3,16 +3,14 @@
 README.md explains context parallel with an example. Read visibility, kernels, blocks and context in this order.
 
 visibility     the meaning of the mask: which keys a query sees
-kernels        the interface of kernels, and the one that calls torch's scaled_dot_product_attention
+kernels        the interface of kernels; those that call torch's scaled_dot_product_attention, for plans too; attention
+               for one key head at a time, to save memory
 blocks         attention over one block of keys, and merging the results of several blocks
 context        context parallel: keys are gathered, or passed around a ring of ranks
-packing        the documents of packed rows, and the calls of variable-length attention that compute them
-segments       variable-length attention: operations on CUDA
-varlen         the kernel that uses variable-length attention for packed rows
-groups         attention for one key head at a time, to save memory
-sdpa_by_row    scaled_dot_product_attention of meta tensors, for plans
-check_varlen   the check of a device before variable-length attention is used
-later_flash    FlashAttention-3 and 4 instead of torch's version 2
+packing        the documents of packed rows, the calls of variable-length attention that compute them, and its
+               operations on CUDA
+varlen         the kernel that uses variable-length attention for packed rows, and its check on a device;
+               FlashAttention-3 and 4 instead of torch's version 2
 foreign        attention of models that are not dtrain's, inside a context-parallel context
 linear         the gated delta rule of Qwen3.5
 """

@@ -12,10 +12,26 @@ multiple of kv, and both count this rank's heads. The head size of v may differ 
 A kernel is made of two parts. One brings keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers them,
 `context.RingKernel` passes them on. Without a packing each computes by masks. The other, `varlen.VarlenKernel`,
 contains one of the three and computes packed rows by variable-length calls over the keys that it brings.
-`groups.GroupedKernel` calls any of them for one key head at a time.
+`GroupedKernel` calls any of them for one key head at a time.
+
+`SdpaByRow` is for the meta tensors of `dtrain plan`, with the same sizes of calls as on a CPU. On a CPU, `SdpaKernel`
+reads the mask to find the keys that some queries see, and computes these keys only. Meta tensors have no values to
+read, so `SdpaByRow` finds the keys from the first row of the micro-batch, which is on the host. The other rows must
+have the same documents.
+
+`GroupedKernel` computes one group of heads at a time, to reduce the memory of gathered and copied keys. A group is a
+key head with its query heads. For example, 8 query heads and 2 key heads: first query heads 0 to 3 with key head 0,
+then query heads 4 to 7 with key head 1. Gathered keys of one head at a time take half the memory.
+
+Gathered keys are not saved for the backward, which gathers them again and computes the attention again. Kernels that do
+not gather (a ring, or full rows) compute nothing again.
+
+Reference:
+    UPipe, arXiv:2602.21196.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,13 +41,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.attention.blocks import BlockByBlock, MaskedBlocks, blocks_for, pad_heads_to_one_size
+from dtrain.attention.packing import Packing
 from dtrain.attention.visibility import Visibility, additive
-from dtrain.base.batch import Batch
+from dtrain.base.batch import Batch, pad_stream
 from dtrain.base.torch_functions import has_values
+from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 if TYPE_CHECKING:
-    from dtrain.attention.packing import Call, Packing
-    from dtrain.attention.segments import Flash, Steps
+    from dtrain.attention.packing import Call, Flash, Steps
+
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values that are being gathered, and returns them
 HALF = (torch.bfloat16, torch.float16)
@@ -297,3 +315,103 @@ def _plain_blocks(visibility: Visibility, runs: list[slice], dtype: torch.dtype,
         count, seen = run.stop - run.start, reach.stop - reach.start
         blocks.append(Span(run, reach, bias[:, :, size - count :, keys - seen :], False))
     return blocks
+
+
+class SdpaByRow(SdpaKernel):
+    """`SdpaKernel` that finds the visible keys from a row on the host.
+
+    The row is padded and divided over the cp ranks in the same way as the rows of the micro-batch.
+
+    Args:
+        rank: This rank's number in cp.
+        size: Number of cp ranks.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__()
+        self._rank, self._size = rank, size
+        self._parts: list[Tensor] = []
+
+    def take_rows(self, batch: Batch) -> None:
+        """Store the first row of the micro-batch, divided over the cp ranks."""
+        length = batch["input_ids"].shape[1]
+        multiple = 2 * self._size if self._size > 1 else 1
+        padded = -(-length // multiple) * multiple
+        names = [name for name in ("position_ids", "seq_ids", "image_ends") if name in batch]
+        row = torch.stack([pad_stream(name, batch[name][0], padded) for name in names])  # [2 or 3, S]
+        self._parts = [row]
+        if self._size > 1:
+            self._parts = [shard_sequence(row, rank, self._size) for rank in range(self._size)]
+
+    def seen_keys(self, visible: Tensor, visibility: Visibility, run: slice) -> slice:
+        """Override `SdpaKernel.seen_keys`. The mask `visible` [B, q, K] has no values and is not read."""
+        missing = visibility.queries - self._parts[0].shape[1]
+        pads = torch.tensor([[2**30], [-1], [2**30]])[: len(self._parts[0])]
+        parts = [torch.cat([part, pads.expand(-1, missing)], 1) for part in self._parts]
+        own, keys = parts[self._rank], join_sequence(parts)
+        row = replace(visibility, query_positions=own[:1], key_positions=keys[:1])
+        if row.query_documents is not None:
+            row = replace(row, query_documents=own[1:2], key_documents=keys[1:2])
+        if row.query_ends is not None:
+            row = replace(row, query_ends=own[2:])
+        return super().seen_keys(row.visible(run, torch.device("cpu")), row, run)
+
+
+class GroupedKernel(Kernel):
+    """Calls another kernel for one key head at a time. n key heads need n times as many messages, of 1/n size.
+
+    Args:
+        inner: The kernel.
+    """
+
+    def __init__(self, inner: Kernel):
+        self.inner, self.note, self.group = inner, inner.note, inner.group
+        self.name = f"{inner.name} by groups of heads"
+        self.is_context_parallel, self.takes_packing = inner.is_context_parallel, inner.takes_packing
+
+    def keys(
+        self, positions: Tensor, documents: Tensor | None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the keys of `inner`."""
+        return self.inner.keys(positions, documents, packing)
+
+    def prepare(self, visibility: Visibility, dtype: torch.dtype, device: torch.device) -> Any:
+        return self.inner.prepare(visibility, dtype, device)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Override `Kernel.__call__`. If `inner` gathers, the backward gathers and computes each group again."""
+        attend = partial(self.inner, prepared=prepared, scale=scale)
+        if self.inner.gathers:
+            attend = partial(
+                checkpoint, attend, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+            )
+        return _by_group(attend, q, k, v, sinks)
+
+    def begin_gather(self, k: Tensor, v: Tensor, prepared: Any) -> Gathering:
+        """Gather all heads at once, because several layers read them."""
+        return self.inner.begin_gather(k, v, prepared)
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
+        return _by_group(partial(self.inner.over, prepared=prepared, scale=scale), q, k, v, sinks)
+
+
+def _by_group(attend: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """Call `attend` for each key head with its query heads, and concatenate the outputs to [B, Q, H, hd_v].
+
+    Args:
+        attend: Computes attention of some heads.
+        q: [B, Q, H, hd].
+        k: [B, K, kv, hd].
+        v: [B, K, kv, hd_v].
+        sinks: [H], or None.
+    """
+    num_groups = k.shape[-2]
+    queries_per_key = q.shape[2] // num_groups
+    sinks_of_groups = [None] * num_groups if sinks is None else sinks.split(queries_per_key)
+    groups = zip(q.split(queries_per_key, 2), k.split(1, -2), v.split(1, -2), sinks_of_groups, strict=True)
+    outputs = []
+    for group_q, group_k, group_v, group_sinks in groups:
+        outputs.append(attend(group_q, group_k, group_v, sinks=group_sinks))
+    return outputs[0] if num_groups == 1 else torch.cat(outputs, 2)

@@ -30,10 +30,10 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import NO_IMAGES, ChatEncoder, image_part, vision_problem
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
+from dtrain.models.building import linears
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.images import Images
-from dtrain.models.common.vision_names import is_in_vision_tower
-from dtrain.models.shapes import linears
+from dtrain.models.common.micro_batch import Images
 from dtrain.policy.options import DTYPES, choose_precision
 
 

@@ -22,7 +22,7 @@ from dtrain.base.errors import UserError
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.sampling import Sampler
-from dtrain.inference.slot_flash import SlotFlash
+from dtrain.inference.varlen_decode import SlotFlash
 from dtrain.models.common.decoder import CausalLM
 
 # Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.

@@ -10,7 +10,7 @@ from torch import Tensor
 from dtrain.base.batch import IMAGE_STREAMS, Grid
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.images import Images
+from dtrain.models.common.micro_batch import Images
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord

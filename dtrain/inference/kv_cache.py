@@ -20,7 +20,7 @@ from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 
 if TYPE_CHECKING:
-    from dtrain.inference.slot_flash import SlotFlash
+    from dtrain.inference.varlen_decode import SlotFlash
 
 SMALLEST_SLOT = 32
 

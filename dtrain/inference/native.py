@@ -18,11 +18,11 @@ from dtrain.base.errors import Interrupted
 from dtrain.base.hardware import free_memory
 from dtrain.base.ranks import Ranks, deal
 from dtrain.inference.cached_attention import Prefill
-from dtrain.inference.check_varlen_decode import choose
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, PromptKey, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
+from dtrain.inference.varlen_decode import choose
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.policy import Policy

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dtrain.inference.image_prompts import ImagePrompt
-    from dtrain.models.common.images import Images
+    from dtrain.inference.chats import ImagePrompt
+    from dtrain.models.common.micro_batch import Images
 
 AskStop = Callable[[], bool]  # whether to give up what is being drawn
 

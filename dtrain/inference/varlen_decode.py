@@ -5,18 +5,50 @@ reads no more keys than there are, and its graph serves rows of any length. A se
 all rows that go on from a prompt, whose keys are then read once; in it stand the query heads of each key head. Both
 results are joined by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
 prompts are left to `Decode`'s products.
+
+`SlotFlash` is the operation. Before it is used on a device, `choose` compares a small step with the products of
+`cached_attention.Decode`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from dtrain.attention.kernels import HALF
+from dtrain.attention.varlen import UNSUPPORTED, difference, does_not_run
 from dtrain.inference.cached_attention import Decode, Own, WeightedSums, concatenated, members_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
-from dtrain.inference.slot_flash import Slots
+from dtrain.models.common.config import ModelConfig
+
+
+class Slots(NamedTuple):
+    """Segments. query_ends, key_ends: [n + 1] int32, where each begins and the last one ends; queries may stand behind
+    the last one. used: [n] int32, the keys that are seen of each. longest_query, longest_key: of a segment, or more."""
+
+    query_ends: Tensor
+    key_ends: Tensor
+    used: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class SlotFlash:
+    """The operation: q [T, kv, hd], k and v [K, kv, hd] → [T, kv, hd], and the log-sum-exp [kv, T], float32."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots, scale: float) -> tuple[Tensor, Tensor]:
+        # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
+        # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
+        ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
+        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "seqused_k": slots.used}
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out, lse = varlen_attn(q, k, v, *ends, *longest, **options)
+        return out, lse
 
 
 @dataclass
@@ -179,3 +211,96 @@ def _average_of(sums: WeightedSums) -> tuple[Tensor, Tensor]:
     """Return the average and the log-sum-exp of sums [R, kv, rep, ..]; the latter is -inf where nothing is seen."""
     out = sums.total / sums.weight.clamp(min=torch.finfo(sums.weight.dtype).tiny)
     return out.transpose(1, 2), (sums.most + sums.weight.log()).transpose(1, 2)
+
+
+_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
+_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))  # sizes of slots, and own tokens
+_WIDEST = 100  # a window that hides something of these
+
+
+def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: int = 1) -> tuple[SlotFlash | None, str]:
+    """Return what a model's rows are to attend with when they are decoded, computing in `dtype`; or None, and a note on
+    why products do, "" where nothing else was to be had. tp: ranks that share the heads. No collective."""
+    if device.type != "cuda" or dtype not in HALF:
+        return None, ""
+    shapes = config.attention_shapes(tp)
+    for shape in shapes:
+        if shape["value_dim"] != shape["head_dim"]:
+            # Not padded to one size, as rows in training are: a cache would grow by half (192 and 128 elements).
+            keys, values = shape["head_dim"], shape["value_dim"]
+            return None, f"decoding attends by products: heads have {keys} elements in keys and {values} in values"
+    flash = SlotFlash()
+    problems = (prove(flash, **shape, dtype=dtype, device=device) for shape in shapes)
+    problem = next(filter(None, problems), None)
+    return (flash, "") if problem is None else (None, f"decoding attends by products: {problem}")
+
+
+def prove(
+    flash: SlotFlash,
+    *,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: bool = False,
+) -> str | None:
+    """Return why `flash` is not to be used for such heads here; None where it computes what the products do, over rows
+    and prompts of several lengths. head_dim, value_dim: of a head of queries and keys, and of values. No collective,
+    and no random number of the run's is drawn."""
+    windows = [None] if window is None else [None, min(window, _WIDEST)]
+    sizes = heads, key_heads, head_dim, value_dim, sinks
+
+    def numbers(flash: SlotFlash | None, compute_dtype: torch.dtype) -> list[Tensor]:
+        return _numbers(KeyValues(windows, flash=flash), *sizes, compute_dtype, device)
+
+    try:
+        results = numbers(flash, dtype)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except UNSUPPORTED as error:
+        return does_not_run("varlen_attn", error)
+    return difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
+
+
+@torch.no_grad()
+def _numbers(
+    store: KeyValues,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    sinks: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Return the attention [rows, 1, H, hd] of each layer in a step, over slots that are full of numbers."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(torch.bfloat16).to(device, dtype)
+
+    prompts, of_rows = [], []
+    for length, rows in _PROMPTS:
+        prompts.append(store.new_prompt(length))
+        of_rows += prompts[-1:] * rows
+    owners = dict(enumerate(of_rows))
+    for row, (capacity, added) in enumerate(_ROWS):
+        store.new_row(row, capacity).length = added
+    kind = Decode if store.flash is None else VarlenDecode
+    decode = kind(store, [owners[slot.owner] for slot in store.rows_in_order()], device, fixed=True)
+    decode.begin()
+    outputs = []
+    for layer in range(len(store.windows)):
+        q = random(decode.rows, 1, heads, head_dim)
+        k = random(decode.rows, 1, key_heads, head_dim)
+        v = random(decode.rows, 1, key_heads, value_dim)
+        for pool in store.pools:
+            for tensor in pool.layer(layer, k, v):
+                tensor.copy_(random(*tensor.shape))
+        scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
+        outputs.append(decode.attend(layer, q, k, v, head_dim**-0.5, sinks=scores)[decode.places])
+    decode.end()
+    return outputs

@@ -2,7 +2,7 @@
 
 head          from hidden states and the head's weight, tile by tile: what training uses
 logits        from logits in each layout: plain, vocabulary-parallel, DTensor
-token         of supervised fine-tuning: the table of names and options
+token_options   losses of supervised fine-tuning: the table of names and options
 policy        of policy gradients: formulas, options, advantages
 preference    of pairs and of replies marked good or bad
 """

@@ -13,7 +13,7 @@ from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem
 from dtrain.base.ranges import NUMBER, is_number, shown
 from dtrain.losses.head import weighted_sum
-from dtrain.losses.token.options import LOSSES, RANGES
+from dtrain.losses.token_options import LOSSES, RANGES
 from dtrain.methods.method import Method
 from dtrain.policy.score import LogprobSource
 from dtrain.recipe import spelling
@@ -25,7 +25,7 @@ class Sft:
 
     loss: str = "nll"
     """nll: −log p of each trained token. dft: that times p, as a constant (arXiv:2508.05629). The table is
-    dtrain/losses/token/options.py."""
+    dtrain/losses/token_options.py."""
     label_smoothing: Annotated[float, (lambda v: is_number(v) and 0 <= v < 1, "from 0 to below 1")] = 0.0
     """With nll: this share of a token's loss is the mean of −log p over the whole vocabulary, as in transformers. The
     validation loss has it too."""

@@ -6,8 +6,7 @@ file of a family when a config.json names it.
 
 read_config                  config.json to a `ModelConfig`
 registry                     the families by architecture
-building                     from a `ModelConfig` to a model, and its starting values
-shapes                       names and shapes of a model's layers, from its config
+building                     from a `ModelConfig` to a model and its initial values; names and shapes of its layers
 llama, qwen, qwen3_5, gemma3, gemma4, phi, olmo, smollm, granite, mistral, qwen_vl, gpt_oss, deepseek
                              the families: class, tensor-parallel plan and reader of config.json of each
 vision                       the vision towers of those that take images

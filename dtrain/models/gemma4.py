@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import (
     FULL,
     SLIDING,
@@ -27,9 +26,8 @@ from dtrain.models.common.config import (
 from dtrain.models.common.config_fields import Fields, shown
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder
 from dtrain.models.common.functions import ACTIVATIONS, gated, rounded, unit_rms
-from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.micro_batch import AdapterContext, LayerContext, Rotary
+from dtrain.models.common.micro_batch import AdapterContext, Cached, LayerContext, PlacedFeatures, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
 from dtrain.models.common.rope_config import KINDS, rope_of

@@ -14,14 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
-from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig, RouterSettings
 from dtrain.models.common.config_fields import shown
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, Mixer, PreNormLayer
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, unit_rms
-from dtrain.models.common.images import PlacedFeatures
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext, Rotary
+from dtrain.models.common.micro_batch import (
+    AdapterContext,
+    Cached,
+    LayerContext,
+    MicroBatchContext,
+    PlacedFeatures,
+    Rotary,
+)
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
 from dtrain.models.common.rope_config import Sections, read_rope

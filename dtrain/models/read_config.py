@@ -14,8 +14,8 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranges import beside
 from dtrain.models.common.config import ModelConfig
+from dtrain.models.common.config_fields import unquantized
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.common.quantization_config import unquantized
 from dtrain.models.registry import FAMILIES, class_of, of_classifier, of_model_type
 from dtrain.recipe.shipped import how_to_make
 

@@ -54,7 +54,7 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     from dtrain.adapters.lora import add_adapters
     from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
     from dtrain.checkpoint.peft.config import adapter_of
-    from dtrain.models.shapes import adaptable
+    from dtrain.models.building import adaptable
 
     config = adapter_of(asdict(recipe.lora))
     if problem := config.dropout_problem(adaptable(model.config)):
@@ -241,7 +241,7 @@ def lay_out(
     if mesh.cp.size() > 1:
         kernel = _over_ranks(kernel, mesh, parallel.cp_rotate)
     if recipe.train.tile == "all":
-        from dtrain.attention.groups import GroupedKernel
+        from dtrain.attention.kernels import GroupedKernel
 
         kernel = GroupedKernel(kernel)
     model.use_kernel(kernel)
@@ -323,7 +323,7 @@ def kernel_without_values(recipe: PolicyConfig, precision: Precision, device_typ
         from dtrain.attention.varlen import VarlenKernel
 
         return VarlenKernel()
-    from dtrain.attention.sdpa_by_row import SdpaByRow
+    from dtrain.attention.kernels import SdpaByRow
 
     return SdpaByRow(mesh.cp.get_local_rank(), mesh.cp.size())
 
@@ -343,14 +343,14 @@ def choose_attention(
     """
     if not wants_varlen(recipe, precision, device.type):
         return SdpaKernel()
-    from dtrain.attention import check_varlen, later_flash
+    from dtrain.attention import varlen
     from dtrain.attention.varlen import VarlenKernel
 
     kernel, exchanges, shapes = VarlenKernel(), recipe.parallel.cp > 1, config.attention_shapes(recipe.parallel.tp)
 
     def proof(is_later: bool) -> str | None:
         problems = (
-            check_varlen.prove(
+            varlen.prove(
                 kernel.flash,
                 **shape,
                 dtype=precision.compute,
@@ -365,7 +365,7 @@ def choose_attention(
     def prove(is_later: bool) -> str | None:
         return next(filter(None, ranks.every(lambda: proof(is_later))), None)
 
-    problem, kernel.note = later_flash.choose(device, prove, ranks)
+    problem, kernel.note = varlen.choose_version(device, prove, ranks)
     if problem is None:
         return kernel
     if recipe.model.attention == "varlen":
@@ -393,14 +393,14 @@ def choose_delta(
         return None, ""
     if recipe.run.deterministic:  # its kernels' blocks, so the order of their sums, are chosen by their times
         return None, "run.deterministic: flash-linear-attention has no fixed order of sums"
-    from dtrain.attention.linear import check_flash, flash
+    from dtrain.attention.linear import flash
 
     rule = flash.installed()
 
     def proof() -> str | None:
         if isinstance(rule, str):
             return rule
-        return check_flash.prove(
+        return flash.prove(
             rule,
             key_heads=sizes.key_heads // tp,
             value_heads=sizes.value_heads // tp,

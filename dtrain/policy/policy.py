@@ -45,7 +45,7 @@ from dtrain.recipe.world import without_auto
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
     from dtrain.memory.gradient_sums import GradientSums
-    from dtrain.models.vision.flops import ImageFlops
+    from dtrain.models.vision.common import ImageFlops
 
 SCORE_HEAD = "score"  # name of a classifier's or critic's head
 
@@ -480,7 +480,7 @@ class Policy:
 
     @cached_property
     def _image_flops(self) -> "ImageFlops":
-        from dtrain.models.vision.flops import ImageFlops  # a model of text alone loads no tower
+        from dtrain.models.vision.common import ImageFlops  # a model of text alone loads no tower
 
         return ImageFlops(*self.model.model.vision)
 

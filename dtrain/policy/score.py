@@ -26,8 +26,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.losses.head.vocabulary import HeadInput, VocabShard, compute_dtype
 from dtrain.losses.head.weighted_sum import TokenLossFn, TokenSums, token_loss_sums, weighted_logprob_sum
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.images import Images, RankImages
-from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, MicroBatchContext
+from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, Images, MicroBatchContext, RankImages
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingRecord
 from dtrain.parallel import context
 from dtrain.parallel.collectives import leave_region

@@ -17,7 +17,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.data.formats.formats import read_tools
 from dtrain.data.rows.rows import Cursor, Placement, Rows
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.inference.image_prompts import ImagePrompt
+from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import AskStop, Request, RolloutEngine, SamplingParams

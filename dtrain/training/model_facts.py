@@ -86,7 +86,7 @@ class ModelFacts:
         flops = flops_per_token(self.model, self.recipe.data.max_length)
         if not images:
             return flops
-        from dtrain.models.vision.flops import ImageFlops  # a text model loads no tower
+        from dtrain.models.vision.common import ImageFlops  # a text model loads no tower
 
         return flops + ImageFlops(*self.model.model.vision).of(RowImages([], [list(images)])) / num_tokens
 
@@ -196,7 +196,7 @@ class ModelFacts:
             patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
             return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
         from dtrain.checkpoint.peft.config import adapter_of  # optional
-        from dtrain.models.shapes import adaptable, modules
+        from dtrain.models.building import adaptable, modules
 
         adapter = adapter_of(asdict(recipe.lora))
         adapted: Mapping[str, object] = adapter.adapted(adaptable(config))

@@ -12,9 +12,9 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.file_rows import as_in_files
+from dtrain.models.building import adaptable
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.common.moe import by_expert
-from dtrain.models.shapes import adaptable
 from dtrain.parallel.experts import collect, spread
 from dtrain.rl.remote.training import refusal
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base

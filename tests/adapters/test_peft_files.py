@@ -28,7 +28,7 @@ from dtrain.checkpoint.peft.config import (
     read_adapter_config,
 )
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
-from dtrain.models.shapes import linears, modules
+from dtrain.models.building import linears, modules
 from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.recipe.schema import Lora

@@ -12,9 +12,9 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
+from dtrain.models.building import linears, modules
 from dtrain.models.common.decoder import DECODER_PLAN
 from dtrain.models.common.linear import Linear
-from dtrain.models.shapes import linears, modules
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.tensor import colwise
 from dtrain.recipe.schema import Lora

@@ -16,7 +16,7 @@ from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.peft.config import BASE, adapter_problems, read_adapter_config
 from dtrain.checkpoint.peft.files import write_adapter
-from dtrain.models.common.vision_names import is_in_vision_tower
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.read_config import read_config
 from tests.adapters.by_peft import quietly
 from tests.models.oracle import save

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dtrain.attention.segments import Flash
+from dtrain.attention.packing import Flash
 
 
 class WrittenFlash(Flash):

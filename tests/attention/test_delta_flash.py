@@ -6,8 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dtrain.attention.linear.check_flash import prove
-from dtrain.attention.linear.flash import FlashDelta, installed
+from dtrain.attention.linear.flash import FlashDelta, installed, prove
 from tests.attention.fla import chunk_gated_delta_rule
 
 SIZES = {"key_heads": 1, "value_heads": 2, "key_dim": 4, "value_dim": 3, "device": torch.device("cpu")}

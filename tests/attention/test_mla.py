@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from dtrain import models
 from dtrain.attention.blocks import Products
 from dtrain.attention.context import GatherKernel, RingKernel
-from dtrain.attention.groups import GroupedKernel
-from dtrain.attention.kernels import SdpaKernel
+from dtrain.attention.kernels import GroupedKernel, SdpaKernel
 from dtrain.attention.varlen import VarlenKernel
 from dtrain.inference.cached_attention import Decode, Prefill
 from dtrain.inference.kv_cache import KeyValues, position_bytes

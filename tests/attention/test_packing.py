@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from dtrain.attention.check_varlen import Case, gathered, in_ring
 from dtrain.attention.packing import Packing
+from dtrain.attention.varlen import Case, gathered, in_ring
 from dtrain.attention.visibility import Visibility
 from tests.attention.dense import attention, tensors, visible
 from tests.attention.flash import WrittenFlash

@@ -9,10 +9,8 @@ from torch.nn.attention import SDPBackend
 
 from dtrain.attention import kernels
 from dtrain.attention.blocks import Partial
-from dtrain.attention.check_varlen import prove
-from dtrain.attention.packing import Packing
-from dtrain.attention.segments import Flash, Segments
-from dtrain.attention.varlen import VarlenKernel
+from dtrain.attention.packing import Flash, Packing, Segments
+from dtrain.attention.varlen import VarlenKernel, prove
 from dtrain.attention.visibility import Visibility
 from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out

@@ -12,7 +12,7 @@ from dtrain import recipe as config
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.methods.sft import SftMethod
-from dtrain.models.common.vision_names import is_in_vision_tower
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy

@@ -15,7 +15,7 @@ from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.merged import whole_weights
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.commands.serve.updates import _by_every_name
-from dtrain.inference.check_varlen_decode import choose
+from dtrain.inference.varlen_decode import choose
 from dtrain.models.common.config import SIGMOID, Experts, LatentAttention, RouterSettings
 from dtrain.models.common.flops import text_flops
 from dtrain.models.common.moe import Router, SparseMLP, likeliest, share_routing

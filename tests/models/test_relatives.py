@@ -11,7 +11,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.inference.generate import generate
-from dtrain.models.shapes import linears, modules
+from dtrain.models.building import linears, modules
 from dtrain.training.preflight import load
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 from tests.models.towers import TOWERS, make_tower

@@ -9,7 +9,7 @@ import transformers
 
 from dtrain import models
 from dtrain.data.images.tensors import feature_index, image_ends, rotary_positions
-from dtrain.models.common.images import Images
+from dtrain.models.common.micro_batch import Images
 from tests.models.oracle import _gemma, _gemma4, _qwen3_5, grads, randomise, save
 from tests.models.towers import _qwen_vl
 from tests.models.vision.oracle import SIGLIP, WideIslands, gemma3_images, gemma4_images

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.attention.groups import GroupedKernel
+from dtrain.attention.kernels import GroupedKernel
 from dtrain.memory import activation_offload as offload
 from dtrain.memory import compilation as compiling
 from dtrain.memory import tiles

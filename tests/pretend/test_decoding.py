@@ -3,9 +3,8 @@
 import torch
 
 from dtrain import models
-from dtrain.inference.check_varlen_decode import choose, prove
 from dtrain.inference.engine import Engine
-from dtrain.inference.slot_flash import SlotFlash
+from dtrain.inference.varlen_decode import SlotFlash, choose, prove
 from dtrain.models.read_config import read_config
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
@@ -35,11 +34,11 @@ def test_it_proves_itself_where_it_is(tmp_path):
     assert counts == (37, 14)  # and each of the two calls makes the state of a generator, as one kernel more
 
 
-REFUSED = Mutant("dtrain.inference.check_varlen_decode", "next(filter(None, problems), None)", "'too old'")
+REFUSED = Mutant("dtrain.inference.varlen_decode", "next(filter(None, problems), None)", "'too old'")
 
 
 def decoded(rank, recipe):
-    return train_on_card(rank, recipe, 1).count("kernel", within="inference/slot_flash.py")
+    return train_on_card(rank, recipe, 1).count("kernel", within="inference/varlen_decode.py")
 
 
 def test_a_rollout_by_graphs(tmp_path):

@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch.nn import attention
 
-from dtrain.attention import check_varlen, later_flash
-from dtrain.attention.later_flash import choose
+from dtrain.attention import varlen
+from dtrain.attention.varlen import choose_version
 from dtrain.base.ranks import Ranks
 from dtrain.models.read_config import read_config
 from dtrain.policy import build
@@ -52,7 +52,7 @@ def chosen(rank, root, wrongs):
     config, precision = read_config(recipe.model.path), choose_precision("bfloat16", "cuda")
     for wrong in wrongs:
         called: list[str] = []
-        later_flash._refused.clear()  # each is another process
+        varlen._refused.clear()  # each is another process
         if wrong != "none":
             install(called, wrong)
         kernel = build.choose_attention(recipe, config, precision, device, 64)
@@ -65,7 +65,7 @@ def chosen(rank, root, wrongs):
 def prove_again(kernel, config, device):
     (shape,) = config.attention_shapes()
     more = {"dtype": torch.bfloat16, "device": device, "is_later": True}
-    assert check_varlen.prove(kernel.flash, **shape, **more) is None
+    assert varlen.prove(kernel.flash, **shape, **more) is None
 
 
 def test_a_version_that_proves_itself_is_taken_for_all_of_attention(tmp_path):
@@ -92,7 +92,7 @@ def of_two(rank):
     asked: list[bool] = []
     if rank == 0:
         install([])
-    _, note = choose(torch.device("cuda", rank), asked.append, Ranks())
+    _, note = choose_version(torch.device("cuda", rank), asked.append, Ranks())
     return note, attention.current_flash_attention_impl(), asked
 
 

@@ -16,9 +16,9 @@ from dtrain.data.images.processor import ImageTokens, Layout
 from dtrain.data.rows.rows import Cursor
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import load
-from dtrain.inference.image_prompts import ImagePrompt
 from dtrain.recipe.rollouts import Sampling
 from dtrain.rl.collect import CompletionSampler, prompts_from
 from dtrain.rl.remote.dialects import derived_seed

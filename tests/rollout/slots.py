@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dtrain.inference.slot_flash import SlotFlash
+from dtrain.inference.varlen_decode import SlotFlash
 
 
 class WrittenSlotFlash(SlotFlash):

@@ -4,14 +4,13 @@ log-probabilities, fewer launches and keys read, fewer graphs; and the proof bef
 import pytest
 import torch
 
-from dtrain.inference import check_varlen_decode
 from dtrain.inference import engine as engine_module
+from dtrain.inference import varlen_decode
 from dtrain.inference.cached_attention import Decode
-from dtrain.inference.check_varlen_decode import choose, prove
 from dtrain.inference.engine import Engine
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.inference.varlen_decode import VarlenDecode
+from dtrain.inference.varlen_decode import VarlenDecode, choose, prove
 from tests.replay import Recording
 from tests.rollout.slots import WrittenSlotFlash
 from tests.rollout.test_engine import PROMPTS, build, mixed, same
@@ -56,7 +55,7 @@ def test_completions_with_rounded_sizes(variant, monkeypatch):
 
 def numbers(flash, windows, sinks=True, dtype=torch.float64):
     store = KeyValues(windows, flash=flash)
-    return check_varlen_decode._numbers(store, 6, 2, 8, sinks, dtype, CPU)
+    return varlen_decode._numbers(store, 6, 2, 8, sinks, dtype, CPU)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -141,7 +140,7 @@ def test_the_cache_is_not_copied():
     """Memory lies as what reads it wants it: by position for `flash`, by head for products."""
     flash, windows = Placed(), [None, 40, 520, 2000]
     store = KeyValues(windows, flash=flash)
-    check_varlen_decode._numbers(store, 6, 2, 8, False, torch.float64, CPU)
+    varlen_decode._numbers(store, 6, 2, 8, False, torch.float64, CPU)
     layers = {(pool, at): pool._layers[at] for pool in store.pools for at in range(len(windows))}
     of_products = {key for key in layers if key[0] in store.prompts.values() and windows[key[1]] is not None}
     assert len(of_products) == 3 * 3

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from dtrain import models
-from dtrain.inference.scores import score_prompts
+from dtrain.inference.engine import score_prompts
 from tests.serve.serving import ask, make_model, serving
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15], [5, 6, 7, 8, 9, 10, 11]]

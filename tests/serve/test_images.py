@@ -23,7 +23,7 @@ from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer as DtrainTokenizer
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
-from dtrain.models.common.vision_names import is_in_vision_tower
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.rl.remote.publish import mark
 from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims

@@ -35,10 +35,10 @@ def decode_rank(
     import torch
 
     from dtrain import models
-    from dtrain.inference.check_varlen_decode import choose
     from dtrain.inference.engine import Engine
     from dtrain.inference.graphs import CudaGraphs, Steps
     from dtrain.inference.request import Request, SamplingParams
+    from dtrain.inference.varlen_decode import choose
 
     captured = []
 

@@ -122,8 +122,8 @@ def proof_rank(
     """Return why variable-length attention is not to be used here; None where it proves right."""
     import torch
 
-    from dtrain.attention.check_varlen import prove
-    from dtrain.attention.segments import Flash
+    from dtrain.attention.packing import Flash
+    from dtrain.attention.varlen import prove
 
     device = torch.device("cuda", rank)
     return prove(

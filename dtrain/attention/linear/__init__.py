@@ -3,6 +3,5 @@
 layer          the convolution and the rule, and their steps while decoding
 chunks         the rule computed by chunks, and its derivative
 context        the exchange of states between context-parallel ranks
-flash          the rule by the kernels of flash-linear-attention
-check_flash    the check of these kernels on a device before they are used
+flash          the rule by the kernels of flash-linear-attention, and their check on a device
 """

@@ -25,8 +25,8 @@ from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find
 from dtrain.checkpoint.huggingface.file_rows import joints
 from dtrain.checkpoint.huggingface.merged import WholeWeight, folded
 from dtrain.checkpoint.huggingface.read import candidate_names
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.vision_names import is_in_vision_tower
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "q8_0": torch.float32}
 """Types of a file's matrices -> what their values are rounded to before they are written."""

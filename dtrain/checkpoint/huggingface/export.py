@@ -34,8 +34,8 @@ from dtrain.checkpoint.peft.config import ADAPTER, BASE, base_of
 from dtrain.checkpoint.peft.export import StoredAdapter
 from dtrain.checkpoint.peft.tensors import is_of_tower, outputs_in
 from dtrain.models.building import build
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.models.read_config import read_config
 
 FORMS = ("merged", "adapter", "folded")

@@ -11,10 +11,9 @@ from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.checkpoint.peft.tensors import outputs_in
-from dtrain.models.building import build
+from dtrain.models.building import build, linears
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
-from dtrain.models.shapes import linears
 
 
 def from_pretrained(

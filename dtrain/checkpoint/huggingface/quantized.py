@@ -19,9 +19,9 @@ from dtrain.adapters.nf4 import BLOCK, LEVELS, held_by_nf4, quantize, quantize_w
 from dtrain.base.model_directory import has_weights
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
+from dtrain.models.building import linears
+from dtrain.models.common.config_fields import skips
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.quantization_config import skips
-from dtrain.models.shapes import linears
 from dtrain.parallel.placement import local_slices, local_tensor
 
 CODES, SCALES = ".weight_codes", ".weight_scales"

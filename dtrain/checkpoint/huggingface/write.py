@@ -35,8 +35,7 @@ from dtrain.checkpoint.huggingface.model_files import (
 )
 from dtrain.checkpoint.huggingface.read import candidate_names, carried
 from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
-from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.vision_names import is_in_vision_tower
+from dtrain.models.common.config import ModelConfig, is_in_vision_tower
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000

@@ -115,7 +115,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
         section: The keys of `lora` that the recipe sets.
         model: The config of the model.
     """
-    from dtrain.models.shapes import adaptable  # loads torch
+    from dtrain.models.building import adaptable  # loads torch
 
     directory = Path(section["path"])
     try:
@@ -171,7 +171,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         model: The config of the adapted model.
         base: The name or directory of the model, or None.
     """
-    from dtrain.models.shapes import adaptable, modules  # loads torch
+    from dtrain.models.building import adaptable, modules  # loads torch
 
     layers = adaptable(model)
     known = [name for name in layers if is_parameter(name)]
@@ -224,7 +224,7 @@ def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
     `model.layers.0.mlp.gate_proj`, a dense layer, PEFT adapts the experts of all layers anew and drops the saved
     adapter of layer 0. No value of `target_modules` avoids this.
     """
-    from dtrain.models.shapes import adaptable  # loads torch
+    from dtrain.models.building import adaptable  # loads torch
 
     family = FAMILIES.get(model.architecture)
     if family is None:

@@ -23,8 +23,8 @@ from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import BASE, misread_problem, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import adapter_shapes, peft_names
+from dtrain.models.building import adaptable, linears
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.shapes import adaptable, linears
 
 
 class StoredAdapter:

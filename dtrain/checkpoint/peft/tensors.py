@@ -136,7 +136,7 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """PEFT's names and the shapes of an adapter's tensors, for a model with these parameters of its own: those of
     adapted layers, and what is trained whole."""
-    from dtrain.models.shapes import adaptable  # loads torch
+    from dtrain.models.building import adaptable  # loads torch
 
     shapes = adaptable(model)
     wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}

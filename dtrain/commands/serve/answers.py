@@ -18,7 +18,7 @@ from dtrain.commands.serve.protocol import Ask
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from dtrain.inference.scores import TokenScores
+    from dtrain.inference.engine import TokenScores
 
 
 UNFINISHED = "\ufffd"  # written by tokenizers for bytes that make no whole character yet

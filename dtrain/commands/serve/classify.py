@@ -15,7 +15,7 @@ from dtrain.commands.serve.protocol import IGNORED, MESSAGE, TEXT, ApiError, Fie
 from dtrain.commands.serve.routes import Routes
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.inference.scores import rate
+from dtrain.inference.engine import rate
 from dtrain.models.common.decoder import CausalLM
 
 TOGETHER = 1 << 14  # tokens of one forward, beyond a single text

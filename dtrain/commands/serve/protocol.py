@@ -24,7 +24,7 @@ from dtrain.inference.chats import ChatEncoder, ChatPrompt, ImageError
 from dtrain.inference.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from dtrain.models.common.images import Images
+    from dtrain.models.common.micro_batch import Images
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}

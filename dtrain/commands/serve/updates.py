@@ -35,8 +35,8 @@ from dtrain.checkpoint.peft.config import read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.commands.serve.protocol import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Parser, Table
 from dtrain.commands.serve.worker import HALF, MODES, EngineThread, Mode
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.vision_names import is_in_vision_tower
 from dtrain.policy.weights import GROUP, Info, WeightReceiver
 from dtrain.rl.remote.publish import is_whole, version_of
 

@@ -24,10 +24,9 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.protocol import ApiError, Ask
-from dtrain.inference.engine import Engine, NotFinite
+from dtrain.inference.engine import Engine, NotFinite, TokenScores, score_prompts
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
-from dtrain.inference.scores import TokenScores, score_prompts
 from dtrain.rl.routed import to_npy_text
 
 T = TypeVar("T")

@@ -18,12 +18,18 @@ from torch import Tensor, nn
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
-from dtrain.models.common.cache import Cached
 from dtrain.models.common.config import LINEAR, SLIDING, KeyHeads, ModelConfig, Rope
 from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
-from dtrain.models.common.images import Images, PlacedFeatures
 from dtrain.models.common.linear import Linear, WrapperSettings
-from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext, Rotary
+from dtrain.models.common.micro_batch import (
+    AdapterContext,
+    Cached,
+    Images,
+    LayerContext,
+    MicroBatchContext,
+    PlacedFeatures,
+    Rotary,
+)
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.routing import MicroBatchRouting, Routing, RoutingRecord
 from dtrain.parallel.tensor import (

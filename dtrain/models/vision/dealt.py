@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Grid
 from dtrain.base.ranks import deal
-from dtrain.models.common.images import Features, Images
-from dtrain.models.common.micro_batch import AdapterContext
+from dtrain.models.common.micro_batch import AdapterContext, Features, Images
 from dtrain.models.common.vision_config import VisionConfig
 from dtrain.parallel.collectives import all_to_all, exchange, gather_alike, gather_along
 from dtrain.parallel.tensor import TensorParallel

@@ -1,8 +1,7 @@
 """Context parallel: batches in the head-tail layout, and contexts and flat batches under the names of NeMo Automodel.
 
 batch           the head-tail layout: sharding a batch over cp, and gathering
-train_context   `get_train_context`, `make_cp_batch_and_ctx`
-thd             packed batches as one flat sequence of tokens: `make_cp_batch_for_te`
+train_context   `get_train_context`, `make_cp_batch_and_ctx`, `make_cp_batch_for_te`
 
 `create_context_parallel_ctx` is in `dtrain.attention.foreign`, because it computes attention. It can be imported from
 here, as in NeMo Automodel. `dtrain.attention` imports this package, so the name is imported on first use (PEP 562).
@@ -11,8 +10,13 @@ here, as in NeMo Automodel. `dtrain.attention` imports this package, so the name
 from typing import TYPE_CHECKING, Any
 
 from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
-from dtrain.parallel.context.thd import _shard_thd_chunk_for_te, make_cp_batch_for_te
-from dtrain.parallel.context.train_context import _build_position_ids, get_train_context, make_cp_batch_and_ctx
+from dtrain.parallel.context.train_context import (
+    _build_position_ids,
+    _shard_thd_chunk_for_te,
+    get_train_context,
+    make_cp_batch_and_ctx,
+    make_cp_batch_for_te,
+)
 
 if TYPE_CHECKING:
     from dtrain.attention.foreign import create_context_parallel_ctx

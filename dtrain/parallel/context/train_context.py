@@ -1,4 +1,14 @@
-"""Context-parallel batches as context managers, under the names that users of NeMo Automodel know."""
+"""Context-parallel batches under the names that users of NeMo Automodel know: as context managers, and flat.
+
+`make_cp_batch_for_te` makes one flat sequence of the tokens of packed rows (the "thd" form of variable-length kernels)
+and shards it over cp. Each packed sequence is sharded separately in the head-tail layout, so every rank has a part of
+each. Therefore 2·cp must divide the padded lengths. Example: two rows of 12 and 12 tokens with padded sequences of 8
+and 4, and of 12 tokens, cp = 2:
+
+    flat           24 tokens, cu_seqlens 0 8 12 24
+    rank 0         tokens 0 1 6 7 | 8 11 | 12 13 14 21 22 23
+    rank 1         tokens 2 3 4 5 | 9 10 | 15 16 17 18 19 20
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,8 +20,218 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import STREAMS
-from dtrain.parallel.context.batch import mesh_rank, pad_right, shard_sequence
-from dtrain.parallel.context.thd import make_cp_batch_for_te
+from dtrain.parallel.context.batch import mesh_rank, pad_right, positions_of_rank, sequence_of, shard_sequence
+
+# Entries of a batch that are not copied to the result.
+CONSUMED = ("seq_lens", "seq_lens_padded", "attention_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
+
+
+def make_cp_batch_for_te(
+    cp_mesh: DeviceMesh | None,
+    batch: Mapping[str, Any],
+    qkv_format: str = "thd",
+    padding_token_id: int = 0,
+    num_chunks: int = 1,
+    seq_lens_padding_value: int = -1000,
+    return_local_indices: bool = False,
+) -> dict[str, Any] | tuple[dict[str, Any], Tensor | None]:
+    """Convert a packed batch to flat form, and shard it over cp. `batch` is not changed. No collectives.
+
+    Args:
+        cp_mesh: The cp ranks. None: not sharded.
+        batch: It must have
+
+            - input_ids [B, S], or embeddings [B, S, H];
+            - labels [B, S];
+            - seq_lens and seq_lens_padded [B, P]: the lengths of the sequences in each row, without and with the
+              padding after them. Unused entries are `seq_lens_padding_value`.
+
+            It may have position_ids [B, S] or [1, S], or [R, B, S] with R coordinates. If they are missing, they count
+            from 0 in each sequence. It may have any other entries.
+        qkv_format: Only "thd".
+        padding_token_id: Not used here, because the lengths define the padding mask.
+        num_chunks: Number of chunks into which the rows are divided, in order. With more than one, each tensor of the
+            result has a leading dimension of chunks.
+        seq_lens_padding_value: See `batch`. In the result, it fills the cu_seqlens of chunks with fewer sequences.
+        return_local_indices: Whether to return the indices of this rank's tokens, too.
+
+    Returns:
+        A dict with
+
+        - input_ids, labels and every other tensor [B, S, ...], as [T, ...], with T = B · S / cp (or / num_chunks);
+        - position_ids [T], or [R, 1, T];
+        - padding_mask [T] bool, True on the padding after each sequence;
+        - cu_seqlens and cu_seqlens_padded, int32 [N + 1]: both are the cumulative padded lengths, before sharding;
+        - max_seqlen, int32 scalar: the longest padded length;
+        - qkv_format, and all other entries unchanged, except attention_mask, which is dropped.
+
+        With `return_local_indices`, also the indices of this rank's tokens among the B · S tokens, [T] int64, or None
+        if there are several chunks.
+
+    Raises:
+        KeyError: If ids, labels or lengths are missing.
+        ValueError: For another format, a `num_chunks` that does not divide B, lengths that do not fit their rows or one
+            another, or under context parallel padded lengths that 2·cp does not divide.
+    """
+    if qkv_format != "thd":
+        raise ValueError(f"Currently only 'thd' format is supported, got {qkv_format!r}")
+    for name in ("input_ids", "labels", "seq_lens", "seq_lens_padded"):
+        if batch.get(name) is None:
+            raise KeyError(f"{name} is missing: a thd batch needs ids, labels and the lengths of its sequences")
+    shape = batch["input_ids"].shape[:2]
+    if num_chunks < 1 or shape[0] % num_chunks:
+        raise ValueError(f"num_chunks={num_chunks} does not divide the {shape[0]} rows")
+    names = [name for name, value in batch.items() if isinstance(value, Tensor) and value.shape[:2] == shape]
+    streams = {name: batch[name] for name in names if name not in CONSUMED}
+    if batch["labels"].shape[:2] != shape:
+        raise ValueError(f"labels {list(batch['labels'].shape)} are not as long as input_ids {list(shape)}")
+    if return_local_indices:
+        streams["local_indices"] = torch.arange(shape.numel(), device=batch["input_ids"].device).view(shape)
+    positions = batch.get("position_ids")
+    if positions is not None:  # with the dimension of rows first, like the other streams
+        streams["position_ids"] = positions.expand(*positions.shape[:-2], *shape).movedim(-2, 0)
+    lengths = [batch[name].to(batch["input_ids"].device, torch.int64) for name in ("seq_lens", "seq_lens_padded")]
+    chunks = []
+    for index in range(num_chunks):
+        rows = slice(index * shape[0] // num_chunks, (index + 1) * shape[0] // num_chunks)
+        part = {name: stream[rows] for name, stream in streams.items()}
+        flat = _flatten(part, lengths[0][rows], lengths[1][rows], seq_lens_padding_value)
+        chunks.append(_shard_thd_chunk_for_te(flat, cp_mesh, qkv_format, seq_lens_padding_value, padding_token_id))
+    result = chunks[0] if num_chunks == 1 else _stack(chunks, seq_lens_padding_value)
+    indices = result.pop("local_indices", None)
+    others = {name: value for name, value in batch.items() if name not in (*streams, *CONSUMED, "position_ids")}
+    result = others | result
+    return (result, indices if num_chunks == 1 else None) if return_local_indices else result
+
+
+def _shard_thd_chunk_for_te(
+    batch: Mapping[str, Any],
+    cp_mesh: DeviceMesh | None,
+    qkv_format: str,
+    seq_lens_padding_value: int,
+    padding_token_id: int,
+) -> dict[str, Any]:
+    """Shard a flat batch of T tokens over cp, as a new dict: the head and tail chunk of each sequence, in order.
+
+    Args:
+        batch: Flat tensors [T, ...], position_ids [..., T], and cu_seqlens_padded (or cu_seqlens). Other entries are
+            returned unchanged. If padding_mask is missing, it is True where the ids are `padding_token_id`.
+        cp_mesh: The cp ranks. None: not sharded.
+        qkv_format: Added to the result.
+        seq_lens_padding_value: Entries of cu_seqlens with this value are unused.
+        padding_token_id: See `batch`.
+
+    Raises:
+        ValueError: If cu_seqlens is missing, or if there are embeddings without a padding_mask.
+    """
+    ends = batch.get("cu_seqlens_padded", batch.get("cu_seqlens"))
+    if ends is None:
+        raise ValueError("cu_seqlens is missing: a thd batch needs the ends of its sequences")
+    ends = ends.to(torch.int32)
+    total = batch["input_ids"].shape[0]
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name not in CONSUMED[-2:]}
+    streams = {name: value for name, value in tensors.items() if name == "position_ids" or value.shape[:1] == (total,)}
+    if "padding_mask" not in streams:
+        if streams["input_ids"].dim() > 1:
+            raise ValueError("padding_mask is missing: it cannot be derived from embeddings")
+        streams["padding_mask"] = streams["input_ids"] == padding_token_id
+    used = ends[ends != seq_lens_padding_value]
+    if cp_mesh is not None and cp_mesh.size() > 1:
+        index = _positions_of_rank(used, total, cp_mesh.size(), mesh_rank(cp_mesh))
+        dims = {"position_ids": -1}
+        streams = {name: stream.index_select(dims.get(name, 0), index) for name, stream in streams.items()}
+    lengths = used.diff()
+    return {
+        **batch,
+        **streams,
+        "cu_seqlens": ends,
+        "cu_seqlens_padded": ends,
+        "max_seqlen": lengths.amax() if lengths.numel() else ends.new_zeros(()),
+        "qkv_format": qkv_format,
+    }
+
+
+def _positions_of_rank(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
+    """Return the flat positions of a rank's tokens, [T / size]. See `batch.positions_of_rank`.
+
+    On CUDA, Transformer Engine's function is used if it is installed.
+
+    Args:
+        ends: cu_seqlens, int32 [N + 1].
+        total: T.
+        size: The number of cp ranks.
+        rank: The cp rank.
+
+    Raises:
+        ValueError: If 2·size does not divide each length, or the sequences do not have T tokens.
+    """
+    lengths = ends.diff()
+    wrong = lengths[lengths % (2 * size) != 0]
+    if wrong.numel():
+        raise ValueError(
+            f"padded lengths {wrong[:5].tolist()} are not multiples of 2·cp = {2 * size}: pad each sequence to one"
+        )
+    if int(ends[-1]) != total:
+        raise ValueError(f"the sequences have {int(ends[-1])} of {total} tokens: every token must belong to a sequence")
+    if ends.is_cuda:
+        try:
+            import transformer_engine_torch
+        except ImportError:
+            pass
+        else:
+            return transformer_engine_torch.thd_get_partitioned_indices(ends, total, size, rank).to(torch.int64)
+    return positions_of_rank(ends.to(torch.int64), total, rank, size)
+
+
+def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
+    """Concatenate rows: streams [B, S, ...] to [T, ...], and position_ids [B, .., S] to [..., T].
+
+    Args:
+        streams: Tensors of some rows.
+        own: Lengths of the sequences without padding, [B, P].
+        padded: Lengths with padding, [B, P].
+        sentinel: Value of unused lengths.
+
+    Returns:
+        The streams, with padding_mask and cu_seqlens of the padded lengths.
+
+    Raises:
+        ValueError: If the lengths do not fit the rows or one another.
+    """
+    rows, width = streams["input_ids"].shape[:2]
+    used = padded != sentinel
+    filled = torch.where(used, padded, 0).sum(1)
+    if bool((filled != width).any()):
+        raise ValueError(f"seq_lens_padded sum to {filled.tolist()} in the rows, which have {width} tokens each")
+    if padded.shape != own.shape or bool(((own != sentinel) != used).any()) or bool((own > padded).any()):
+        raise ValueError(
+            "seq_lens and seq_lens_padded must have the same sequences, none longer than its padded length"
+        )
+    lengths = padded[used]
+    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    positions = torch.arange(rows * width, device=ends.device)
+    sequence = sequence_of(positions, ends)
+    offsets = positions - ends[sequence]
+    flat = {name: stream.flatten(0, 1) for name, stream in streams.items() if name != "position_ids"}
+    position_ids = offsets
+    if "position_ids" in streams:
+        position_ids = streams["position_ids"].movedim(0, -2).flatten(-2)
+        if position_ids.dim() > 1:
+            position_ids = position_ids[:, None]  # coordinates: [R, 1, T]
+    padding_mask = offsets >= own[used][sequence]
+    return flat | {"position_ids": position_ids, "padding_mask": padding_mask, "cu_seqlens": ends}
+
+
+def _stack(chunks: list[dict[str, Any]], sentinel: int) -> dict[str, Any]:
+    """Stack chunks to [num_chunks, ...]. Shorter cu_seqlens are filled with the sentinel."""
+    stacked = dict(chunks[0])
+    for name in chunks[0].keys() - {"qkv_format"}:
+        parts = [chunk[name] for chunk in chunks]
+        if name.startswith("cu_seqlens"):
+            longest = max(len(ends) for ends in parts)
+            parts = [torch.nn.functional.pad(ends, (0, longest - len(ends)), value=sentinel) for ends in parts]
+        stacked[name] = torch.stack(parts)
+    return stacked
 
 
 def get_train_context(

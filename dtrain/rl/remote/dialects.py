@@ -44,7 +44,7 @@ from typing import Any, Protocol
 
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key
-from dtrain.inference.image_prompts import ImagePrompt
+from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
 

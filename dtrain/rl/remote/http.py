@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain.base.errors import Interrupted, UserError
-from dtrain.inference.image_prompts import ImagePrompt
+from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
 from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, recognise
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, Tries, pause_after, read_key

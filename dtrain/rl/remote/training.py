@@ -14,7 +14,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
 from dtrain.methods.method import RunContext
-from dtrain.models.common.vision_names import is_in_vision_tower
+from dtrain.models.common.config import is_in_vision_tower
 from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.rl.remote.http import HttpEngine, wait_for

@@ -16,7 +16,7 @@ from dtrain.base.errors import Problem, UserError
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, base_notes, base_problems, misread_problem
-from dtrain.models.shapes import adaptable, modules
+from dtrain.models.building import adaptable, modules
 from dtrain.recipe import Recipe, spelling
 from dtrain.recipe.schema import Lora
 from dtrain.training.inputs import RunInputs

@@ -17,7 +17,7 @@ from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is
 from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
-from dtrain.models.shapes import on_meta
+from dtrain.models.building import on_meta
 from dtrain.parallel.apply import find_plan, styles_of
 from dtrain.policy.build import choose_trained, frozen_pattern_problems
 from dtrain.policy.options import Precision

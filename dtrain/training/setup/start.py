@@ -16,7 +16,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor
-from dtrain.models.shapes import adaptable
+from dtrain.models.building import adaptable
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import BEST

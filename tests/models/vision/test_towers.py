@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from dtrain.models.common.images import Features
+from dtrain.models.common.micro_batch import Features
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.vision.common import attend, block_order, patch_positions
 from dtrain.models.vision.gemma3 import Gemma3Vision

@@ -16,12 +16,12 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import UserError
 from dtrain.memory.activation_checkpointing import checkpoint_activations
+from dtrain.models.building import adaptable
+from dtrain.models.common.config import VISION_PARTS
 from dtrain.models.common.flops import flops_per_token
-from dtrain.models.common.vision_names import VISION_PARTS
 from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
-from dtrain.models.shapes import adaptable
-from dtrain.models.vision.flops import flops_per_patch
+from dtrain.models.vision.common import flops_per_patch
 from dtrain.policy.build import choose_trained
 from dtrain.training.setup import adapter
 from tests.models.test_vision_models import CASES
