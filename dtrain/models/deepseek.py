@@ -108,9 +108,10 @@ class DeepseekV3ForCausalLM(CausalLM):
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
-        """Layers behind the last one, which predict further tokens."""
-        own = "|".join(map(str, range(self.config.num_hidden_layers)))
-        return (rf"model\.layers\.(?!({own})\.)\d+\..*", *super().carried_checkpoint_names)
+        """Layers behind the last one, which predict further tokens: as many as config.json says."""
+        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
+        behind = "|".join(map(str, range(first, first + count)))
+        return (rf"model\.layers\.({behind})\..*", *super().carried_checkpoint_names)
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
@@ -118,14 +119,14 @@ class DeepseekV3ForCausalLM(CausalLM):
         for key, value in _ONLY.items():
             if fields.get(key) not in (None, value):
                 fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
-        # Carried layers; the factor of a balance loss (`moe.balance`); sums of other fields; where it was trained.
-        fields.known("num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "qk_head_dim", "ep_size")
+        # The factor of a balance loss (`moe.balance`); sums of other fields; where it was trained.
+        fields.known("aux_loss_alpha", "seq_aux", "qk_head_dim", "ep_size")
         q_rank = fields.optional_integer("q_lora_rank", None if "q_lora_rank" in fields else 1536)
         nope, rope = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
         kv_rank, value = fields.integer("kv_lora_rank", 512), fields.integer("v_head_dim", 128)
         latent = LatentAttention(q_rank, kv_rank, nope, rope, value, fields.flag("rope_interleave", True))
         common = fields.common(cls.__name__, head_dim=rope, bias=False)
-        heads = common["num_attention_heads"]
+        heads, carried = common["num_attention_heads"], fields.integer("num_nextn_predict_layers", 1, minimum=0)
         if common["head_dim"] != rope:
             fields.problem(f"head_dim {common['head_dim']} is not qk_rope_head_dim {rope}")
         if common["num_key_value_heads"] != heads:
@@ -133,7 +134,7 @@ class DeepseekV3ForCausalLM(CausalLM):
             fields.problem(f"num_key_value_heads {key_heads}: each of the {heads} heads has keys of its own here")
         experts = _read_experts(fields, common["num_hidden_layers"])
         common |= {"latent": latent, "key_heads": {FULL: KeyHeads(heads, latent.query, value)}, "experts": experts}
-        config = fields.with_one_rope(**common, unnamed=("selection",))
+        config = fields.with_one_rope(**common, unnamed=("selection",), num_nextn_predict_layers=carried)
         return replace(config, attention_scale=latent.query**-0.5 * config.ropes[FULL].score_scale ** 2)
 
 

@@ -251,6 +251,16 @@ def test_layers_that_predict_further_tokens_are_carried(tmp_path):
         models.from_pretrained(model)  # one of the model's own layers
 
 
+@pytest.mark.parametrize(("layers", "predicting"), [(2, 0), (1, 1)])
+def test_layers_beyond_those_that_config_json_says_are_refused(tmp_path, layers, predicting):
+    """A config.json that says too few layers is of another model than the files, of which a part would be trained."""
+    model = save_weights(write_model(tmp_path / "model", FAMILY, tied=False))  # of 3 layers
+    counts = {"num_hidden_layers": layers, "num_nextn_predict_layers": predicting}
+    write_model(model, FAMILY, tied=False, **counts)
+    with pytest.raises(UserError, match=r"unexpected: model\.layers\.2\.input_layernorm\.weight"):
+        models.from_pretrained(model)
+
+
 @torch.no_grad()
 def test_what_servers_are_sent_fills_a_model_by_the_names_of_files(tmp_path):
     source = save(make("deepseek-v3"), tmp_path)

@@ -237,6 +237,7 @@ class ModelConfig:
     # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
+    num_nextn_predict_layers: int = 0  # behind the last layer of the files, which dtrain does not train
     labels: int | None = None  # outputs of the head `score`, which a classifier has in place of the vocabulary's
     has_new_head: bool = False  # whether the files are of a language model, and have no such head
 

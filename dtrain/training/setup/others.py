@@ -19,7 +19,7 @@ from dtrain.training.setup.model import weight_problems
 # Fields of a config that may differ between a policy and its reference: they do not change what the model computes.
 _FREE_FIELDS = {
     *("max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"),
-    *("unquantized", "is_text_tower"),
+    *("unquantized", "is_text_tower", "num_nextn_predict_layers"),
 }
 
 
