@@ -81,14 +81,22 @@ def merge_by_log_sum_exp(first: Partial, second: Partial) -> Partial:
         first: out [.., Q, hd_v], lse [.., Q].
         second: The same; its `out` may be a scalar, as for a sink, whose value is 0.
 
+    Example:
+        One key with score 0 and value 3, and one with score ln 2 and value 6: the shares are 1/3 and 2/3.
+
+        >>> first = Partial(torch.tensor([[3.0]]), torch.tensor([0.0]))
+        >>> second = Partial(torch.tensor([[6.0]]), torch.tensor([2.0]).log())
+        >>> merged = merge_by_log_sum_exp(first, second)
+        >>> merged.out.item(), round(merged.lse.exp().item(), 4)
+        (5.0, 3.0)
+
     Reference:
         FlashAttention, arXiv:2205.14135, section 3.1.
     """
-    lse = torch.logaddexp(first.lse, second.lse)
-    # exp(-inf - -inf) would be NaN.
-    first_share = torch.where(first.lse == float("-inf"), 0.0, (first.lse - lse).exp())
-    second_share = torch.where(second.lse == float("-inf"), 0.0, (second.lse - lse).exp())
-    return Partial(first.out * first_share[..., None] + second.out * second_share[..., None], lse)
+    # e^a / (e^a + e^b) = sigmoid(a - b). If neither has seen a key, -inf - -inf is NaN; any share of 0 and 0 will do.
+    first_share = (first.lse - second.lse).nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).sigmoid()
+    out = torch.lerp(second.out.to(first_share.dtype), first.out.to(first_share.dtype), first_share[..., None])
+    return Partial(out, torch.logaddexp(first.lse, second.lse))
 
 
 def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Attention of a forward over the cache: whole prompts (`Prefill`), or one more token of every running row (`Decode`).
 
 The model hands `attend` each layer's queries, keys and values. A row's softmax runs over two parts: its prompt, which
-the rows of a group multiply together, and what it has added itself; the parts are joined by their partition sums.
+the rows of a group multiply together, and what it has added itself. The two are merged by their log-sum-exp.
 
 A step can be captured and replayed (`inference.graphs`): with `fixed`, sizes are rounded up, so that few shapes occur,
 and all that a step reads and writes lies where it lay in the step before.
@@ -10,35 +10,18 @@ Letters: R rows, G prompts of a pool, n rows of the largest group, kv key heads,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtrain.attention.blocks import CpuFlash
+from dtrain.attention.blocks import CpuFlash, Partial, merge_by_log_sum_exp
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.linear.layer import LinearMask
 from dtrain.attention.visibility import Visibility, additive
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two, rounded, slot_size
 
 ROWS_AS_FAST_AS_ONE = 8
-
-
-class WeightedSums(NamedTuple):
-    """Attention over some of the keys before the division, with weights w = exp(score − most).
-
-    Training merges averages by their log-sum-exp (`attention.blocks`). Decoding needs no log-sum-exp afterwards, and a
-    step of one token costs as many kernels as it starts, so sums are merged and divided once.
-
-    Attributes:
-        total: Σ w·v, [.., hd_v].
-        weight: Σ w, [.., 1].
-        most: The largest score, [.., 1].
-    """
-
-    total: Tensor
-    weight: Tensor
-    most: Tensor
 
 
 class Prefill:
@@ -317,11 +300,12 @@ class Decode:
             keys, values = own.pool.layer(layer, k, v)
             seen = slice(len(own.indices)), slice(None), slice(view.keys)
             bias = view.bias(q.dtype)[:, None, None]  # [rows, 1, 1, L]
-            parts.append(_sums_over(grouped[own.rows], keys[seen], values[seen], bias))
-        added = WeightedSums(*concatenated(parts))
+            parts.append(_attend_to(grouped[own.rows], keys[seen], values[seen], bias))
+        added = Partial(*concatenated(parts))
+        merged = merge_by_log_sum_exp(added, self._over_prompts(layer, grouped, k, v))
         if sinks is not None:
-            added = _sums_with_sinks(added, sinks.view(key_heads, -1, 1))
-        return _join(added, self._over_prompts(layer, grouped, k, v)).to(q.dtype).flatten(1, 2)[:, None]
+            merged = merge_by_log_sum_exp(merged, sink_of(sinks.view(key_heads, -1), merged))
+        return merged.out.to(q.dtype).flatten(1, 2)[:, None]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write k [R, 1, kv, hd] and v [R, 1, kv, hd_v] into the rows' slots."""
@@ -330,7 +314,7 @@ class Decode:
             for tensor, fresh in zip(own.pool.layer(layer, k, v), (k, v), strict=True):
                 tensor[own.indices, :, columns] = fresh[own.rows, 0]
 
-    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor, v: Tensor) -> WeightedSums:
+    def _over_prompts(self, layer: int, grouped: Tensor, k: Tensor, v: Tensor) -> Partial:
         """Return the attention of scaled queries [R, kv, rep, hd] to their prompts; k, v: as of `KVSlotPool.layer`."""
         window, key_heads = self._windows[layer], grouped.shape[1]
         if key_heads not in self._heads:
@@ -347,21 +331,21 @@ class Decode:
             bias = view.bias(grouped.dtype)[:, None, :, None]  # [G, 1, 1 or n, 1, L]
             if bias.shape[2] > 1:
                 bias = bias.expand(-1, -1, -1, grouped.shape[2], -1)
-            parts.append(_sums_over(queries, keys[seen], values[seen], bias.flatten(2, 3)))
+            parts.append(_attend_to(queries, keys[seen], values[seen], bias.flatten(2, 3)))
         return self._by_row(parts)
 
-    def _by_row(self, parts: Sequence[WeightedSums]) -> WeightedSums:
-        """Reorder parts [G, kv, n · rep, x] of each pool of prompts to [R, kv, rep, x]."""
+    def _by_row(self, parts: Sequence[Partial]) -> Partial:
+        """Reorder parts of each pool of prompts from [G, kv, n · rep, ..] to [R, kv, rep, ..]."""
         if self._is_sorted:
             return parts[0]
         counts = [shared.table.shape[1] for shared in self._shared]
         split = [[term.unflatten(2, (n, -1)) for term in part] for part, n in zip(parts, counts, strict=True)]
         if len(split) == 1:
             groups, index = self._back
-            return WeightedSums(*(term[groups, :, index] for term in split[0]))
-        # [G · n, kv, rep, x] of all pools together
+            return Partial(*(term[groups, :, index] for term in split[0]))
+        # [G · n, kv, rep, ..] of all pools together
         flat = [tuple(term.transpose(1, 2).flatten(0, 1) for term in part) for part in split]
-        return WeightedSums(*(term[self._back] for term in concatenated(flat)))
+        return Partial(*(term[self._back] for term in concatenated(flat)))
 
 
 class _View:
@@ -411,19 +395,27 @@ def members_of(store: KeyValues, prompts: Sequence[KVSlot], rows: Sequence[int])
     return members
 
 
-def _sums_over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> WeightedSums:
-    """Return attention over these keys: q [B, kv, m, hd], scaled; k [B, kv, L, hd]; v [B, kv, L, hd_v]; bias [B, 1,
-    1 or m, L]. In max(float32, the dtype); products of half precision are summed in float32, as fused kernels do.
+def _attend_to(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Partial:
+    """Compute attention over some of the keys, in max(float32, the dtype).
+
+    Products of half precision are summed in float32, as fused kernels do.
+
+    Args:
+        q: Scaled queries, [B, kv, m, hd].
+        k: [B, kv, L, hd].
+        v: [B, kv, L, hd_v].
+        bias: [B, 1, 1 or m, L].
+
+    Returns:
+        out [B, kv, m, hd_v] and lse [B, kv, m]. Queries that see no key get 0 and -inf.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
-    lowest = torch.finfo(torch.float32 if half else q.dtype).min
     if half and q.device.type == "cpu":
-        out, lse = CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
-        return WeightedSums(out, torch.ones_like(lse)[..., None], lse.clamp(min=lowest)[..., None])
+        return CpuFlash().forward(q, k, v, bias.expand(-1, 1, q.shape[2], -1), 1.0)
     scores = _products(q, k.transpose(-1, -2), half).add_(bias)
-    most = scores.amax(-1, keepdim=True).clamp_(min=lowest)  # -inf where nothing is seen
-    weights = scores.sub_(most).exp_()
-    return WeightedSums(_products(weights.to(v.dtype), v, half), weights.sum(-1, keepdim=True), most)
+    lse = torch.logsumexp(scores, -1)
+    weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_()
+    return Partial(_products(weights.to(v.dtype), v, half), lse)
 
 
 def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
@@ -432,23 +424,9 @@ def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
     return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
 
 
-def _join(first: WeightedSums, second: WeightedSums) -> Tensor:
-    """Return the softmax average over the keys of both parts.
-
-    `attention.blocks.merge_by_log_sum_exp` on sums instead of averages: log(weight) + most is the log-sum-exp.
-    """
-    most = torch.maximum(first.most, second.most)
-    shares = (first.most - most).exp_(), (second.most - most).exp_()
-    weight = first.weight * shares[0] + second.weight * shares[1]
-    return (first.total * shares[0]).addcmul_(second.total, shares[1]).div_(weight)
-
-
-def _sums_with_sinks(part: WeightedSums, sinks: Tensor) -> WeightedSums:
-    """Return `part` [R, kv, rep, ..] with one more key of every query, of score `sinks` [kv, rep, 1] and value zero."""
-    sinks = sinks.to(part.most.dtype)
-    most = torch.maximum(part.most, sinks)
-    share = (part.most - most).exp_()
-    return WeightedSums(part.total * share, part.weight * share + (sinks - most).exp_(), most)
+def sink_of(sinks: Tensor, merged: Partial) -> Partial:
+    """Return sinks, shaped to broadcast with `merged.lse`, as one more key of every query, with the value 0."""
+    return Partial(merged.out.new_zeros(()), sinks.to(merged.lse.dtype))
 
 
 def concatenated(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

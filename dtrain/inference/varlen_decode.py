@@ -3,7 +3,7 @@
 A segment of keys is a slot of a pool, of which the first ones are seen: how many lies on the device, so that a step
 reads no more keys than there are, and its graph serves rows of any length. A segment of queries is a row's, or those of
 all rows that go on from a prompt, whose keys are then read once; in it stand the query heads of each key head. Both
-results are joined by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
+results are merged by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
 prompts are left to `Decode`'s products.
 
 `SlotFlash` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small step with the
@@ -20,22 +20,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from dtrain.attention.blocks import Partial, merge_by_log_sum_exp
 from dtrain.attention.kernels import HALF
 from dtrain.attention.varlen import UNSUPPORTED, describe_difference, does_not_run
-from dtrain.inference.cached_attention import Decode, Own, WeightedSums, concatenated, members_of
+from dtrain.inference.cached_attention import Decode, Own, concatenated, members_of, sink_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
 from dtrain.models.common.config import ModelConfig
 
 _CHECK_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
-_CHECK_ROWS = (
-    (64, 0),
-    (64, 1),
-    (512, 130),
-    (64, 62),
-    (512, 400),
-    (512, 70),
-    (64, 33),
-)  # sizes of slots, and own tokens
+# Sizes of slots, and own tokens.
+_CHECK_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))
 _CHECK_WINDOW = 100  # a window that hides something of these
 
 
@@ -109,7 +103,7 @@ class VarlenDecode(Decode):
             parts = self._index([*order, *ends, *used]).split([len(order), len(ends), len(used)])
             self._prompts.append(_Prompts(pool, parts[0], parts[1].int(), parts[2].int(), longest))
             start += len(order)
-        for row in set(range(self.rows)).difference(live):
+        for row in set(range(self.rows)).describe_difference(live):
             places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
         self._places = self._index(places)  # [R] where each row is found in what all pools gave
         if any(window is not None for window in self._kinds):
@@ -157,35 +151,44 @@ class VarlenDecode(Decode):
         grouped = q[:, 0].unflatten(1, (k.shape[2], -1))  # [R, kv, rep, hd]
         window, rep = self._windows[layer], grouped.shape[2]
         queries = grouped.transpose(1, 2).contiguous()
-        out, lse = concatenated(
-            [
-                self._over(queries[own.rows], own.pool.layer(layer, k, v), self._slots_of_rows(own, window, rep), scale)
-                for own in self._own
-            ]
-        )
-        if sinks is not None:
-            out, lse = _average_with_sinks(out, lse, sinks.view(k.shape[2], -1).t()[..., None])
+        own_parts = []
+        for own in self._own:
+            keys_and_values = own.pool.layer(layer, k, v)  # allocates the layer in its first step
+            slots = self._slots_of_rows(own, window, rep)
+            own_parts.append(self._over(queries[own.rows], keys_and_values, slots, scale))
+        added = Partial(*concatenated(own_parts))  # out [R, rep, kv, hd_v], lse [R, rep, kv]
         if window is not None:
-            other, other_lse = _average_of(self._over_prompts(layer, grouped * scale, k, v))
+            by_products = self._over_prompts(layer, grouped * scale, k, v)  # [R, kv, rep, ..]
+            prompts = Partial(*(term.transpose(1, 2) for term in by_products))
         else:
-            several = [
-                self._over(queries[each.order], each.pool.layer(layer, k, v), self._slots_of_prompts(each, rep), scale)
-                for each in self._prompts
-            ]
-            other, other_lse = (term[self._places] for term in concatenated(several))
-        share = (lse - other_lse).sigmoid()
-        whole = torch.lerp(other.to(share.dtype), out.to(share.dtype), share).transpose(1, 2)  # [R, kv, rep, hd]
-        return whole.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
+            prompt_parts = []
+            for each in self._prompts:
+                keys_and_values = each.pool.layer(layer, k, v)
+                slots = self._slots_of_prompts(each, rep)
+                prompt_parts.append(self._over(queries[each.order], keys_and_values, slots, scale))
+            prompts = Partial(*(term[self._places] for term in concatenated(prompt_parts)))
+        merged = merge_by_log_sum_exp(added, prompts)
+        if sinks is not None:
+            merged = merge_by_log_sum_exp(merged, sink_of(sinks.view(k.shape[2], -1).t(), merged))
+        by_head = merged.out.transpose(1, 2)  # [R, kv, rep, hd_v]
+        return by_head.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
 
-    def _over(
-        self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the average [r, rep, kv, hd] of the first keys of the slots of a pool for queries of that shape, and
-        its log-sum-exp [r, rep, kv, 1]."""
+    def _over(self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float) -> Partial:
+        """Compute attention over the first keys of the slots of a pool.
+
+        Args:
+            queries: [r, rep, kv, hd].
+            keys_and_values: The pool's, [slots, kv, n, hd] and [slots, kv, n, hd_v].
+            slots: The slot of each query, and how many of its keys are seen.
+            scale: Factor of the scores.
+
+        Returns:
+            out [r, rep, kv, hd_v], lse [r, rep, kv].
+        """
         k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in keys_and_values)  # [slots · n, kv, hd]
         out, lse = self._flash(queries.flatten(0, 1), k, v, slots, scale)
         rep = queries.shape[1]
-        return out.unflatten(0, (-1, rep)), lse.t().unflatten(0, (-1, rep))[..., None]
+        return Partial(out.unflatten(0, (-1, rep)), lse.t().unflatten(0, (-1, rep)))
 
     def _slots_of_rows(self, own: Own, window: int | None, rep: int) -> Slots:
         key = own.pool, window, rep
@@ -211,18 +214,6 @@ def _room(count: int) -> int:
     """Return the room that a step which is fixed has for `count` prompts, their rows, or the rows of one: a power of
     two, so that few shapes occur. What is empty takes next to nothing."""
     return max(16, power_of_two(count))
-
-
-def _average_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return average and log-sum-exp with one more key of every query, of score `sinks` [rep, kv, 1] and value zero."""
-    sinks = sinks.to(lse.dtype)
-    return out * (lse - sinks).sigmoid(), torch.logaddexp(lse, sinks)
-
-
-def _average_of(sums: WeightedSums) -> tuple[Tensor, Tensor]:
-    """Return the average and the log-sum-exp of sums [R, kv, rep, ..]; the latter is -inf where nothing is seen."""
-    out = sums.total / sums.weight.clamp(min=torch.finfo(sums.weight.dtype).tiny)
-    return out.transpose(1, 2), (sums.most + sums.weight.log()).transpose(1, 2)
 
 
 def choose_varlen_decode(

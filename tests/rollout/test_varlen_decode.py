@@ -55,7 +55,7 @@ def test_completions_with_rounded_sizes(variant, monkeypatch):
 
 def numbers(flash, windows, sinks=True, dtype=torch.float64):
     store = KeyValues(windows, flash=flash)
-    return varlen_decode._attend_full_slots(store, 6, 2, 8, sinks, dtype, CPU)
+    return varlen_decode._attend_full_slots(store, 6, 2, 8, 8, sinks, dtype, CPU)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -97,7 +97,7 @@ def launches(flash, device=CPU, dtype=torch.float64):
 
 def test_launches_of_a_layer():
     """In half precision some copies come to both."""
-    assert (launches(None), launches(WrittenSlotFlash())) == (34, 12)
+    assert (launches(None), launches(WrittenSlotFlash())) == (25, 14)
 
 
 class Counting(WrittenSlotFlash):
@@ -140,7 +140,7 @@ def test_the_cache_is_not_copied():
     """Memory lies as what reads it wants it: by position for `flash`, by head for products."""
     flash, windows = Placed(), [None, 40, 520, 2000]
     store = KeyValues(windows, flash=flash)
-    varlen_decode._attend_full_slots(store, 6, 2, 8, False, torch.float64, CPU)
+    varlen_decode._attend_full_slots(store, 6, 2, 8, 8, False, torch.float64, CPU)
     layers = {(pool, at): pool._layers[at] for pool in store.pools for at in range(len(windows))}
     of_products = {key for key in layers if key[0] in store.prompts.values() and windows[key[1]] is not None}
     assert len(of_products) == 3 * 3
