@@ -103,7 +103,7 @@ class VarlenDecode(Decode):
             parts = self._index([*order, *ends, *used]).split([len(order), len(ends), len(used)])
             self._prompts.append(_Prompts(pool, parts[0], parts[1].int(), parts[2].int(), longest))
             start += len(order)
-        for row in set(range(self.rows)).describe_difference(live):
+        for row in set(range(self.rows)).difference(live):
             places[row] = places[live[0]]  # a number, whichever: what lies behind the segments may be none
         self._places = self._index(places)  # [R] where each row is found in what all pools gave
         if any(window is not None for window in self._kinds):
