@@ -80,7 +80,7 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResul
 
     directory = launch(lambda: preflight.load(recipe, overrides), plan=plan_beside).run.directory
     measured: dict[str, int | float] = {}
-    for row in records.rows(directory / "metrics.jsonl"):
+    for row in records.read_rows(directory / "metrics.jsonl"):
         measured |= row
     return RunResult(directory, measured)
 

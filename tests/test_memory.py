@@ -23,11 +23,11 @@ def group(tmp_path, monkeypatch):
 
 def test_a_group_limits_what_is_free(group):
     assert memory.total_memory() == LIMIT
-    assert memory.host_memory(2) == (LIMIT - LIMIT // 2 + LIMIT // 8) // 2
+    assert memory.free_host_memory(2) == (LIMIT - LIMIT // 2 + LIMIT // 8) // 2
 
 
 def test_without_a_group_it_is_the_host_s(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "none")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.total_memory() == total
-    assert 0 < memory.host_memory() <= total
+    assert 0 < memory.free_host_memory() <= total

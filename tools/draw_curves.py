@@ -12,8 +12,8 @@ from dtrain.training.metrics import records
 
 
 def main(run: str, out: str) -> None:
-    rows = list(records.rows(Path(run) / "metrics.jsonl"))
-    picture = svg(records.points(rows, "loss"), records.points(rows, "val_loss"))
+    rows = list(records.read_rows(Path(run) / "metrics.jsonl"))
+    picture = svg(records.curve_points(rows, "loss"), records.curve_points(rows, "val_loss"))
     Path(out).write_text(picture, encoding="utf-8")
 
 

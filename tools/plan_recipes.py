@@ -21,7 +21,7 @@ from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.report import gib
 from dtrain.recipe.models import IMAGES, SPECIAL
-from dtrain.recipe.world import USUAL, value_of
+from dtrain.recipe.world import USUAL, value_of_key
 from dtrain.training import load_recipe
 from tests import test_recipes
 
@@ -82,7 +82,7 @@ def sizes_row(cards: str, model: str, words: str) -> list[str]:
         (Path(directory) / "config.json").write_text(json.dumps(shape_of(model)))
         recipe = load_recipe(name, [f"model.path={directory}", "data.train.path=data.jsonl", *keys])
         plan = chosen_plan(recipe, ranks, GPUS[gpu])
-    values = {key: value_of(plan.spec.recipe, key) for key in USUAL}
+    values = {key: value_of_key(plan.spec.recipe, key) for key in USUAL}
     shown = [key for key, value in values.items() if key == "train.micro_batch" or value != USUAL[key]]
     chosen = " ".join(f"{key.partition('.')[2]}={str(values[key]).lower()}" for key in shown)
     speed = f"{round(plan.tokens / plan.time.total, -2):,.0f}"

@@ -96,7 +96,8 @@ class AdapterConfig:
         return cls(**known)
 
     def adapted(self, names: Iterable[str]) -> dict[str, LoraLayer]:
-        """Return the adapter of each layer that gets one. names: a model's `adaptable` names, whose order is kept."""
+        """Return the adapter of each layer that gets one. names: the names of a model's `adaptable_shapes`, whose order
+        is kept."""
         return {name: self._layer(name) for name in names if self._is_target(name)}
 
     def adapted_parameters(self, names: Iterable[str]) -> list[str]:
@@ -122,7 +123,7 @@ class AdapterConfig:
         Dropout is a function of tokens, and the inputs of a vision tower are patches.
 
         Args:
-            names: A model's `adaptable` names.
+            names: The names of a model's `adaptable_shapes`.
         """
         if not self.dropout:
             return None

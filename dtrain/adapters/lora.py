@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dtrain.adapters.config import PARAMETERS, AdapterConfig, is_adapter, shapes_of
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
-from dtrain.models.building import adaptable, build
+from dtrain.models.building import adaptable_shapes, build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
@@ -208,7 +208,7 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
     settings = AdapterSettings(config, seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
-    for name, lora in config.adapted(adaptable(model.config)).items():
+    for name, lora in config.adapted(adaptable_shapes(model.config)).items():
         first, *others = model.config.parts(name)
         for part in others:
             model.tied_parameters[f"{part}.lora_A"] = f"{first}.lora_A"

@@ -22,7 +22,7 @@ from dtrain.adapters.config import is_stack
 from dtrain.base.errors import Problem
 from dtrain.base.fused import Fused, rounds
 from dtrain.base.ranges import either
-from dtrain.models.building import linears, parameters
+from dtrain.models.building import expert_shapes, linear_shapes
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
@@ -209,9 +209,9 @@ def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         Shapes by name in files: [out, in] of linear layers and [E, out, in] of stacks of experts.
     """
     gates = (".router.proj", ".shared_expert_gate")
-    stacks = parameters(config, all_of_them=True).items()
+    stacks = expert_shapes(config, all_of_them=True).items()
     layers: dict[str, tuple[int, ...]] = {
-        name: size for name, size in linears(config).items() if not name.endswith(gates)
+        name: size for name, size in linear_shapes(config).items() if not name.endswith(gates)
     }
     return layers | {name: size for name, size in stacks if is_stack(name)}
 
@@ -224,7 +224,7 @@ def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[P
         names: Names of the layers in files.
         tp: Tensor-parallel ranks.
     """
-    problems, table = [], linears(config) | held_by_nf4(config)
+    problems, table = [], linear_shapes(config) | held_by_nf4(config)
     made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
     key = "lora.quantize" if config.unquantized is None else "model.path"
     fix = "Set lora.quantize=none" if config.unquantized is None else "Use the original checkpoint"

@@ -12,16 +12,15 @@ multiple of kv, and both count this rank's heads. The head size of v may differ 
 A kernel is made of two parts. One brings keys: `SdpaKernel` has full rows, `context.GatherKernel` gathers them,
 `context.RingKernel` passes them on. Without a packing each computes by masks. The other, `varlen.VarlenKernel`,
 contains one of the three and computes packed rows by variable-length calls over the keys that it brings.
-`GroupedKernel` calls any of them for one key head at a time.
 
 `SdpaByRow` is for the meta tensors of `dtrain plan`, with the same sizes of calls as on a CPU. On a CPU, `SdpaKernel`
 reads the mask to find the keys that some queries see, and computes these keys only. Meta tensors have no values to
 read, so `SdpaByRow` finds the keys from the first row of the micro-batch, which is on the host. The other rows must
 have the same documents.
 
-`GroupedKernel` computes one group of heads at a time, to reduce the memory of gathered and copied keys. A group is a
-key head with its query heads. For example, 8 query heads and 2 key heads: first query heads 0 to 3 with key head 0,
-then query heads 4 to 7 with key head 1. Gathered keys of one head at a time take half the memory.
+`GroupedKernel` calls any of these kernels for one group of heads at a time, to reduce the memory of gathered and copied
+keys. A group is a key head with its query heads. For example, 8 query heads and 2 key heads: first query heads 0 to 3
+with key head 0, then query heads 4 to 7 with key head 1. Gathered keys of one head at a time take half the memory.
 
 Gathered keys are not saved for the backward, which gathers them again and computes the attention again. Kernels that do
 not gather (a ring, or full rows) compute nothing again.

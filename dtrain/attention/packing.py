@@ -1,8 +1,8 @@
 """Packed documents of a micro-batch, and the calls of a variable-length attention kernel that compute them.
 
-The calls of a forward are listed on the host. `put` copies their lengths to the device, in one copy for all calls, and
-the host never waits for the device. `Flash` computes a call by torch's flash attention, with flat tokens: q is
-[T, H, hd] with T = B · S. In a ring, `VarlenBlocks` computes a block of keys by several calls, and merges them as
+The calls of a forward are listed on the host. `calls_to_device` copies their lengths to the device, in one copy for all
+calls, and the host never waits for the device. `Flash` computes a call by torch's flash attention, with flat tokens: q
+is [T, H, hd] with T = B · S. In a ring, `VarlenBlocks` computes a block of keys by several calls, and merges them as
 `attention.blocks` describes.
 
 A call has segments of queries and segments of keys, concatenated. Query segment n sees only key segment n. A segment
@@ -433,7 +433,7 @@ class VarlenBlocks:
         return out.transpose(0, 1)
 
 
-def put(calls: Iterable[Call], device: torch.device) -> list[Segments]:
+def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segments]:
     """Copy the lengths of calls to `device` as cu_seqlens, all in one copy, for which the host does not wait.
 
     For example, segments of 3 and 2 queries over 5 and 2 keys have query_ends [0, 3, 5] and key_ends [0, 5, 7].

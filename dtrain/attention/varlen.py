@@ -7,7 +7,7 @@ eighth. `attention.packing` lists the calls of a forward, and has the operations
 torch contains FlashAttention-2. If their packages are installed, `choose_version` replaces its operations by those of
 FlashAttention-3 on Hopper and FlashAttention-4 on Blackwell, forward and backward, for the process.
 
-Before `packing.Flash` is used on a device, `prove` compares a small case of every kind that the model needs with
+Before `packing.Flash` is used on a device, `check_varlen` compares a small case of every kind that the model needs with
 `SdpaKernel`, forward and backward. For an exchange, this process computes its ranks one after the other.
 """
 
@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
-from dtrain.attention.packing import Flash, Packing, Segmented, Steps, VarlenBlocks, put
+from dtrain.attention.packing import Flash, Packing, Segmented, Steps, VarlenBlocks, calls_to_device
 from dtrain.attention.visibility import Visibility
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
@@ -32,70 +32,14 @@ from dtrain.parallel.context.batch import join_sequence, shard_sequence
 VERSIONS = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
 """torch's name of a version and its package, by the major number of the GPU's compute capability."""
 
-_refused: set[str] = set()
+_CHECK_LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
+_CHECK_WINDOW = 100  # a window that hides something of these
+# What is raised for what a torch, a kernel's package or a device does not have.
+UNSUPPORTED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError
+_ERROR_FACTOR = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
+
+_refused_versions: set[str] = set()
 """Versions that failed the check of a model of this process. The active version is used by all models."""
-
-
-def choose_version(device: torch.device, prove: Callable[[bool], str | None], ranks: Ranks) -> tuple[str | None, str]:
-    """Activate the later version if every rank has it and it passes the check. Otherwise use torch's own version.
-
-    Args:
-        device: The device.
-        prove: Checks the active version. Its argument is whether that is a later version. Returns the problem, the same
-            on every rank, or None if the results are correct.
-        ranks: All ranks.
-
-    Returns:
-        The problem of the version that is used now, or None, and a note for the user.
-
-    Collectives:
-        One exchange of the versions, and those of `prove`.
-    """
-    name, note = _activate(device)
-    names = ranks.every(lambda: name)
-    if len(set(names)) > 1:
-        _refuse(name)
-        name, note = None, note or f"FA2: {next(filter(None, names))} is not on every rank"
-    if name is not None:
-        problem = prove(True)
-        if problem is None:
-            return None, name
-        _refuse(name)
-        note = f"FA2: {name}: {problem}"
-    return prove(False), note
-
-
-def _activate(device: torch.device) -> tuple[str | None, str]:
-    """Activate the later version for a device.
-
-    Returns:
-        Its name, or None, and if it is installed but cannot be used, the reason.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None, ""
-    name, package = VERSIONS.get(torch.cuda.get_device_capability(device)[0], ("", ""))
-    if not name or find_spec(package) is None:
-        return None, ""
-    if name in _refused:
-        return None, f"FA2: another model of this run has refused {name}"
-    try:
-        attention.activate_flash_attention_impl(name)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-        ValueError,
-    ) as error:  # versions of torch and the package that do not fit
-        return None, f"FA2: {name} does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    return name, ""
-
-
-def _refuse(name: str | None) -> None:
-    """Restore torch's own version, and do not activate version `name` again in this process."""
-    if name is not None:
-        _refused.add(name)
-        attention.restore_flash_attention_impl()
 
 
 class VarlenKernel(Kernel):
@@ -135,7 +79,9 @@ class VarlenKernel(Kernel):
             return self.masked.prepare(visibility, dtype, device)
         ranks = 1 if self.group is None else self.group.size()
         calls_of_steps = self.masked.calls(packing, visibility.window)
-        segments = put((call for calls in calls_of_steps for call in calls), device)  # of all steps, in one copy
+        segments = calls_to_device(
+            (call for calls in calls_of_steps for call in calls), device
+        )  # of all steps, in one copy
         steps: Steps = []
         start = 0
         for calls in calls_of_steps:
@@ -171,14 +117,69 @@ def find_packing(visibility: Visibility) -> Packing | None:
     return Packing.of(*torch.stack([positions.expand_as(documents), documents]).cpu().unbind(0))
 
 
-_LENGTHS = ((1, 61, 66, 128), (62, 138, 56))  # documents of two rows of 256, the last of them padding
-_WIDEST = 100  # a window that hides something of these
-# What is raised for what a torch, a kernel's package or a device does not have.
-UNSUPPORTED = RuntimeError, ValueError, TypeError, AttributeError, AssertionError
-_TIMES = 4.0  # how much farther than SDPA from the result in float32 it may be: sums in another order
+def choose_version(device: torch.device, prove: Callable[[bool], str | None], ranks: Ranks) -> tuple[str | None, str]:
+    """Activate the later version if every rank has it and it passes the check. Otherwise use torch's own version.
+
+    Args:
+        device: The device.
+        prove: Checks the active version. Its argument is whether that is a later version. Returns the problem, the same
+            on every rank, or None if the results are correct.
+        ranks: All ranks.
+
+    Returns:
+        The problem of the version that is used now, or None, and a note for the user.
+
+    Collectives:
+        One exchange of the versions, and those of the argument `prove`.
+    """
+    name, note = _activate_later_version(device)
+    names = ranks.every(lambda: name)
+    if len(set(names)) > 1:
+        _refuse_version(name)
+        name, note = None, note or f"FA2: {next(filter(None, names))} is not on every rank"
+    if name is not None:
+        problem = prove(True)
+        if problem is None:
+            return None, name
+        _refuse_version(name)
+        note = f"FA2: {name}: {problem}"
+    return prove(False), note
 
 
-class Case(NamedTuple):
+def _activate_later_version(device: torch.device) -> tuple[str | None, str]:
+    """Activate the later version for a device.
+
+    Returns:
+        Its name, or None, and if it is installed but cannot be used, the reason.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None, ""
+    name, package = VERSIONS.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    if not name or find_spec(package) is None:
+        return None, ""
+    if name in _refused_versions:
+        return None, f"FA2: another model of this run has refused {name}"
+    try:
+        attention.activate_flash_attention_impl(name)
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        AttributeError,
+        ValueError,
+    ) as error:  # versions of torch and the package that do not fit
+        return None, f"FA2: {name} does not load: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return name, ""
+
+
+def _refuse_version(name: str | None) -> None:
+    """Restore torch's own version, and do not activate version `name` again in this process."""
+    if name is not None:
+        _refused_versions.add(name)
+        attention.restore_flash_attention_impl()
+
+
+class CheckCase(NamedTuple):
     """Fixed numbers: q [B, S, H, hd], k [B, S, kv, hd], v [B, S, kv, hd_v], grad [B, S, H, hd_v], sinks [H]."""
 
     q: Tensor
@@ -196,7 +197,7 @@ class Case(NamedTuple):
         return [*self[:3], *([] if self.sinks is None else [self.sinks])]
 
 
-def prove(
+def check_varlen(
     flash: Flash,
     *,
     heads: int,
@@ -232,40 +233,42 @@ def prove(
         The problem, or None if the results are as close to those in float32 as SDPA's.
     """
     try:
-        narrowed = None if window is None else min(window, _WIDEST)
+        narrowed = None if window is None else min(window, _CHECK_WINDOW)
         sizes = heads, key_heads, head_dim, value_dim, narrowed, sinks
-        wide, case = (_case(*sizes, case_dtype, device) for case_dtype in (torch.float32, dtype))
-        plain, exact = (_whole(SdpaKernel(), inputs) for inputs in (case, wide))
-        checks = [("varlen", _whole(VarlenKernel(flash), case), plain, exact)]
+        wide, case = (_check_case(*sizes, case_dtype, device) for case_dtype in (torch.float32, dtype))
+        plain, exact = (_attend_rows(SdpaKernel(), inputs) for inputs in (case, wide))
+        checks = [("varlen", _attend_rows(VarlenKernel(flash), case), plain, exact)]
         if exchange is not None:
-            results = (in_ring if exchange == "ring" else gathered)(flash, case)
+            results = (attend_in_ring if exchange == "ring" else attend_gathered)(flash, case)
             checks.append((f"varlen for {exchange}", results, plain, exact))
         if is_later:
             causal = Visibility(case.seen.queries, case.seen.keys, rows=len(case.q))
             rows, wide = (inputs._replace(seen=causal) for inputs in (case, wide))
             with sdpa_kernel(SDPBackend.MATH):
-                usual = _whole(SdpaKernel(), rows)
-            checks.append(("sdpa of plain rows", _whole(SdpaKernel(), rows), usual, _whole(SdpaKernel(), wide)))
+                usual = _attend_rows(SdpaKernel(), rows)
+            checks.append(
+                ("sdpa of plain rows", _attend_rows(SdpaKernel(), rows), usual, _attend_rows(SdpaKernel(), wide))
+            )
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except UNSUPPORTED as error:
         return does_not_run("varlen", error)
-    return next(filter(None, (difference(name, "sdpa", *numbers) for name, *numbers in checks)), None)
+    return next(filter(None, (describe_difference(name, "sdpa", *numbers) for name, *numbers in checks)), None)
 
 
-def difference(
+def describe_difference(
     name: str, usual: str, results: Sequence[Tensor], others: Sequence[Tensor], truths: Sequence[Tensor]
 ) -> str | None:
     """Return how `results`, of `name`, are farther from the truths in float32 than rounding makes the others, of
     `usual`; None where they are not."""
     for result, other, truth in zip(results, others, truths, strict=True):
         off, off_usually = (float((values.float() - truth).abs().max()) for values in (result, other))
-        if not off <= _TIMES * off_usually + torch.finfo(result.dtype).eps * float(truth.abs().max()):
+        if not off <= _ERROR_FACTOR * off_usually + torch.finfo(result.dtype).eps * float(truth.abs().max()):
             return f"{name} gives other numbers than {usual} here: {off:.2e} from float32, {usual} {off_usually:.2e}"
     return None
 
 
-def _case(
+def _check_case(
     heads: int,
     key_heads: int,
     head_dim: int,
@@ -274,9 +277,9 @@ def _case(
     sinks: bool,
     dtype: torch.dtype,
     device: torch.device,
-) -> Case:
-    documents = documents_of(_LENGTHS)
-    positions = torch.tensor([[at for size in row for at in range(size)] for row in _LENGTHS])
+) -> CheckCase:
+    documents = documents_of(_CHECK_LENGTHS)
+    positions = torch.tensor([[at for size in row for at in range(size)] for row in _CHECK_LENGTHS])
     rows, count = documents.shape
     packing = Packing.of(positions, documents)
     assert packing is not None
@@ -288,43 +291,43 @@ def _case(
         for of, size in ((heads, head_dim), (key_heads, head_dim), (key_heads, value_dim), (heads, value_dim))
     )
     scores = torch.linspace(-1.0, 3.0, heads, device=device, dtype=dtype) if sinks else None
-    return Case(q, k, v, grad, seen, packing, head_dim**-0.5, scores)
+    return CheckCase(q, k, v, grad, seen, packing, head_dim**-0.5, scores)
 
 
-def _whole(kernel: Kernel, case: Case) -> list[Tensor]:
+def _attend_rows(kernel: Kernel, case: CheckCase) -> list[Tensor]:
     """The output and the gradients of q, k, v and sinks."""
     prepared = kernel.prepare(case.seen, case.q.dtype, case.q.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         return kernel(q, k, v, prepared, case.scale, sinks)
 
-    return differentiated(attend, case.parts, case.grad)
+    return with_gradients(attend, case.parts, case.grad)
 
 
-def gathered(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
-    """Attend as `_whole` does, the queries of each of `size` ranks over gathered keys."""
+def attend_gathered(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
+    """Attend as `_attend_rows` does, the queries of each of `size` ranks over gathered keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         outputs = []
         for rank in range(size):
-            calls = put(case.packing.over_gathered(case.seen.window, rank, size), q.device)
+            calls = calls_to_device(case.packing.over_gathered(case.seen.window, rank, size), q.device)
             mine = shard_sequence(q, rank, size)
             outputs.append(over_keys(flash, mine, k.flatten(0, 1), v.flatten(0, 1), calls, case.scale, sinks))
         return join_sequence(outputs, 1)
 
-    return differentiated(attend, case.parts, case.grad)
+    return with_gradients(attend, case.parts, case.grad)
 
 
 @torch.no_grad()
-def in_ring(flash: Flash, case: Case, size: int = 2) -> list[Tensor]:
-    """Attend as `_whole` does, the queries of each of `size` ranks over one rank's keys after the other."""
+def attend_in_ring(flash: Flash, case: CheckCase, size: int = 2) -> list[Tensor]:
+    """Attend as `_attend_rows` does, the queries of each of `size` ranks over one rank's keys after the other."""
     attention, rows = VarlenBlocks(flash, case.scale), len(case.q)
     q, k, v, grad = ([shard_sequence(part, rank, size).flatten(0, 1) for rank in range(size)] for part in case[:4])
     wide = torch.promote_types(case.q.dtype, torch.float32)
     q_grads, k_grads, v_grads = ([torch.zeros_like(tensor, dtype=wide) for tensor in some] for some in (q, k, v))
     outputs, of_sinks = [], []
     for rank in range(size):
-        steps = [put(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
+        steps = [calls_to_device(step, case.q.device) for step in case.packing.in_ring(case.seen.window, rank, size)]
         partial: Partial | None = None
         for distance, step in enumerate(steps):
             source = rank - distance
@@ -350,7 +353,7 @@ def documents_of(lengths: Sequence[Sequence[int]]) -> Tensor:
     return documents
 
 
-def differentiated(function: Callable[..., Tensor], parts: Iterable[Tensor], grad: Tensor) -> list[Tensor]:
+def with_gradients(function: Callable[..., Tensor], parts: Iterable[Tensor], grad: Tensor) -> list[Tensor]:
     """Return the output [..] of `function` and its gradients by all parts, those of the output being `grad` [..]."""
     leaves = [part.clone().requires_grad_() for part in parts]
     out = function(*leaves)

@@ -18,6 +18,8 @@ PADDING_DOCUMENT = -1  # the seq_id of padding
 Batch = dict[str, Tensor]
 Row = Mapping[str, Tensor]
 
+Grid = tuple[int, int, int]  # frames (1 of an image), rows and columns of patches
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -194,9 +196,6 @@ def _check_shapes(batch: Mapping[str, Any]) -> None:
 def trained_tokens(batch: Batch) -> int:
     """Return the number of positions with a label. Host tensors only."""
     return int((batch["labels"] != IGNORE).sum())
-
-
-Grid = tuple[int, int, int]  # frames (1 of an image), rows and columns of patches
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class StoppedAtStart(Stopped):
         super().__init__(signum, NOTHING_LOST)
 
 
-def first(problems: Sequence[str], *, by_kind: bool = False) -> list[str]:
+def first_few(problems: Sequence[str], *, by_kind: bool = False) -> list[str]:
     """Return the first ten problems, and a line that counts the others; by_kind: with the word before the colon of the
     first."""
     more = f"... and {len(problems) - 10} more"

@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_TYPES = ("cpu", "cuda")
 
+FREE_MEMORY_SHARE = 0.8  # of a GPU's free memory
+C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
+_GPU_TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+BOARDS: dict[str, dict[str, Any]] = _GPU_TABLE["boards"]
+"""GPUs that `dtrain plan` can plan for, as `commands.plan.hardware` reads them."""
+
+_MEMINFO = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")
+# Of version 2 of control groups, and of version 1: limit, use, and the key of pages that a limit gives back.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
 
 def choose_device_type(setting: str, wanted: str, environ: Mapping[str, str] | None = None) -> str:
     """Return "cpu" or "cuda".
@@ -65,56 +80,39 @@ def hidden_gpu_reason(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-OF_FREE = 0.8  # of a GPU's free memory
-C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
-_FILE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
-BOARDS: dict[str, dict[str, Any]] = _FILE["boards"]
-"""GPUs that `dtrain plan` can plan for, as `commands.plan.hardware` reads them."""
-
-
 def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     """Return the dense FLOP/s of one device in `dtype`, bfloat16 or float16, by the name CUDA gives it; None where that
     is unknown."""
-    device = _device_of(device_name)
+    device = _table_entry(device_name)
     rate = BOARDS[device]["arithmetic"][1 if dtype == "float16" else 0] if isinstance(device, str) else device
     return rate or None
 
 
 def board_of(device_name: str) -> str | None:
     """Return the key in BOARDS of a device by the name CUDA gives it; None where `dtrain plan` does not know it."""
-    device = _device_of(device_name)
+    device = _table_entry(device_name)
     return device if isinstance(device, str) else None
 
 
-def _device_of(device_name: str) -> str | float | None:
+def _table_entry(device_name: str) -> str | float | None:
     """Return what gpus.toml has for a device: a board, or its FLOP/s."""
     words = device_name.replace("-", " ").split()
-    for name, device in _FILE["devices"].items():
+    for name, device in _GPU_TABLE["devices"].items():
         parts = name.split()
         if any(words[start : start + len(parts)] == parts for start in range(len(words))):
             return device
     return None
 
 
-def free_memory(device: "torch.device", ranks: int = 1) -> int:
+def free_device_memory(device: "torch.device", ranks: int = 1) -> int:
     """Return the bytes that large buffers, keys and values say, may take on `device`; a CPU is shared by `ranks`."""
     import torch
 
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + reserved) * OF_FREE)
+        return int((free + reserved) * FREE_MEMORY_SHARE)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks
-
-
-_MEMINFO = Path("/proc/meminfo")
-_OWN_GROUPS = Path("/proc/self/cgroup")
-_CGROUP = Path("/sys/fs/cgroup")
-# Of version 2 of control groups, and of version 1: limit, use, and the key of pages that a limit gives back.
-_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 def num_cores() -> int:
@@ -125,20 +123,20 @@ def num_cores() -> int:
 def total_memory() -> int:
     """Return the bytes of this host's memory, or of the control group where that has fewer."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *(limit for limit, _ in _groups())])
+    return min([total, *(limit for limit, _ in _memory_cgroups())])
 
 
-def host_memory(processes: int = 1) -> int:
+def free_host_memory(processes: int = 1) -> int:
     """Return the bytes that are free for each of so many processes of this host."""
     free = total_memory()
     with suppress(OSError):
         if available := re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text()):
             free = min(free, int(available[1]) * 1024)
-    free = min([free, *(limit - used for limit, used in _groups())])
+    free = min([free, *(limit - used for limit, used in _memory_cgroups())])
     return max(0, free) // processes
 
 
-def _groups() -> Iterator[tuple[int, int]]:
+def _memory_cgroups() -> Iterator[tuple[int, int]]:
     """Yield limit and use in bytes of the control groups with a limit that this process is in. Pages of files that
     were not used lately are not in use."""
     with suppress(OSError):
@@ -150,11 +148,11 @@ def _groups() -> Iterator[tuple[int, int]]:
             group = top / path.lstrip("/")
             for directory in (group, *group.parents):
                 if directory.is_relative_to(top):
-                    yield from _limit(directory)
+                    yield from _cgroup_limit(directory)
 
 
-def _limit(group: Path) -> Iterator[tuple[int, int]]:
-    for limit, used, reclaimable in _FILES:
+def _cgroup_limit(group: Path) -> Iterator[tuple[int, int]]:
+    for limit, used, reclaimable in _CGROUP_FILES:
         with suppress(OSError, ValueError):
             pages = re.search(rf"^{reclaimable} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
             most, now = (int((group / name).read_text()) for name in (limit, used))

@@ -25,10 +25,10 @@ from dtrain.base.model_directory import (
     TOKENIZER,
     files_of_weights,
 )
-from dtrain.base.ranges import beside, plural
+from dtrain.base.ranges import near_directories, plural
 
 # Module of a client -> its error for a server that cannot be reached or a transfer that breaks off.
-CLIENTS = {
+NETWORK_CLIENTS = {
     "aiohttp": "ClientError",  # https://, and requests of s3fs and gcsfs
     "botocore.exceptions": "BotoCoreError",  # s3://
     "google.auth.exceptions": "GoogleAuthError",  # gs://
@@ -37,21 +37,10 @@ CLIENTS = {
     "httpx": "TransportError",  # huggingface_hub 1
 }
 
-
-def client_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return `others` and the error classes of the network clients that this process has loaded, for `except`.
-
-    The clients are optional, and the one that huggingface_hub uses depends on its version. A client that is not loaded
-    cannot have raised an error, so nothing is imported.
-    """
-    loaded = [getattr(sys.modules[module], name) for module, name in CLIENTS.items() if module in sys.modules]
-    return (*others, *loaded)
-
-
 SHARDS = "model-*.safetensors"
-MOST_NAMED = 8  # missing files in a message
+MOST_FILES_NAMED = 8  # missing files in a message
 SMALL_FILES = [CONFIG, *COMPANIONS, *NESTED_COMPANIONS]
-FETCHED = [*SMALL_FILES, SINGLE, SHARDS, INDEX]
+DOWNLOADED_FILES = [*SMALL_FILES, SINGLE, SHARDS, INDEX]
 _SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -82,7 +71,7 @@ def find_directory(path: Path) -> Path:
         raise UserError(incomplete(name, missing, f"dtrain download {name}"))
     fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
     takes = "give a model's directory, an adapter's, a run's or a step's"
-    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else beside(name)}")
+    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else near_directories(name)}")
 
 
 def cached(name: str, *, weights: bool = True) -> Path | None:
@@ -129,7 +118,7 @@ def incomplete(name: str, missing: Sequence[str], command: str) -> str:
         missing: The files that are missing, at least one.
         command: The command that finishes the download.
     """
-    shown = ", ".join(missing[:MOST_NAMED]) + (", .." if len(missing) > MOST_NAMED else "")
+    shown = ", ".join(missing[:MOST_FILES_NAMED]) + (", .." if len(missing) > MOST_FILES_NAMED else "")
     count = f"{len(missing)} {plural(len(missing), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
     return (
         f"{name}: its download into the hub's cache on this machine is incomplete: {count} ({shown}). Run `{command}` "
@@ -191,7 +180,7 @@ def download(name: str, *, weights: bool = True, key: str = "model.path") -> Pat
     key: that names the model."""
     from huggingface_hub import snapshot_download
 
-    patterns = FETCHED if weights else SMALL_FILES
+    patterns = DOWNLOADED_FILES if weights else SMALL_FILES
     command = f"dtrain download {name}"
     with hub_errors(name, "model", command, f"{key} to a directory", partial(missing_files, name, weights=weights)):
         directory = Path(snapshot_download(name, allow_patterns=patterns))
@@ -277,3 +266,13 @@ def _has_weights(directory: Path) -> bool:
         return all((directory / name).is_file() for name in files_of_weights(directory) or [SINGLE])
     except UserError:  # told of where the weights are read
         return False
+
+
+def client_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return `others` and the error classes of the network clients that this process has loaded, for `except`.
+
+    The clients are optional, and the one that huggingface_hub uses depends on its version. A client that is not loaded
+    cannot have raised an error, so nothing is imported.
+    """
+    loaded = [getattr(sys.modules[module], name) for module, name in NETWORK_CLIENTS.items() if module in sys.modules]
+    return (*others, *loaded)

@@ -11,20 +11,12 @@ from types import FrameType
 
 from dtrain.base.errors import NOTHING_LOST
 
-
-def search_path() -> list[str]:
-    """Return sys.path with the working directory at its end where it is not on it yet: a file there may have the name
-    of a library, and does not take its place."""
-    here = str(Path.cwd())
-    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]
-
-
 # Batch systems announce a pre-emption with SIGUSR1. SIGHUP comes when a terminal or an ssh connection closes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
-def handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def stop_signals_handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Have `handle` called for every stop signal, except those that this process was started to ignore.
 
     nohup has SIGHUP ignored, and a shell script has SIGINT ignored for what it starts in the background. Only the main
@@ -49,3 +41,10 @@ def exit_at_once(signum: int, frame: FrameType | None) -> None:
     """
     os.write(2, f"dtrain: {NOTHING_LOST}\n".encode())
     os._exit(128 + signum)
+
+
+def search_path() -> list[str]:
+    """Return sys.path with the working directory at its end where it is not on it yet: a file there may have the name
+    of a library, and does not take its place."""
+    here = str(Path.cwd())
+    return list(sys.path) if here in sys.path or "" in sys.path else [*sys.path, here]

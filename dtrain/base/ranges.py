@@ -37,6 +37,17 @@ NUMBER: Range = (is_number, "a finite number")
 POSITIVE: Range = (lambda v: is_number(v) and v > 0, "a finite number above 0")
 NOT_NEGATIVE: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0")
 
+AUTO: Range = (lambda v: v in ("auto", True, False), "auto, true or false")
+COUNT: Range = (lambda v: v == "auto" or (type(v) is int and v >= 1), "a whole number, at least 1, or auto")
+DIVISOR: Range = (lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10")
+SHARE: Range = (lambda v: 0 <= v <= 1, "from 0 to 1")
+SIZE: Range = (lambda v: 0 <= v < math.inf, "a finite number, at least 0")
+STOP: Range = (all, "texts that are not empty")
+TIME: Range = (lambda v: 0 < v < math.inf, "a finite number, more than 0")
+TOP_K: Range = (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all")
+UP_TO_1: Range = (lambda v: 0 < v <= 1, "more than 0, up to 1")
+WEIGHT: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10")
+
 
 def one_of(choices: Sequence[str]) -> Range:
     return (lambda v: v in choices, f"one of {', '.join(choices)}")
@@ -70,19 +81,19 @@ def nearest(word: str, known: Collection[str]) -> str | None:
     Case, - and _ do not count. A word that is no typo but begins one of the names, or is a part of one, is that name if
     it is the only one: `warmup` is `warmup_steps`.
     """
-    wanted = _plain(word[:64])
-    by_plain = {_plain(name): name for name in known}
+    wanted = _normalized(word[:64])
+    by_plain = {_normalized(name): name for name in known}
     # 0.75: one letter of four. A lower share finds hardly more typos, and more hints that are wrong.
     close = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.75)
     if close:
         return by_plain[close[0]]
     if len(wanted) < 4:
         return None
-    begun = [name for name in known if _plain(name).startswith(wanted) or wanted in name.lower().split("_")]
+    begun = [name for name in known if _normalized(name).startswith(wanted) or wanted in name.lower().split("_")]
     return begun[0] if len(begun) == 1 else None
 
 
-def beside(path: str) -> str:
+def near_directories(path: str) -> str:
     """Return the end of a message that there is no directory `path`: one of a near name, or all that stand beside."""
     parent = Path(path).parent
     entries = parent.iterdir() if parent.is_dir() else []
@@ -93,7 +104,7 @@ def beside(path: str) -> str:
     return f"; {parent} has {', '.join(names[:5])}{more}" if names and parent != Path() else ""
 
 
-def _plain(word: str) -> str:
+def _normalized(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
 
 
@@ -125,15 +136,3 @@ def either(options: Iterable[str]) -> str:
     """
     *first, last = options
     return f"{', '.join(first)} or {last}" if first else last
-
-
-AUTO: Range = (lambda v: v in ("auto", True, False), "auto, true or false")
-COUNT: Range = (lambda v: v == "auto" or (type(v) is int and v >= 1), "a whole number, at least 1, or auto")
-DIVISOR: Range = (lambda v: is_number(v) and v > 0, "a finite number, more than 0, 1e-10 to 1e10")
-SHARE: Range = (lambda v: 0 <= v <= 1, "from 0 to 1")
-SIZE: Range = (lambda v: 0 <= v < math.inf, "a finite number, at least 0")
-STOP: Range = (all, "texts that are not empty")
-TIME: Range = (lambda v: 0 < v < math.inf, "a finite number, more than 0")
-TOP_K: Range = (lambda v: 1 <= v < 2**31, "at least 1, below 2**31, or null for all")
-UP_TO_1: Range = (lambda v: 0 < v <= 1, "more than 0, up to 1")
-WEIGHT: Range = (lambda v: is_number(v) and v >= 0, "a finite number, at least 0, up to 1e10")

@@ -1,4 +1,4 @@
-"""Ranks that act together: an error on one rank is raised on every rank, and work is dealt out by its cost.
+"""Ranks that act together: an error on one rank is raised on every rank, and files are compared by their content.
 
 Without this agreement, a full disk on one rank leaves the others waiting in a collective. Only OSError and UserError
 travel; any other exception is a bug and ends its rank, and with it the run.
@@ -6,6 +6,8 @@ travel; any other exception is a bug and ends its rank, and with it the run.
 On files they agree by content: names, places and time stamps play no part. A file's digest is a SHA-256 over those of
 its chunks, which the processes of a machine read side by side: each takes its share, in several threads. A machine with
 copies of its own reads these, and not those of another.
+
+`deal` divides work among ranks by its cost. It needs no communication.
 """
 
 import hashlib
@@ -21,27 +23,10 @@ import torch.distributed as dist
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.json_files import digest
 
-
-def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
-    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
-
-    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
-    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
-    """
-    shares: list[list[int]] = [[] for _ in range(places)]
-    loads = [0.0] * places
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        free = [place for place in range(places) if most is None or len(shares[place]) < most]
-        place = min(free, key=lambda place: (loads[place], place))
-        loads[place] += costs[index]
-        shares[place].append(index)
-    return [sorted(share) for share in shares]
-
-
-CHUNK = 64 << 20
-BLOCK = 1 << 16
-THREADS = 8
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+CHUNK_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 16
+READ_THREADS = 8
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
 
 
@@ -139,15 +124,17 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
     read, or changes meanwhile, is a UserError on every rank too.
     """
     ranks = ranks or Ranks()
-    seen = ranks.every(lambda: view(files))
+    seen = ranks.every(lambda: files_as_seen(files))
     beside = ranks.alike(seen)
 
     def read() -> dict[tuple[int, int], str]:
-        counts = [-(-file.stat().st_size // CHUNK) for file in files]
+        counts = [-(-file.stat().st_size // CHUNK_BYTES) for file in files]
         chunks = [(number, at) for number, count in enumerate(counts) for at in range(count)]
         mine = chunks[beside.index(ranks.rank) :: len(beside)]
-        with ThreadPoolExecutor(THREADS) as threads:
-            return dict(zip(mine, threads.map(lambda chunk: _read(files[chunk[0]], chunk[1]), mine), strict=True))
+        with ThreadPoolExecutor(READ_THREADS) as threads:
+            return dict(
+                zip(mine, threads.map(lambda chunk: _chunk_digest(files[chunk[0]], chunk[1]), mine), strict=True)
+            )
 
     per_rank = ranks.every(read)
     table = {chunk: value for rank in beside for chunk, value in per_rank[rank].items()}
@@ -168,17 +155,33 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
     return whole
 
 
-def view(files: Sequence[Path]) -> str:
+def files_as_seen(files: Sequence[Path]) -> str:
     """Return a text that is the same for processes of one machine that see the same `files`, whatever their mounts."""
-    machine = _BOOT.read_text() if _BOOT.is_file() else socket.gethostname()
+    machine = _BOOT_ID.read_text() if _BOOT_ID.is_file() else socket.gethostname()
     return digest(machine, [(stat.st_dev, stat.st_ino) for stat in (file.stat() for file in files)])
 
 
-def _read(file: Path, chunk: int) -> str:
-    hasher, left = hashlib.sha256(), CHUNK
+def _chunk_digest(file: Path, chunk: int) -> str:
+    hasher, left = hashlib.sha256(), CHUNK_BYTES
     with file.open("rb", buffering=0) as stream:
-        stream.seek(chunk * CHUNK)
-        while left and (block := stream.read(min(BLOCK, left))):
+        stream.seek(chunk * CHUNK_BYTES)
+        while left and (block := stream.read(min(BLOCK_BYTES, left))):
             hasher.update(block)
             left -= len(block)
     return hasher.hexdigest()
+
+
+def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
+    """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
+
+    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
+    multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
+    """
+    shares: list[list[int]] = [[] for _ in range(places)]
+    loads = [0.0] * places
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        free = [place for place in range(places) if most is None or len(shares[place]) < most]
+        place = min(free, key=lambda place: (loads[place], place))
+        loads[place] += costs[index]
+        shares[place].append(index)
+    return [sorted(share) for share in shares]

@@ -19,7 +19,7 @@ from pathlib import Path
 from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.json_files import split_lines
-from dtrain.base.processes import exit_at_once, handled_by
+from dtrain.base.processes import exit_at_once, stop_signals_handled_by
 from dtrain.commands.arguments import (
     DIRECTORY,
     PROCESSES,
@@ -192,7 +192,7 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    with handled_by(exit_at_once):  # until the run handles signals itself
+    with stop_signals_handled_by(exit_at_once):  # until the run handles signals itself
         from dtrain.commands.run import plan_beside
         from dtrain.launch import launch
         from dtrain.launch.exits import WorkerFailed

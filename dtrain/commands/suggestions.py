@@ -74,7 +74,7 @@ def _of_command(key: str, value: str, options: Sequence[str]) -> str:
     meant = _option(key, options)
     if meant:
         return f"write {meant}{' ' + value if value else ''}"
-    if key in recipe_keys() or spelling.answer(key):
+    if key in recipe_keys() or spelling.answer_to_unknown_key(key):
         return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
     return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
 
@@ -87,7 +87,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     plain = key.replace("-", "_")
     leaves = [name for name in recipe_keys() if name == plain or name.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
-    answer = None if is_ours else spelling.answer(key)
+    answer = None if is_ours else spelling.answer_to_unknown_key(key)
     if answer is None and (meant := _option(key, options)):
         return f"write {meant}{' ' + value if value else ''}"
     if answer is None and leaves:

@@ -4,8 +4,8 @@ Requests wait in a queue. Each step lets in as many as rows and memory allow, re
 cache yet, once each whatever the number of their samples, and decodes one token of every row; rows that have ended
 leave. What a completion is does not depend on what else is in the batch, but for rounding.
 
-`score_prompts` and `rate` need one forward and sample nothing: they return log-probabilities of the tokens of prompts,
-and a classifier's outputs for texts.
+`score_prompts` and `classify_rows` need one forward and sample nothing: they return log-probabilities of the tokens of
+prompts, and a classifier's outputs for texts.
 """
 
 from collections import deque
@@ -37,6 +37,8 @@ Ticket = int
 # How many tokens are decoded between looks at which rows have ended: on CUDA each look waits for the device.
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ELSEWHERE = 16
+
+LOGITS_AT_ONCE = 1 << 26  # elements, in float32
 
 
 @dataclass
@@ -472,9 +474,6 @@ class Engine:
             )
 
 
-LOGITS_AT_ONCE = 1 << 26  # elements, in float32
-
-
 @dataclass(frozen=True)
 class TokenScores:
     """Scores of the tokens after the first of a prompt of n, each [n − 1]: log p of the token given those before it,
@@ -494,23 +493,23 @@ def score_prompts(
     collective."""
     scores: dict[int, TokenScores] = {}
     with at_rest(model):
-        for batch, ids in _batches(prompts, together, next(model.parameters()).device):
+        for batch, ids in _batches_of_like_length(prompts, together, next(model.parameters()).device):
             hidden = model.model(ids, MicroBatchContext(adapters=adapters))  # [B, S, D]
             for index, states, tokens in zip(batch, hidden, ids, strict=True):
                 length = len(prompts[index])
-                scores[index] = _scores(model, states[: length - 1], tokens[1:length])
+                scores[index] = _token_scores(model, states[: length - 1], tokens[1:length])
     return [scores[index] for index in range(len(prompts))]
 
 
 @torch.no_grad()
-def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tensor:
+def classify_rows(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tensor:
     """Return a classifier's outputs [n, labels] for each row of ids, in max(float32, the model's dtype), on the CPU:
     read at the last token that is not the config's pad_token_id, at the first where all are. Arguments as of
     `score_prompts`."""
     weight, pad = next(model.parameters()), model.config.pad_token_id
     outputs = torch.zeros(len(rows), model.config.labels or 0, dtype=torch.promote_types(weight.dtype, torch.float32))
     with at_rest(model):
-        for batch, ids in _batches(rows, together, weight.device):
+        for batch, ids in _batches_of_like_length(rows, together, weight.device):
             ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]
             states = model.model(ids, MicroBatchContext())[
                 torch.arange(len(batch), device=ids.device), torch.tensor(ends)
@@ -519,7 +518,9 @@ def rate(model: CausalLM, rows: Sequence[Sequence[int]], together: int) -> Tenso
     return outputs
 
 
-def _batches(rows: Sequence[Sequence[int]], together: int, device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
+def _batches_of_like_length(
+    rows: Sequence[Sequence[int]], together: int, device: torch.device
+) -> Iterator[tuple[list[int], Tensor]]:
     """Yield rows of like length, as their numbers and ids [B, S], each filled up with its last token: what comes after
     a token does not reach it."""
     left = sorted(range(len(rows)), key=lambda index: len(rows[index]))
@@ -531,7 +532,7 @@ def _batches(rows: Sequence[Sequence[int]], together: int, device: torch.device)
         yield batch, torch.tensor(filled, device=device)
 
 
-def _scores(model: CausalLM, hidden: Tensor, tokens: Tensor) -> TokenScores:
+def _token_scores(model: CausalLM, hidden: Tensor, tokens: Tensor) -> TokenScores:
     """Return the scores of tokens [n], each predicted by its row of hidden [n, D]."""
     parts: list[tuple[Tensor, ...]] = []
     rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)

@@ -30,7 +30,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import NO_IMAGES, ChatEncoder, image_part, vision_problem
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.models.building import linears
+from dtrain.models.building import linear_shapes
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.micro_batch import Images
@@ -251,7 +251,7 @@ def _model_of(
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
     model = build_with_adapters(models.read_config(source, vision=vision), adapter, dtype, "meta")
     if adapter is not None and facts.path is not None:
-        whole = adapter.saved(linears(model.config))
+        whole = adapter.saved(linear_shapes(model.config))
         hold_in_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
     model.to_empty(device="cpu")
     model.tie_weights()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.hardware import free_memory
+from dtrain.base.hardware import free_device_memory
 from dtrain.inference.request import Request
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -301,11 +301,11 @@ def choose_budget(
 
     Rows: decoding reads every weight once per step, whatever the rows, until the products are bound by arithmetic. A
     CPU is there at a few dozen rows, and more of them only push keys and values out of its caches; a GPU at some
-    hundreds. Memory: that of `free_memory`; what layers of linear attention keep of rows and their prompts takes half
-    of it at most. with_graphs: these round rows and prompts up, at most twofold.
+    hundreds. Memory: that of `free_device_memory`; what layers of linear attention keep of rows and their prompts takes
+    half of it at most. with_graphs: these round rows and prompts up, at most twofold.
     """
     config = model.config
-    dtype, free = next(model.parameters()).dtype, free_memory(device, ranks)
+    dtype, free = next(model.parameters()).dtype, free_device_memory(device, ranks)
     per_position = position_bytes(config, dtype, tp)
     rows, prefill = (128, 2048) if device.type == "cpu" else (512, 16384)
     if config.linear is not None:

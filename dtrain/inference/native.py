@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.errors import Interrupted
-from dtrain.base.hardware import free_memory
+from dtrain.base.hardware import free_device_memory
 from dtrain.base.ranks import Ranks, deal
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers, at_rest
 from dtrain.inference.images import no_images
 from dtrain.inference.kv_cache import KeyValues, PromptKey, choose_budget
 from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
-from dtrain.inference.varlen_decode import choose
+from dtrain.inference.varlen_decode import choose_varlen_decode
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import whole_sequences
 from dtrain.policy import Policy
@@ -55,7 +55,9 @@ class NativeEngine(RolloutEngine):
             raise ValueError("graphs hold no collective: none under tensor parallel")
         self._steps, self._offloader, self._say = steps, policy.offloader if offloads else None, say
         self._decode, self._unshard = decode, unshard
-        self._flash, note = choose(self.model.config, policy.precision.compute, self.device, self.mesh.tp.size())
+        self._flash, note = choose_varlen_decode(
+            self.model.config, policy.precision.compute, self.device, self.mesh.tp.size()
+        )
         if note:
             say(f"note: {note}")
         self._sharding = policy.sharding
@@ -160,7 +162,7 @@ class NativeEngine(RolloutEngine):
             return self._sharding.is_sharded and bool(self._unshard)
         whole = sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
         per_rank = whole // self.mesh.tp.size()
-        return bool(self._least(int(2 * per_rank <= free_memory(self.device, self.mesh.size))))
+        return bool(self._least(int(2 * per_rank <= free_device_memory(self.device, self.mesh.size))))
 
     def _least(self, value: int) -> int:
         """Return the smallest of all ranks' values. An all-reduce over dp and cp, and one over tp."""

@@ -6,8 +6,8 @@ all rows that go on from a prompt, whose keys are then read once; in it stand th
 results are merged by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
 prompts are left to `Decode`'s products.
 
-`SlotFlash` is the operation. Before it is used on a device, `choose` compares a small step with the products of
-`cached_attention.Decode`.
+`SlotFlash` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small step with the
+products of `cached_attention.Decode`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,15 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import Partial, merge_by_log_sum_exp
 from dtrain.attention.kernels import HALF
-from dtrain.attention.varlen import UNSUPPORTED, difference, does_not_run
+from dtrain.attention.varlen import UNSUPPORTED, describe_difference, does_not_run
 from dtrain.inference.cached_attention import Decode, Own, concatenated, members_of, sink_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
 from dtrain.models.common.config import ModelConfig
+
+_CHECK_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
+# Sizes of slots, and own tokens.
+_CHECK_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))
+_CHECK_WINDOW = 100  # a window that hides something of these
 
 
 class Slots(NamedTuple):
@@ -211,12 +216,9 @@ def _room(count: int) -> int:
     return max(16, power_of_two(count))
 
 
-_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
-_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))  # sizes of slots, and own tokens
-_WIDEST = 100  # a window that hides something of these
-
-
-def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: int = 1) -> tuple[SlotFlash | None, str]:
+def choose_varlen_decode(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: int = 1
+) -> tuple[SlotFlash | None, str]:
     """Return what a model's rows are to attend with when they are decoded, computing in `dtype`; or None, and a note on
     why products do, "" where nothing else was to be had. tp: ranks that share the heads. No collective."""
     if device.type != "cuda" or dtype not in HALF:
@@ -228,12 +230,12 @@ def choose(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: in
             keys, values = shape["head_dim"], shape["value_dim"]
             return None, f"decoding attends by products: heads have {keys} elements in keys and {values} in values"
     flash = SlotFlash()
-    problems = (prove(flash, **shape, dtype=dtype, device=device) for shape in shapes)
+    problems = (check_varlen_decode(flash, **shape, dtype=dtype, device=device) for shape in shapes)
     problem = next(filter(None, problems), None)
     return (flash, "") if problem is None else (None, f"decoding attends by products: {problem}")
 
 
-def prove(
+def check_varlen_decode(
     flash: SlotFlash,
     *,
     heads: int,
@@ -248,11 +250,11 @@ def prove(
     """Return why `flash` is not to be used for such heads here; None where it computes what the products do, over rows
     and prompts of several lengths. head_dim, value_dim: of a head of queries and keys, and of values. No collective,
     and no random number of the run's is drawn."""
-    windows = [None] if window is None else [None, min(window, _WIDEST)]
+    windows = [None] if window is None else [None, min(window, _CHECK_WINDOW)]
     sizes = heads, key_heads, head_dim, value_dim, sinks
 
     def numbers(flash: SlotFlash | None, compute_dtype: torch.dtype) -> list[Tensor]:
-        return _numbers(KeyValues(windows, flash=flash), *sizes, compute_dtype, device)
+        return _attend_full_slots(KeyValues(windows, flash=flash), *sizes, compute_dtype, device)
 
     try:
         results = numbers(flash, dtype)
@@ -260,11 +262,11 @@ def prove(
         raise
     except UNSUPPORTED as error:
         return does_not_run("varlen_attn", error)
-    return difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
+    return describe_difference("varlen_attn", "products", results, numbers(None, dtype), numbers(None, torch.float32))
 
 
 @torch.no_grad()
-def _numbers(
+def _attend_full_slots(
     store: KeyValues,
     heads: int,
     key_heads: int,
@@ -281,11 +283,11 @@ def _numbers(
         return torch.randn(shape, generator=draw).to(torch.bfloat16).to(device, dtype)
 
     prompts, of_rows = [], []
-    for length, rows in _PROMPTS:
+    for length, rows in _CHECK_PROMPTS:
         prompts.append(store.new_prompt(length))
         of_rows += prompts[-1:] * rows
     owners = dict(enumerate(of_rows))
-    for row, (capacity, added) in enumerate(_ROWS):
+    for row, (capacity, added) in enumerate(_CHECK_ROWS):
         store.new_row(row, capacity).length = added
     kind = Decode if store.flash is None else VarlenDecode
     decode = kind(store, [owners[slot.owner] for slot in store.rows_in_order()], device, fixed=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
 from dtrain.launch.place import RankPlace
-from dtrain.recipe.world import AUTO, LARGEST_AUTO, Config, changed, mesh_problems
+from dtrain.recipe.world import AUTO, LARGEST_AUTO, Config, mesh_problems, replace_keys
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def with_processes(recipe: Config) -> Config:
 
         count = torch.cuda.device_count()
     fitting = (number for number in range(count, 1, -1) if _shares(recipe, number))
-    return changed(recipe, {"launch.nproc": next(fitting, 1)})
+    return replace_keys(recipe, {"launch.nproc": next(fitting, 1)})
 
 
 def _shares(recipe: Any, count: int) -> bool:

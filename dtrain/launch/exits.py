@@ -20,16 +20,19 @@ from pathlib import Path
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.files import replace_text
 from dtrain.base.orphans import descendants, kill
-from dtrain.base.processes import STOP_SIGNALS, handled_by
+from dtrain.base.processes import STOP_SIGNALS, stop_signals_handled_by
 from dtrain.recipe import Recipe, redact
 
 SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
 LOOK_SECONDS = 0.25
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
+
 
 @contextmanager
-def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
+def on_stop_signals(ask: Callable[[int], None]) -> Iterator[None]:
     """Call `ask` with the number of the first stop signal; raise KeyboardInterrupt with the number of a second one.
 
     If the block does not end by that KeyboardInterrupt, the process ends within seconds. Only the main thread handles
@@ -63,15 +66,15 @@ def on_signals(ask: Callable[[int], None]) -> Iterator[None]:
 
     threading.Thread(target=insist, daemon=True).start()
     try:
-        with handled_by(handle):
+        with stop_signals_handled_by(handle):
             yield
     finally:
         ended.set()
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Block stop signals in this thread, and in processes that the block starts until they call `let_through`.
+def stop_signals_blocked() -> Iterator[None]:
+    """Block stop signals in this thread, and in processes that the block starts until they call `unblock_stop_signals`.
 
     A process that has just been started has no handlers yet, so that a signal would end it without a word. A blocked
     signal stays pending instead.
@@ -83,13 +86,9 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def let_through() -> None:
+def unblock_stop_signals() -> None:
     """Unblock stop signals, once this process has handlers; a pending one is delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
 
 
 class WorkerFailed(Exception):

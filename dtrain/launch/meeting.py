@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from dtrain.base.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback, own_address
 from dtrain.base.errors import Stopped, StoppedAtStart, Unavailable, UserError, first_line
-from dtrain.launch.exits import Report, newest_checkpoint, on_signals
+from dtrain.launch.exits import Report, newest_checkpoint, on_stop_signals
 from dtrain.launch.place import GLOO, NCCL, RankPlace
 from dtrain.parallel.mesh import StopFlag
 from dtrain.recipe import Recipe
@@ -94,7 +94,7 @@ def raise_on_all_ranks(place: RankPlace, problem: UserError) -> NoReturn:
     """Raise UserError with the problems of all ranks. One process of each host shows it, the others exit."""
     stop = StopFlag()
     try:
-        with on_signals(stop.request):
+        with on_stop_signals(stop.request):
             meet(place, stop, str(problem))
     except UserError as error:
         Report.of(error, place.rank, None).write(place.environ)

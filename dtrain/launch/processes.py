@@ -34,7 +34,16 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from dtrain.base.errors import Stopped, StoppedAtStart, UserError
 from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
-from dtrain.launch.exits import ENDED, OutOfMemory, Report, WorkerFailed, cause_of, held_back, let_through, on_signals
+from dtrain.launch.exits import (
+    ENDED,
+    OutOfMemory,
+    Report,
+    WorkerFailed,
+    cause_of,
+    on_stop_signals,
+    stop_signals_blocked,
+    unblock_stop_signals,
+)
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import STOPPING, RunJob, open_log, redirect_to, run_rank
 from dtrain.parallel.mesh import StopFlag
@@ -88,7 +97,7 @@ def run_workers(job: RunJob, environ: Mapping[str, str]) -> None:
         signums.append(signum)
         os.write(2, STOPPING)
 
-    with job_directory() as directory, quiet_agent(environ), on_signals(on_stop_signal):
+    with job_directory() as directory, quiet_agent(environ), on_stop_signals(on_stop_signal):
         for attempt in range(launch.max_restarts + 1):
             failure = _run_attempt(job, directory, attempt, signums)
             if failure is None:
@@ -127,7 +136,7 @@ def _run_attempt(job: RunJob, directory: Path, attempt: int, signums: list[int])
     logs = DefaultLogsSpecs(log_dir=str(directory))
     ranks = RankProcesses("dtrain", sys.executable, arguments, environments, logs)
     try:
-        with held_back():
+        with stop_signals_blocked():
             ranks.start()
         failed = _wait(ranks, signums)
         ranks.close(signal.SIGTERM, SETTLE_SECONDS)
@@ -216,9 +225,9 @@ def work(directory: Path, place: RankPlace) -> None:
     stop = StopFlag()
     status = 0
     recipe = None
-    with on_signals(stop.request):
+    with on_stop_signals(stop.request):
         try:
-            let_through()
+            unblock_stop_signals()
             copy = directory / f"recipe-{place.rank}.yaml"
             recipe = with_origins_of(load_recipe(copy), settings["origins"])
             copy.unlink()

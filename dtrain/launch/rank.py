@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 from dtrain import __version__
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
-from dtrain.base.hardware import host_memory, total_memory
+from dtrain.base.hardware import free_host_memory, total_memory
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.exits import OutOfMemory, Report, log_file, on_signals
+from dtrain.launch.exits import OutOfMemory, Report, log_file, on_stop_signals
 from dtrain.launch.place import RankPlace
 from dtrain.recipe import Recipe
-from dtrain.recipe.world import AUTO, COMPILE, as_overrides, changed, choose_compile, open_keys, value_of
+from dtrain.recipe.world import AUTO, COMPILE, as_overrides, choose_compile, open_keys, replace_keys, value_of_key
 from dtrain.training import method_of
 
 if TYPE_CHECKING:
@@ -48,117 +48,16 @@ if TYPE_CHECKING:
 SEEN_SECONDS = 5.0  # timeout for a new file to become visible on every host
 
 # Keys that may differ between ranks: they change no number, or only one rank reads them.
-FREE = ("launch", "metrics", "data.cache_dir", "data.num_workers")
-
-
-def refuse_other_recipes(recipe: Recipe, place: RankPlace, store: "dist.Store") -> None:
-    """Raise UserError, on every rank, if a rank was started with another recipe than rank 0.
-
-    This comes before the process group, and before rank 0 decides the keys that are `auto`. That decision would hide a
-    key that another host sets, and a host whose recipe has no `auto` would not take part in it.
-
-    Collectives:
-        Through `store`: every rank sets one key and reads two.
-    """
-    prefix = f"recipe of attempt {place.attempt}"
-    if place.rank == 0:
-        salt = secrets.token_hex()
-        store.set(prefix, json.dumps([config.to_yaml(recipe), salt, _digests(recipe, salt)]))
-    first_yaml, salt, first_digests = json.loads(store.get(prefix))
-    problem = _difference(recipe, f"rank {place.rank} on {socket.gethostname()}", first_yaml, salt, first_digests)
-    store.set(f"{prefix}/{place.rank}", problem)
-    if place.rank == 0:
-        problems = [store.get(f"{prefix}/{rank}").decode() for rank in range(place.world_size)]
-        store.set(f"{prefix}/refusal", "\n".join(problem for problem in problems if problem))
-    refusal = store.get(f"{prefix}/refusal").decode()
-    if refusal:
-        raise UserError(refusal)
-
-
-def _difference(recipe: Recipe, name: str, first_yaml: str, salt: str, first_digests: Mapping[str, str]) -> str:
-    """Describe how a recipe differs from rank 0's, with a line for each key. Return an empty text if it does not.
-
-    Args:
-        recipe: This rank's recipe.
-        name: This rank and its host, for the message.
-        first_yaml: Rank 0's recipe, without its secrets.
-        salt: Random text that the digests were computed with.
-        first_digests: Digests of rank 0's secrets by key.
-    """
-    differences = config.diff(first_yaml, recipe)
-    for key, digest in _digests(recipe, salt).items():
-        if digest != first_digests.get(key):
-            differences.append((key, "a value that is not shown", "another"))
-    lines = []
-    for key, first_value, own_value in differences:
-        if not _is_free(key):
-            lines.append(f"\n  {key}: {first_value} on rank 0, {own_value} here")
-    if not lines:
-        return ""
-    return f"{name} was started with another recipe than rank 0; start every host with the same{''.join(lines)}"
-
-
-def _digests(recipe: Recipe, salt: str) -> dict[str, str]:
-    """Return salted digests of the recipe's secrets, which its YAML does not show, by key."""
-    values = config.redacted_values(recipe)
-    return {key: hashlib.sha256(f"{salt}{value}".encode()).hexdigest() for key, value in values.items()}
-
-
-def _is_free(key: str) -> bool:
-    """Return whether a key may differ between ranks."""
-    return any(key == name or key.startswith(f"{name}.") for name in FREE)
-
-
-def refuse_other_hosts(recipe: Recipe) -> None:
-    """Raise UserError, on every rank, if hosts have different versions, or do not share the run's directory.
-
-    Collectives:
-        Over all ranks, through the process group.
-    """
-    import torch  # the launcher, which imports this file, starts without it
-
-    from dtrain.base.ranks import Ranks
-
-    ranks = Ranks()
-    ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
-    _refuse_separate_directories(recipe.run.directory, ranks)
-
-
-def _refuse_separate_directories(run: Path, ranks: "Ranks") -> None:
-    """Check that every rank sees a file that rank 0 writes. Collective."""
-
-    def write() -> Path:
-        run.resolve().mkdir(parents=True, exist_ok=True)
-        path = run / f".seen-by-all-{secrets.token_hex(8)}"
-        path.touch()
-        return path
-
-    path = ranks.first(write)
-
-    def look() -> None:
-        until = time.monotonic() + SEEN_SECONDS
-        while not path.exists():
-            if time.monotonic() > until:
-                raise UserError(
-                    f"{ranks.me} does not see what rank 0 writes to {run}: set run.dir to a directory that all hosts "
-                    "share, under the same path; a checkpoint is written by all ranks"
-                )
-            time.sleep(0.1)
-
-    try:
-        ranks.every(look)
-    finally:
-        if ranks.is_first:
-            path.unlink(missing_ok=True)
-
+KEYS_THAT_MAY_DIFFER = ("launch", "metrics", "data.cache_dir", "data.num_workers")
 
 Train = Callable[[Recipe, "Runtime"], None]
-
 
 PlanBeside = Callable[[Recipe, int, str], AbstractContextManager[Any]]
 """(recipe, world size, device type) -> the run's plan, computed in a process of its own while the run starts.
 
 It is `commands.plan.background.PlannedPeak`."""
+
+STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
 @dataclass(frozen=True)
@@ -206,9 +105,6 @@ class Sizes:
     recipe: Recipe
     lines: tuple[str, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
-
-
-STOPPING = b"\nsaving and stopping; press Ctrl-C again to end at once, losing what is not saved\n"
 
 
 def run_rank(
@@ -270,10 +166,10 @@ def resolve_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tup
 
     The plan and the trainer read the value, so both compile or neither.
     """
-    if value_of(recipe, COMPILE) != AUTO:
+    if value_of_key(recipe, COMPILE) != AUTO:
         return recipe, ()
     choice = choose_compile(recipe, device.type)
-    chosen = changed(recipe, {COMPILE: choice.value})
+    chosen = replace_keys(recipe, {COMPILE: choice.value})
     if device.type != "cuda":
         return chosen, ()
     (setting,) = as_overrides({COMPILE: choice.value})
@@ -295,14 +191,14 @@ def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.dev
     sizing = None
     if is_open and device.type == "cpu":
         machine = machine_of(place.world_size, CPU, total_memory())
-        sizing = sizing_of_cpu(recipe, machine, host_memory(place.local_world_size))
+        sizing = sizing_of_cpu(recipe, machine, free_host_memory(place.local_world_size))
     is_wanted = device.type == "cuda" if recipe.metrics.plan == "auto" else bool(recipe.metrics.plan)
     if is_open and sizing is None and recipe.metrics.plan is not False:
         is_wanted = True
     has_cuda = torch.cuda.is_initialized()  # by an earlier run in this process: CUDA survives no fork
     if not is_wanted or has_cuda:
         return StartedPlan(is_open, sizing)
-    known = recipe if sizing is None else changed(recipe, sizing.values)
+    known = recipe if sizing is None else replace_keys(recipe, sizing.values)
     planned = stack.enter_context(job.plan(known, place.world_size, device.type))
     return StartedPlan(is_open, sizing, planned)
 
@@ -366,7 +262,7 @@ def choose_sizes(
     else:
         machine = machine_of(place.world_size, smallest.name, smallest.memory)
     free = min((device.free for device in devices if device.free is not None), default=None)
-    host = host_memory(place.local_world_size)
+    host = free_host_memory(place.local_world_size)
 
     def decide() -> Any:
         return plan.sizing or sizing_by_plan(recipe, machine, host, plan.planned, smallest, free)
@@ -470,7 +366,7 @@ def run_in_place(job: RunJob, place: RankPlace) -> None:
         if place.rank == 0:
             os.write(2, STOPPING)
 
-    with on_signals(on_stop_signal), reported_to_agent(job.recipe, place):
+    with on_stop_signals(on_stop_signal), reported_to_agent(job.recipe, place):
         if not place.meets_others:
             run_rank(job, place, choose_device(job.recipe.launch.device, place), stop)
             return
@@ -575,3 +471,106 @@ def redirect_to(log: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def refuse_other_recipes(recipe: Recipe, place: RankPlace, store: "dist.Store") -> None:
+    """Raise UserError, on every rank, if a rank was started with another recipe than rank 0.
+
+    This comes before the process group, and before rank 0 decides the keys that are `auto`. That decision would hide a
+    key that another host sets, and a host whose recipe has no `auto` would not take part in it.
+
+    Collectives:
+        Through `store`: every rank sets one key and reads two.
+    """
+    prefix = f"recipe of attempt {place.attempt}"
+    if place.rank == 0:
+        salt = secrets.token_hex()
+        store.set(prefix, json.dumps([config.to_yaml(recipe), salt, _secret_digests(recipe, salt)]))
+    first_yaml, salt, first_digests = json.loads(store.get(prefix))
+    problem = _recipe_difference(
+        recipe, f"rank {place.rank} on {socket.gethostname()}", first_yaml, salt, first_digests
+    )
+    store.set(f"{prefix}/{place.rank}", problem)
+    if place.rank == 0:
+        problems = [store.get(f"{prefix}/{rank}").decode() for rank in range(place.world_size)]
+        store.set(f"{prefix}/refusal", "\n".join(problem for problem in problems if problem))
+    refusal = store.get(f"{prefix}/refusal").decode()
+    if refusal:
+        raise UserError(refusal)
+
+
+def _recipe_difference(recipe: Recipe, name: str, first_yaml: str, salt: str, first_digests: Mapping[str, str]) -> str:
+    """Describe how a recipe differs from rank 0's, with a line for each key. Return an empty text if it does not.
+
+    Args:
+        recipe: This rank's recipe.
+        name: This rank and its host, for the message.
+        first_yaml: Rank 0's recipe, without its secrets.
+        salt: Random text that the digests were computed with.
+        first_digests: Digests of rank 0's secrets by key.
+    """
+    differences = config.diff(first_yaml, recipe)
+    for key, digest in _secret_digests(recipe, salt).items():
+        if digest != first_digests.get(key):
+            differences.append((key, "a value that is not shown", "another"))
+    lines = []
+    for key, first_value, own_value in differences:
+        if not _may_differ(key):
+            lines.append(f"\n  {key}: {first_value} on rank 0, {own_value} here")
+    if not lines:
+        return ""
+    return f"{name} was started with another recipe than rank 0; start every host with the same{''.join(lines)}"
+
+
+def _secret_digests(recipe: Recipe, salt: str) -> dict[str, str]:
+    """Return salted digests of the recipe's secrets, which its YAML does not show, by key."""
+    values = config.redacted_values(recipe)
+    return {key: hashlib.sha256(f"{salt}{value}".encode()).hexdigest() for key, value in values.items()}
+
+
+def _may_differ(key: str) -> bool:
+    """Return whether a key may differ between ranks."""
+    return any(key == name or key.startswith(f"{name}.") for name in KEYS_THAT_MAY_DIFFER)
+
+
+def refuse_other_hosts(recipe: Recipe) -> None:
+    """Raise UserError, on every rank, if hosts have different versions, or do not share the run's directory.
+
+    Collectives:
+        Over all ranks, through the process group.
+    """
+    import torch  # the launcher, which imports this file, starts without it
+
+    from dtrain.base.ranks import Ranks
+
+    ranks = Ranks()
+    ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
+    _refuse_separate_directories(recipe.run.directory, ranks)
+
+
+def _refuse_separate_directories(run: Path, ranks: "Ranks") -> None:
+    """Check that every rank sees a file that rank 0 writes. Collective."""
+
+    def write() -> Path:
+        run.resolve().mkdir(parents=True, exist_ok=True)
+        path = run / f".seen-by-all-{secrets.token_hex(8)}"
+        path.touch()
+        return path
+
+    path = ranks.first(write)
+
+    def look() -> None:
+        until = time.monotonic() + SEEN_SECONDS
+        while not path.exists():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{ranks.me} does not see what rank 0 writes to {run}: set run.dir to a directory that all hosts "
+                    "share, under the same path; a checkpoint is written by all ranks"
+                )
+            time.sleep(0.1)
+
+    try:
+        ranks.every(look)
+    finally:
+        if ranks.is_first:
+            path.unlink(missing_ok=True)

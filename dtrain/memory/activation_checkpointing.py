@@ -7,8 +7,8 @@ Under "selective" the results of matrix products, attention and reduce-scatters 
 recomputed. All-to-alls of tokens are sent again, because their results are as large as everything else that a mixture
 of experts stores. In a tile (`memory.tiles`) everything is recomputed.
 
-Two forms use the same table: `AS_WRITTEN` for layers that run as written, and `selective` for functions that
-torch.compile compiles, whose partitioner then decides within the table what the backward needs.
+Two forms use the same table: `UNCOMPILED_CONTEXTS` for layers that run as written, and `checkpoint_selectively` for
+functions that torch.compile compiles, whose partitioner then decides within the table what the backward needs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +26,36 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dtrain.models.common.decoder import Layer
 from dtrain.parallel.collectives import PARTS, WHOLES
 from dtrain.parallel.tensor import ParallelModel
+
+Contexts = Callable[[], tuple[Any, Any]]
+"""Function that returns the contexts of the forward and of the recomputation, as torch's `checkpoint` accepts it."""
+
+STORED = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        *PARTS,
+    }
+)
+"""Operations whose results are stored, in layers that run as written."""
+
+STORED_COMPILED = STORED | WHOLES
+"""Operations whose results may be stored in compiled parts.
+
+Results of all-gathers and all-reduces are among them, because the compiler does not store the products that they add
+up. In layers that run as written both would be stored, which takes more memory than no checkpointing at all.
+"""
+
+# Whether the running call computes a tile. torch calls a policy with an operation and its arguments only, so the flag
+# cannot be passed down. Like torch's grad mode it belongs to the running call of a thread, and to no model or layer.
+_is_in_tile = ContextVar("is_in_tile", default=False)
 
 
 def checkpoint_activations(
@@ -51,7 +81,7 @@ def checkpoint_activations(
     """
     options: dict[str, Any] = {"determinism_check": determinism_check}
     if kind == "selective":
-        options["context_fn"] = AS_WRITTEN
+        options["context_fn"] = UNCOMPILED_CONTEXTS
     if layers is None:
         layers = [*model.model.layers, *model.model.vision_layers]
     for layer in layers:
@@ -71,15 +101,6 @@ def _mlp_of(layer: nn.Module) -> nn.Module:
     return next(child for name, child in layer.named_children() if name.endswith("mlp"))
 
 
-Contexts = Callable[[], tuple[Any, Any]]
-"""Function that returns the contexts of the forward and of the recomputation, as torch's `checkpoint` accepts it."""
-
-
-# Whether the running call computes a tile. torch calls a policy with an operation and its arguments only, so the flag
-# cannot be passed down. Like torch's grad mode it belongs to the running call of a thread, and to no model or layer.
-_is_in_tile = ContextVar("is_in_tile", default=False)
-
-
 @contextmanager
 def storing_nothing() -> Iterator[None]:
     """Context in which checkpointed layers store no results, because a tile is computed that is recomputed anyway."""
@@ -88,30 +109,6 @@ def storing_nothing() -> Iterator[None]:
         yield
     finally:
         _is_in_tile.reset(token)
-
-
-KEPT = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.torch_attn._varlen_attn.default,
-        *PARTS,
-    }
-)
-"""Operations whose results are stored, in layers that run as written."""
-
-KEPT_COMPILED = KEPT | WHOLES
-"""Operations whose results may be stored in compiled parts.
-
-Results of all-gathers and all-reduces are among them, because the compiler does not store the products that they add
-up. In layers that run as written both would be stored, which takes more memory than no checkpointing at all.
-"""
 
 
 def _policy(kept: frozenset, context, operation, *args, **kwargs) -> CheckpointPolicy:
@@ -128,21 +125,23 @@ def _policy_outside_tiles(kept: frozenset, context, operation, *args, **kwargs) 
 
 # One object each, because torch.compile guards on the identity of the object.
 # The compiler calls the policy when it traces a part and not in each forward, so COMPILED must not depend on the call.
-COMPILED: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy, KEPT_COMPILED))
+COMPILED_CONTEXTS: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy, STORED_COMPILED))
 """Contexts of compiled parts, inside tiles or not."""
-AS_WRITTEN: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy_outside_tiles, KEPT))
+UNCOMPILED_CONTEXTS: Contexts = partial(create_selective_checkpoint_contexts, partial(_policy_outside_tiles, STORED))
 """Contexts of layers, or parts of layers, that run as written and may contain tiles: the argument `context_fn` of
 torch's `checkpoint`."""
 
 
-def selective(function: Callable[..., Any], contexts: Contexts = COMPILED, **options: Any) -> Callable[..., Any]:
+def checkpoint_selectively(
+    function: Callable[..., Any], contexts: Contexts = COMPILED_CONTEXTS, **options: Any
+) -> Callable[..., Any]:
     """Return `function` with selective checkpointing inside, to be compiled.
 
     The partitioner of torch.compile stores what the backward needs of the results that may be stored, and nothing else.
 
     Args:
         function: A part of a layer.
-        contexts: `COMPILED`, or `AS_WRITTEN` if the function is not compiled after all.
+        contexts: `COMPILED_CONTEXTS`, or `UNCOMPILED_CONTEXTS` if the function is not compiled after all.
         **options: Further arguments of torch's `checkpoint`.
     """
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from dtrain.base.compiled import Compiled
 from dtrain.base.compiled import obstacle as compiler_obstacle
-from dtrain.memory.activation_checkpointing import AS_WRITTEN, selective
+from dtrain.memory.activation_checkpointing import UNCOMPILED_CONTEXTS, checkpoint_selectively
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.recipe.schema import Train
 
@@ -68,7 +68,7 @@ def _compiled(part: Callable[..., Any], is_selective: bool = False) -> Compiled:
         part: The part.
         is_selective: Whether it has selective checkpointing inside.
     """
-    return Compiled(selective(part) if is_selective else part, NAME, NUM_VARYING_SIZES)
+    return Compiled(checkpoint_selectively(part) if is_selective else part, NAME, NUM_VARYING_SIZES)
 
 
 def compile_layers(
@@ -99,7 +99,7 @@ def compile_layers(
         if not layer.is_sparse:
             after = compile_part(layer.after, is_selective)
         elif is_selective:
-            after = selective(layer.after, AS_WRITTEN, determinism_check=determinism_check)
+            after = checkpoint_selectively(layer.after, UNCOMPILED_CONTEXTS, determinism_check=determinism_check)
         else:
             after = layer.after
         layer.regions = before, after

@@ -26,6 +26,14 @@ from dtrain.base.torch_functions import has_values
 from dtrain.parallel.fsdp import MasterTensor
 from dtrain.parallel.placement import chunk_bounds, cut_by, local_bounds, local_tensor, replace_local_tensor
 
+State = dict[str, Tensor]
+
+RING_BUFFERS = 3
+"""Buffers on the device."""
+
+_ALIGNMENT = 256
+"""Bytes; a tensor in a buffer begins at a multiple."""
+
 
 class HostMaster(MasterTensor):
     """Local tensor [local rows, ..] of a parameter whose float32 weights are in host memory.
@@ -106,15 +114,6 @@ def _largest_shard_size(parameter: DTensor) -> tuple[int, ...]:
     return largest, *(end - start for start, end in local_bounds(parameter)[1:])
 
 
-State = dict[str, Tensor]
-
-RING = 3
-"""Buffers on the device."""
-
-_ALIGNMENT = 256
-"""Bytes; a tensor in a buffer begins at a multiple."""
-
-
 @dataclass
 class _Buffer:
     """Buffer of the ring.
@@ -141,7 +140,7 @@ class StateOffloader:
         self.device = device
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
-        self._ring = [_Buffer() for _ in range(RING)]
+        self._ring = [_Buffer() for _ in range(RING_BUFFERS)]
 
     def for_each(self, parts: Sequence[State], update: Callable[[int, State], None]) -> None:
         """Call `update(index, copy)` for each part, and copy back what `update` has written.
@@ -153,10 +152,10 @@ class StateOffloader:
             update: Receives a part's index and copies of its tensors on the device, which it may use until it returns.
         """
         main = torch.cuda.current_stream(self.device)
-        self._allocate(_largest_size(parts))
-        arriving = [self._copy_in(index, part) for index, part in enumerate(parts[: RING - 1])]
+        self._allocate(_largest_part_size(parts))
+        arriving = [self._copy_in(index, part) for index, part in enumerate(parts[: RING_BUFFERS - 1])]
         for index, part in enumerate(parts):
-            buffer = self._ring[index % RING]
+            buffer = self._ring[index % RING_BUFFERS]
             copies = arriving.pop(0)
             main.wait_event(buffer.arrived)
             update(index, copies)
@@ -165,7 +164,7 @@ class StateOffloader:
                 for key, tensor in part.items():
                     tensor.copy_(copies[key], non_blocking=True)
                 buffer.left.record(self._out)
-            next_index = index + RING - 1
+            next_index = index + RING_BUFFERS - 1
             if next_index < len(parts):
                 arriving.append(self._copy_in(next_index, parts[next_index]))
         self._out.synchronize()
@@ -179,7 +178,7 @@ class StateOffloader:
 
     def _copy_in(self, index: int, part: State) -> State:
         """Begin to copy a part into its buffer, as soon as the buffer's last contents have left."""
-        buffer = self._ring[index % RING]
+        buffer = self._ring[index % RING_BUFFERS]
         assert buffer.memory is not None
         copies: State = {}
         end = 0
@@ -188,24 +187,24 @@ class StateOffloader:
             for key, tensor in part.items():
                 region = buffer.memory[end : end + tensor.nbytes]
                 copies[key] = region.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-                end += _aligned_size(tensor)
+                end += _aligned_bytes(tensor)
             buffer.arrived.record(self._in)
         return copies
 
 
 def ring_bytes(parts: Iterable[State]) -> int:
     """Return the bytes on the device of the ring for `parts`."""
-    return RING * _largest_size(parts)
+    return RING_BUFFERS * _largest_part_size(parts)
 
 
-def _largest_size(parts: Iterable[State]) -> int:
+def _largest_part_size(parts: Iterable[State]) -> int:
     """Return the bytes of a buffer that has room for any of `parts`."""
-    return max((_size(part) for part in parts), default=0)
+    return max((_part_size(part) for part in parts), default=0)
 
 
-def _size(part: State) -> int:
-    return sum(_aligned_size(tensor) for tensor in part.values())
+def _part_size(part: State) -> int:
+    return sum(_aligned_bytes(tensor) for tensor in part.values())
 
 
-def _aligned_size(tensor: Tensor) -> int:
+def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

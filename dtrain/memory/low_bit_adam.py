@@ -1,14 +1,14 @@
 """AdamW and Adam over weights and moments that are stored in fewer bits than the arithmetic has.
 
 A step reads a slice of rows in float32, updates them by `optim.adam.adam_update`, and stores them again, bfloat16
-weights rounded stochastically. If moments or float32 weights are in host memory, `host_memory` copies them to the
-device for the time of the slice's update.
+weights rounded stochastically. If moments or float32 weights are in host memory, `host_memory.StateOffloader` copies
+them to the device for the time of the slice's update.
 
-A moment is stored between two steps in float32, in bfloat16, or in int8 by blocks. `read` returns some rows in float32
-and `write` stores them again. Both see the same rows of each state tensor, as [rows, local_columns], or if the shard
-consists of full blocks as [rows, blocks, BLOCK_SIZE]. Values are rounded up or down at random
-(`optim.stochastic_rounding`). Rounded to the nearest, a moment that changes by less than half a step of its grid would
-never change. The caller passes the random bits.
+A moment is stored between two steps in float32, in bfloat16, or in int8 by blocks. `read_moment` returns some rows in
+float32 and `write_moment` stores them again. Both see the same rows of each state tensor, as [rows, local_columns], or
+if the shard consists of full blocks as [rows, blocks, BLOCK_SIZE]. Values are rounded up or down at random
+(`optim.local_shard`). Rounded to the nearest, a moment that changes by less than half a step of its grid would never
+change. The caller passes the random bits.
 
 int8 (after Dettmers et al., arXiv:2110.02861): a row of the full tensor is divided into blocks of `BLOCK_SIZE`
 elements, each with its largest magnitude ("scale") in float32. A first moment is stored as a signed code c from -127 to
@@ -58,7 +58,7 @@ _GRIDS = {torch.int8: (127, 2), torch.uint8: (255, 4)}
 State = dict[str, Tensor]
 
 
-def kind_of(name: str, size: torch.Size, state: str) -> str:
+def moment_kind(name: str, size: torch.Size, state: str) -> str:
     """Choose the storage of a parameter's moments, a key of `MOMENT_STORAGE`.
 
     Vectors, small tensors and embeddings (and heads that are tied to one) stay float32. They are a small share of the
@@ -147,7 +147,7 @@ class Int8Moment(PlainMoment):
             dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
 
 
-def read(rows: State, key: str, edges: tuple[int, int] = (0, 0)) -> Tensor:
+def read_moment(rows: State, key: str, edges: tuple[int, int] = (0, 0)) -> Tensor:
     """Return rows of a moment in the dtype of the arithmetic: the state itself if it has that dtype, else a copy.
 
     Args:
@@ -167,7 +167,7 @@ def read(rows: State, key: str, edges: tuple[int, int] = (0, 0)) -> Tensor:
     return values.mul_(_of_elements(rows[f"{key}_scale"], values, edges))
 
 
-def write(
+def write_moment(
     rows: State,
     key: str,
     values: Tensor,
@@ -249,7 +249,7 @@ MOMENT_STORAGE: dict[str, Callable[[LocalShard, str], PlainMoment]] = {
     "bfloat16": partial(PlainMoment, dtype=torch.bfloat16),
     "int8": Int8Moment,
 }
-"""Class of a moment by the name of its storage (`kind_of`)."""
+"""Class of a moment by the name of its storage (`moment_kind`)."""
 
 
 MASTER = "master"
@@ -268,7 +268,7 @@ class LowBitAdam(ShardOptimizer):
         groups: Parameter groups, with parameters that are plain tensors or DTensors.
         names: Name of each parameter, the same on every mesh. Random bits and the kind of the moments follow from it.
         seed: Seed of the random bits.
-        state: How moments are stored: float32, bfloat16 or int8. `low_bit_states.kind_of` has the exceptions.
+        state: How moments are stored: float32, bfloat16 or int8. `moment_kind` has the exceptions.
         lr: Learning rate.
         betas: Decay of the two moments.
         eps: Added to the denominator.
@@ -339,7 +339,7 @@ class LowBitAdam(ShardOptimizer):
                 self._allocate(parameter)
 
     def step_buffer_bytes(self) -> int:
-        """Override `ShardOptimizer.step_buffer_bytes`: the ring of `optimizer_offload`, for the state so far."""
+        """Override `ShardOptimizer.step_buffer_bytes`: the ring of `StateOffloader`, for the state so far."""
         return ring_bytes(part for parameter in self.state for part in self._parts_of(parameter))
 
     def is_fused_on(self, device_type: str) -> bool:
@@ -443,7 +443,7 @@ class _Layout:
     def of(cls, parameter: nn.Parameter, name: str, state: str) -> "_Layout":
         """Return the layout of a parameter under `optimizer.state` = `state`."""
         shard = LocalShard.of(parameter)
-        storage = MOMENT_STORAGE[kind_of(name, parameter.shape, state)]
+        storage = MOMENT_STORAGE[moment_kind(name, parameter.shape, state)]
         moments = tuple(storage(shard, key) for key in MOMENTS)
         first = moments[0]
         if not isinstance(first, Int8Moment):
@@ -525,7 +525,7 @@ def _step_rows(
     """
     masters = state.get(MASTER, weights)
     values = masters.to(torch.promote_types(masters.dtype, torch.float32))
-    moments = {key: read(state, key, edges) for key in MOMENTS}
+    moments = {key: read_moment(state, key, edges) for key in MOMENTS}
     adam_update(values, gradient.to(values.dtype), moments["exp_avg"], moments["exp_avg_sq"], scalars)
 
     stored = [masters, *(state[key] for key in MOMENTS)]
@@ -537,7 +537,7 @@ def _step_rows(
             masters.copy_(round_bfloat16(values, bits))
         for key, shift in zip(MOMENTS, (16, 40), strict=True):
             if state[key].dtype in _LOW_BIT_DTYPES:
-                write(state, key, moments[key], bits >> shift, edges, all_reduce_scales)
+                write_moment(state, key, moments[key], bits >> shift, edges, all_reduce_scales)
     if masters is not weights:
         weights.copy_(values)
 

@@ -22,7 +22,7 @@ from dtrain.data.formats.labels import Label
 from dtrain.data.rows.rows import GlobalBatch, Rows
 from dtrain.methods.method import Method, RunContext
 from dtrain.policy import Policy
-from dtrain.policy.other_models import at_the_ends
+from dtrain.policy.other_models import with_targets_at_ends
 from dtrain.policy.score import LogprobSource, Loss
 
 HEAD = "score"
@@ -124,7 +124,7 @@ class RewardMethod(Method):
         chosen one."""
         samples, column = self._rows[split].samples, self.label().column
         values = [value for index in rows.samples for value in self._targets(samples.row(index)["columns"][column])]
-        return at_the_ends(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
+        return with_targets_at_ends(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
 
     def _targets(self, value: float) -> tuple[float, ...]:
         """Return the target of each document of a sample."""
@@ -132,7 +132,7 @@ class RewardMethod(Method):
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         if "targets" not in batch:  # a plan's
-            batch = at_the_ends(batch, torch.zeros(documents(batch), dtype=torch.float64), self._pad)
+            batch = with_targets_at_ends(batch, torch.zeros(documents(batch), dtype=torch.float64), self._pad)
         return batch, self.loss
 
     def loss(

@@ -49,7 +49,7 @@ class SftMethod(Method):
         """Check `sft.loss`, its options and label smoothing."""
         section = self.section
         if section.loss not in LOSSES:
-            hint = spelling.hint("sft.loss", section.loss, LOSSES)
+            hint = spelling.value_hint("sft.loss", section.loss, LOSSES)
             return [Problem("sft.loss", f"sft.loss={section.loss} is not a loss of tokens{hint}")]
         named, errors = LOSSES[section.loss], []
         for name, value in section.kwargs.items():

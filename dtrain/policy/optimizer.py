@@ -4,7 +4,7 @@ This is the one place that attaches the optional parts of `memory/` to the updat
 recipes that use them; a plain recipe is stepped by torch's own class.
 
     LowBitAdam          low-bit moments, bfloat16 weights, or optimizer state in host memory
-    host_masters        float32 weights in host memory next to that state
+    HostMaster          float32 weights in host memory next to that state
     GradientSums        bfloat16 gradients that are reduced after each micro-batch
 """
 

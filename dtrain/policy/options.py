@@ -1,7 +1,7 @@
 """Options of a policy: the sections of a recipe that it reads, its dtypes, and how its model is built.
 
-`BuildOptions` has what a recipe does not say; a plain run uses its defaults. `Precision` has the dtypes of weights, of
-the computation in layers, and of the reduction of gradients.
+`PolicyConfig` lists the sections. `BuildOptions` has what a recipe does not say; a plain run uses its defaults.
+`Precision` has the dtypes of weights, of the computation in layers, and of the reduction of gradients.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,9 @@ from dtrain.recipe.schema import Data, Lora, Model, Moe, Optimizer, Parallel, Ru
 
 if TYPE_CHECKING:
     from dtrain.memory.activation_offload import HostMemory
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 @runtime_checkable
@@ -44,7 +47,7 @@ class CompilePart(Protocol):
 
         Args:
             part: Function of tensors.
-            is_selective: Whether it has selective checkpointing inside (`memory.selective_checkpointing`).
+            is_selective: Whether it has selective checkpointing inside (`checkpoint_selectively`).
         """
         ...
 
@@ -81,9 +84,6 @@ class BuildOptions:
     determinism_check: str = "default"
     step_local_shards: bool = False
     longest_row: int | None = None
-
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)

@@ -67,31 +67,6 @@ class Teacher:
             return self.model.with_head(at_head, inputs.input_ids, inputs.context.of_another_model())
 
 
-def build_frozen(policy: Policy, path: str, config: ModelConfig) -> CausalLM:
-    """Build another model on the mesh of a policy, frozen, in the dtype of computation.
-
-    Args:
-        policy: The policy, whose recipe and options decide how the model is laid out.
-        path: Directory of the model.
-        config: Its config.
-
-    Collectives:
-        Those of `build_model`.
-    """
-    recipe, compute = policy.recipe, policy.precision.compute
-    own = replace(
-        recipe,
-        model=Model(path=path),
-        train=replace(recipe.train, activation_checkpointing="none", vision="frozen", train_only=[], freeze=[]),
-        parallel=replace(recipe.parallel, reshard_after_forward=True),
-        lora=None,
-    )
-    precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
-    options = replace(policy.options, longest_row=None)
-    model = build_model(own, config, policy.mesh, precision, policy.device, options)
-    return model.eval().requires_grad_(False)
-
-
 class RewardModel:
     """Classifier of one output, read from `path`, that scores prompts and their completions. Collective.
 
@@ -120,12 +95,12 @@ class RewardModel:
         for a score that is NaN, or too large to compute with."""
         policy = self._policy
         mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
-        rows = [_row(self._ids(prompts[index], completions[index])) for index in mine]
+        rows = [_document_row(self._ids(prompts[index], completions[index])) for index in mine]
         own_scores = torch.zeros(len(rows), dtype=torch.float64)
         batches, plan = micro_batches(collate(rows), self._batching, len(rows), policy.mesh.dp)
         with torch.no_grad():
             for index, batch in enumerate(batches):
-                scored = at_the_ends(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
+                scored = with_targets_at_ends(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
                 scores = self._scorer.at_head(scored, lambda source, _: source.scores())
                 if index < len(plan):
                     own_scores[plan[index]] = scores[:, 0].double().cpu()
@@ -152,7 +127,7 @@ class RewardModel:
         return ids[-self._encoder.max_length :]
 
 
-def _row(ids: list[int]) -> dict[str, Tensor]:
+def _document_row(ids: list[int]) -> dict[str, Tensor]:
     tokens = torch.tensor(ids)
     return {
         "input_ids": tokens,
@@ -162,7 +137,7 @@ def _row(ids: list[int]) -> dict[str, Tensor]:
     }
 
 
-def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
+def with_targets_at_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
     """Return the batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where
     all are), and `values` [documents] there as the stream `targets`. On the host."""
     ids, positions = document_ids(batch), torch.arange(batch["input_ids"].numel())
@@ -175,3 +150,28 @@ def at_the_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
     labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
     targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
     return {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
+
+
+def build_frozen(policy: Policy, path: str, config: ModelConfig) -> CausalLM:
+    """Build another model on the mesh of a policy, frozen, in the dtype of computation.
+
+    Args:
+        policy: The policy, whose recipe and options decide how the model is laid out.
+        path: Directory of the model.
+        config: Its config.
+
+    Collectives:
+        Those of `build_model`.
+    """
+    recipe, compute = policy.recipe, policy.precision.compute
+    own = replace(
+        recipe,
+        model=Model(path=path),
+        train=replace(recipe.train, activation_checkpointing="none", vision="frozen", train_only=[], freeze=[]),
+        parallel=replace(recipe.parallel, reshard_after_forward=True),
+        lora=None,
+    )
+    precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
+    options = replace(policy.options, longest_row=None)
+    model = build_model(own, config, policy.mesh, precision, policy.device, options)
+    return model.eval().requires_grad_(False)

@@ -29,7 +29,7 @@ from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import Sharding
 from dtrain.parallel.mesh import Mesh, Runtime
 from dtrain.policy.batching import Batching, Fixed, MicroBatch, StepRows, all_reduced, micro_batches, scatter, take
-from dtrain.policy.build import build_model, offloads
+from dtrain.policy.build import build_model, offloads_parameters
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.optimizer import build_gradient_sums, build_updater, offloads_optimizer
@@ -121,7 +121,7 @@ class Policy:
             holds_base=recipe.model.init == "scratch",
         )
         self.offloader = PolicyOffloader(
-            model, device, keeps_parameters=offloads(recipe, device), keeps_state=is_on_host
+            model, device, keeps_parameters=offloads_parameters(recipe, device), keeps_state=is_on_host
         )
         self.weights = WeightSender(model, self.sharding, rank, device, self.precision.compute)
         self.monitor = DeviceMonitor(rank, device)

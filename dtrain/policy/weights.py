@@ -31,10 +31,93 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import Sharding, masters_of, on_device
 from dtrain.parallel.placement import bytes_of, local_bounds
 
-Info = dict[str, tuple[torch.Size, torch.dtype]]
+WeightInfo = dict[str, tuple[torch.Size, torch.dtype]]
 BUCKET_BYTES = 1 << 28  # of one message; a tensor beyond it is a bucket of its own
-GROUP = "weights"
-MEETING = timedelta(minutes=5)
+WEIGHT_GROUP = "weights"
+MEETING_TIMEOUT = timedelta(minutes=5)
+
+
+class WeightSender:
+    """Sender of the weights of `model`, which every rank has on its `device`; dtype: where none is asked for. Every
+    rank calls each function: the shards are gathered."""
+
+    def __init__(self, model: CausalLM, sharding: Sharding, rank: int, device: torch.device, dtype: torch.dtype):
+        self._model, self._sharding = model, sharding
+        self._rank, self._device, self._dtype = rank, device, dtype
+        self._ipc_dtype: torch.dtype | None = None  # after `prepare_weights_for_ipc`
+        self.close()
+
+    def close(self) -> None:
+        """Leave the receivers of `init_collective` and let go of shared weights."""
+        self._receivers: Any = None  # their process group, on rank 0, after `init_collective`
+        self._shared: dict[str, Tensor] = {}
+
+    def prepare_refit_info(self, dtype: torch.dtype | None = None) -> WeightInfo:
+        """Return name → (shape, dtype) of the tensors that will be sent, in order, tied weights once; what must keep
+        its precision is sent in float32 at least. No collective."""
+        from dtrain.checkpoint.huggingface.merged import whole_weights, widen_exact  # training needs none of it
+
+        dtype = dtype or self._dtype
+        return {
+            name: (weight.shape, widen_exact(dtype, weight.exact))
+            for name, weight in whole_weights(self._model).items()
+        }
+
+    @torch.no_grad()
+    def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
+        """Yield (name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
+        `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
+        from dtrain.checkpoint.huggingface.merged import whole_weights, widen_exact
+
+        self._sharding.reshard()
+        dtype = dtype or self._dtype
+        weights = whole_weights(self._model)
+        for name in weights if names is None else names:
+            yield name, weights[name].read(widen_exact(dtype, weights[name].exact)).to(self._device)
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Connect to `world_size` − 1 receivers at ip:port, where rank 0 listens; other ranks return at once.
+
+        Waits until all are there, at most five minutes. gloo where the device is a CPU, else nccl.
+        """
+        self._receivers = None
+        if self._rank == 0:
+            self._receivers = weight_group(ip, port, 0, world_size, self._device)
+
+    def broadcast_weights_for_collective(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Send every weight to the receivers, in buckets of about `bucket_bytes`, a number that they must know.
+
+        Collective over the run, whose shards are gathered; one broadcast per bucket. RuntimeError before
+        `init_collective`.
+        """
+        receivers = self._receivers
+        if self._rank == 0 and receivers is None:
+            raise RuntimeError("broadcast_weights_for_collective needs init_collective first")
+        for names in split_into_buckets(self.prepare_refit_info(dtype), bucket_bytes):
+            full = [tensor for _, tensor in self.full_tensors(dtype, names)]
+            if receivers is not None:
+                receivers.broadcast(flatten_bucket(full), 0).wait()
+
+    def prepare_weights_for_ipc(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> list[list[str]]:
+        """Return the buckets of names to ask `get_weights_ipc_handles` for, one after the other. No collective."""
+        self._ipc_dtype = dtype or self._dtype
+        return split_into_buckets(self.prepare_refit_info(self._ipc_dtype), bucket_bytes)
+
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple]:
+        """Return name → (function, arguments) that rebuild the full tensor in another process of this host: CUDA IPC on
+        a GPU, shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
+
+        The tensors live until the next call; the receiver copies what it keeps. Collective. RuntimeError before
+        `prepare_weights_for_ipc`.
+        """
+        if self._ipc_dtype is None:
+            raise RuntimeError("get_weights_ipc_handles needs prepare_weights_for_ipc first")
+        self._shared = dict(self.full_tensors(self._ipc_dtype, keys))
+        return {name: reduce_tensor(tensor) for name, tensor in self._shared.items()}
 
 
 class WeightReceiver:
@@ -48,19 +131,19 @@ class WeightReceiver:
         world_size: int,
         device: torch.device | str = "cpu",
         *,
-        name: str = GROUP,
-        wait: timedelta = MEETING,
+        name: str = WEIGHT_GROUP,
+        wait: timedelta = MEETING_TIMEOUT,
     ):
         self.device = torch.device(device)
         self._group = weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
 
-    def receive(self, info: Info, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, info: WeightInfo, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor [..]) for all of `info` (the sender's `prepare_refit_info`), in its shape. One broadcast
         per bucket, whose tensors share one memory: copy what is kept."""
-        for names in buckets(info, bucket_bytes):
+        for names in split_into_buckets(info, bucket_bytes):
             yield from self.receive_bucket({name: info[name] for name in names})
 
-    def receive_bucket(self, info: Info) -> Iterator[tuple[str, Tensor]]:
+    def receive_bucket(self, info: WeightInfo) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
         Raises RuntimeError where the sender is gone."""
         sizes = [nbytes(*info[name]) for name in info]
@@ -71,29 +154,6 @@ class WeightReceiver:
             yield name, (piece if is_aligned else piece.clone()).view(dtype).view(shape)
 
 
-def buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most: int) -> list[list[str]]:
-    """Return the names in their order, cut so that each part has at most `most` bytes or one tensor."""
-    parts: list[list[str]] = []
-    free = 0
-    for name, (shape, dtype) in info.items():
-        size = nbytes(shape, dtype)
-        if not parts or size > free:
-            parts.append([])
-            free = most
-        parts[-1].append(name)
-        free -= size
-    return parts
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one message, [bytes] uint8, of a bucket's tensors."""
-    return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
-
-
-def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
 def weight_group(
     ip: str,
     port: int,
@@ -101,8 +161,8 @@ def weight_group(
     world_size: int,
     device: torch.device,
     *,
-    name: str = GROUP,
-    wait: timedelta = MEETING,
+    name: str = WEIGHT_GROUP,
+    wait: timedelta = MEETING_TIMEOUT,
 ) -> Any:
     """Return a process group beside the run's own, unknown to torch.distributed's functions: gloo on a CPU, else nccl.
 
@@ -130,84 +190,27 @@ def weight_group(
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-class WeightSender:
-    """Sender of the weights of `model`, which every rank has on its `device`; dtype: where none is asked for. Every
-    rank calls each function: the shards are gathered."""
+def split_into_buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most: int) -> list[list[str]]:
+    """Return the names in their order, cut so that each part has at most `most` bytes or one tensor."""
+    parts: list[list[str]] = []
+    free = 0
+    for name, (shape, dtype) in info.items():
+        size = nbytes(shape, dtype)
+        if not parts or size > free:
+            parts.append([])
+            free = most
+        parts[-1].append(name)
+        free -= size
+    return parts
 
-    def __init__(self, model: CausalLM, sharding: Sharding, rank: int, device: torch.device, dtype: torch.dtype):
-        self._model, self._sharding = model, sharding
-        self._rank, self._device, self._dtype = rank, device, dtype
-        self._ipc_dtype: torch.dtype | None = None  # after `prepare_weights_for_ipc`
-        self.close()
 
-    def close(self) -> None:
-        """Leave the receivers of `init_collective` and let go of shared weights."""
-        self._receivers: Any = None  # their process group, on rank 0, after `init_collective`
-        self._shared: dict[str, Tensor] = {}
+def flatten_bucket(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one message, [bytes] uint8, of a bucket's tensors."""
+    return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
-    def prepare_refit_info(self, dtype: torch.dtype | None = None) -> Info:
-        """Return name → (shape, dtype) of the tensors that will be sent, in order, tied weights once; what must keep
-        its precision is sent in float32 at least. No collective."""
-        from dtrain.checkpoint.huggingface.merged import whole_weights, wider  # training needs none of it
 
-        dtype = dtype or self._dtype
-        return {name: (weight.shape, wider(dtype, weight.exact)) for name, weight in whole_weights(self._model).items()}
-
-    @torch.no_grad()
-    def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
-        """Yield (name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
-        `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
-        from dtrain.checkpoint.huggingface.merged import whole_weights, wider
-
-        self._sharding.reshard()
-        dtype = dtype or self._dtype
-        weights = whole_weights(self._model)
-        for name in weights if names is None else names:
-            yield name, weights[name].read(wider(dtype, weights[name].exact)).to(self._device)
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Connect to `world_size` − 1 receivers at ip:port, where rank 0 listens; other ranks return at once.
-
-        Waits until all are there, at most five minutes. gloo where the device is a CPU, else nccl.
-        """
-        self._receivers = None
-        if self._rank == 0:
-            self._receivers = weight_group(ip, port, 0, world_size, self._device)
-
-    def broadcast_weights_for_collective(
-        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        """Send every weight to the receivers, in buckets of about `bucket_bytes`, a number that they must know.
-
-        Collective over the run, whose shards are gathered; one broadcast per bucket. RuntimeError before
-        `init_collective`.
-        """
-        receivers = self._receivers
-        if self._rank == 0 and receivers is None:
-            raise RuntimeError("broadcast_weights_for_collective needs init_collective first")
-        for names in buckets(self.prepare_refit_info(dtype), bucket_bytes):
-            full = [tensor for _, tensor in self.full_tensors(dtype, names)]
-            if receivers is not None:
-                receivers.broadcast(flatten(full), 0).wait()
-
-    def prepare_weights_for_ipc(
-        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> list[list[str]]:
-        """Return the buckets of names to ask `get_weights_ipc_handles` for, one after the other. No collective."""
-        self._ipc_dtype = dtype or self._dtype
-        return buckets(self.prepare_refit_info(self._ipc_dtype), bucket_bytes)
-
-    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple]:
-        """Return name → (function, arguments) that rebuild the full tensor in another process of this host: CUDA IPC on
-        a GPU, shared memory on a CPU. Send them by `multiprocessing.reduction.ForkingPickler`.
-
-        The tensors live until the next call; the receiver copies what it keeps. Collective. RuntimeError before
-        `prepare_weights_for_ipc`.
-        """
-        if self._ipc_dtype is None:
-            raise RuntimeError("get_weights_ipc_handles needs prepare_weights_for_ipc first")
-        self._shared = dict(self.full_tensors(self._ipc_dtype, keys))
-        return {name: reduce_tensor(tensor) for name, tensor in self._shared.items()}
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import Batch
-from dtrain.base.hardware import free_memory
+from dtrain.base.hardware import free_device_memory
 from dtrain.base.randomness import key
 from dtrain.models.building import fill_normal
 from dtrain.models.common.config import ModelConfig
@@ -265,7 +265,7 @@ class DTensorPolicyWorker(Policy):
     def get_free_memory_bytes(self) -> int:
         """Return the bytes that other tensors may take on this rank's device: four fifths of what is free, of a CPU a
         share of its memory."""
-        return free_memory(self.device, self.runtime.world_size)
+        return free_device_memory(self.device, self.runtime.world_size)
 
     def get_gpu_info(self) -> dict[str, Any]:
         """Return this rank's numbers and device under NeMo-RL's keys, memory in MiB, 0 on a CPU.

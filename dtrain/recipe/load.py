@@ -162,12 +162,12 @@ def _read(path: Path, sections: Mapping[str, type]) -> dict:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
-        hint = spelling.pasted(" ".join(near)) or spelling.of_yaml(error.problem)
+        hint = spelling.pasted_character_hint(" ".join(near)) or spelling.yaml_hint(error.problem)
         raise UserError(f"{path}{line} is not YAML: {error.problem or error.context}{hint}") from error
     except RecursionError:  # called from deep in another program
         raise UserError(f"{path} is not a recipe: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.of_yaml(error)}") from error
+        raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.yaml_hint(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
     return _as_typed(recipe_type(sections, config), _tree(config), typed)
@@ -210,7 +210,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         word = key.lstrip("-").partition(":")[0]
-        answer = spelling.answer(word) if word not in keys(kind.method_sections) else None
+        answer = spelling.answer_to_unknown_key(word) if word not in keys(kind.method_sections) else None
         wrong = f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
         problems.append(Problem(word, wrong + (f"; {word}: {answer}" if answer else "")))
         return

@@ -111,7 +111,7 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
     kinds = kinds_of(hint)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, Mapping) and (
-        stuck := [name for name, inner in value.items() if inner is None and spelling.stuck(name)]
+        stuck := [name for name, inner in value.items() if inner is None and spelling.lacks_blank(name)]
     ):
         return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
     fitting = "none" if value is None and "none" in choices else _converted(value, kinds)
@@ -119,18 +119,18 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
         setattr(section, key, fitting)
         return []
     if choices:
-        near = spelling.meant(re.sub(r"\[\d+\]", "", dotted), value)
+        near = spelling.our_word_for(re.sub(r"\[\d+\]", "", dotted), value)
         hint = "" if near else spelling.method_hint(dotted, value)
         near = near or nearest(str(value), choices)
         if not hint:
-            hint = spelling.pasted(value)  # a pasted character explains more than a near name
+            hint = spelling.pasted_character_hint(value)  # a pasted character explains more than a near name
         if not hint and near:
             hint = f"; did you mean {near}?"
         return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
-    if alias := spelling.meant(re.sub(r"\[\d+\]", "", dotted), value):
-        return [f"{dotted}={ranges.shown(value)} must be {spelling.needed(kinds)}: {alias}"]
+    if alias := spelling.our_word_for(re.sub(r"\[\d+\]", "", dotted), value):
+        return [f"{dotted}={ranges.shown(value)} must be {spelling.type_description(kinds)}: {alias}"]
     hint = _hint_for(value, kinds, getattr(section, key, None))
-    return [f"{dotted}={ranges.shown(value)} must be {spelling.needed(kinds)}{hint}"]
+    return [f"{dotted}={ranges.shown(value)} must be {spelling.type_description(kinds)}{hint}"]
 
 
 def _converted(value: Any, kinds: list) -> Any:
@@ -195,16 +195,16 @@ def _not_a_section_text(
     wanted += f"a list of mappings with the keys {', '.join(get_type_hints(entry))}" if entry else ""
     wanted += f": write {dotted}={{}} for their defaults, or null for none" if section and is_optional else ""
     hints = get_type_hints(section) if section else {}
-    if plain and spelling.share(value):
-        return f"{dotted}={value} must be {plain.partition(',')[0]}{spelling.share(value)}"
-    if isinstance(value, str) and spelling.stuck(value):
+    if plain and spelling.percent_hint(value):
+        return f"{dotted}={value} must be {plain.partition(',')[0]}{spelling.percent_hint(value)}"
+    if isinstance(value, str) and spelling.lacks_blank(value):
         return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
     leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
-    text = spelling.meant(f"{dotted}.{leaf}", value) or value
+    text = spelling.our_word_for(f"{dotted}.{leaf}", value) or value
     meant = f"; write {dotted}.{leaf}={text}" if isinstance(value, str) and leaf else ""
     if entry and not section and isinstance(value, str):
         first = next(iter(get_type_hints(entry)))
-        meant = f"; write {dotted}=[{{{first}: {spelling.meant(f'{dotted}.{first}', value) or value}}}]"
+        meant = f"; write {dotted}=[{{{first}: {spelling.our_word_for(f'{dotted}.{first}', value) or value}}}]"
     if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
         return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
     return f"{dotted}={ranges.shown(value)}: {dotted} is {wanted}{meant}"
@@ -213,10 +213,10 @@ def _not_a_section_text(
 def _hint_for(value: Any, kinds: list, usual: Any) -> str:
     """Return the hint for a refused `value`, where the cause is known; usual: the setting's own value."""
     hints = (
-        spelling.pasted(value),
-        spelling.in_number(value, kinds),
-        spelling.share(value),
-        spelling.in_list(value, kinds, usual),
+        spelling.pasted_character_hint(value),
+        spelling.number_hint(value, kinds),
+        spelling.percent_hint(value),
+        spelling.list_hint(value, kinds, usual),
     )
     return next(filter(None, hints), "")
 
@@ -224,24 +224,25 @@ def _hint_for(value: Any, kinds: list, usual: Any) -> str:
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[Problem]:
     """Return the problems of an unknown key, or of the keys in an unknown section."""
     word = dotted.removeprefix(prefix)
-    if value is None and spelling.stuck(word):
+    if value is None and spelling.lacks_blank(word):
         key, _, text = word.partition(":")
         text = f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"
         return [Problem(dotted, text)]
     inner = flat(value, f"{dotted}.") if isinstance(value, Mapping) else {}
-    known = spelling.answer(dotted)
+    known = spelling.answer_to_unknown_key(dotted)
     # A pasted character that only looks like a letter has a hint of its own below.
-    if known is None and not prefix and inner and not spelling.pasted(word):
+    if known is None and not prefix and inner and not spelling.pasted_character_hint(word):
         section = nearest(word, list(dict.fromkeys([*siblings, *sections])))
         moved = _in_section(inner, dotted, section, keys(sections))
         if moved:
             return moved
     text = f"{dotted}: {known}"
     if known is None:
-        text = f"{dotted} is no key of a recipe{spelling.pasted(word)}{_near(word, prefix, siblings, sections)}"
+        hint = spelling.pasted_character_hint(word)
+        text = f"{dotted} is no key of a recipe{hint}{_near(word, prefix, siblings, sections)}"
     problems = [Problem(dotted, text)]
     for key in inner:
-        answer = spelling.answer(key)
+        answer = spelling.answer_to_unknown_key(key)
         if answer is not None:
             problems.append(Problem(key, f"{key}: {answer}"))
     return problems
@@ -284,8 +285,8 @@ def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, ty
         same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
     if near or same:
         return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
-    if not prefix and (theirs := nearest(word, spelling.OURS)):
-        return f"; did you mean {theirs}? dtrain's word for it is {spelling.OURS[theirs]}"
+    if not prefix and (theirs := nearest(word, spelling.OUR_KEYS)):
+        return f"; did you mean {theirs}? dtrain's word for it is {spelling.OUR_KEYS[theirs]}"
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 
 

@@ -25,13 +25,15 @@ _NEEDED = {
 }
 _PASTED = {copy: character for character, copies in _HINTS["look_alikes"].items() for copy in copies}
 
+_ALIASES = tomllib.loads(Path(__file__).with_name("key_aliases.toml").read_text(encoding="utf-8"))
 
-def of_yaml(problem: Any) -> str:
+
+def yaml_hint(problem: Any) -> str:
     """Return the hint for a problem that the YAML parser reports."""
     return next((fix for part, fix in _HINTS["yaml"].items() if part in str(problem)), "")
 
 
-def pasted(text: Any) -> str:
+def pasted_character_hint(text: Any) -> str:
     """Return the hint for a text with a character that looks like one of the keyboard's and is another."""
     if not isinstance(text, str):
         return ""
@@ -44,7 +46,7 @@ def pasted(text: Any) -> str:
     return ""
 
 
-def in_number(value: Any, kinds: list) -> str:
+def number_hint(value: Any, kinds: list) -> str:
     """Return the hint for a number that is written with a comma in it or behind it, or with a second =."""
     if not isinstance(value, str) or not {int, float} & {*kinds}:
         return ""
@@ -56,7 +58,7 @@ def in_number(value: Any, kinds: list) -> str:
     return ": leave out the comma" if is_left_out else f": write {value.replace(',', '.')}"
 
 
-def in_list(value: Any, kinds: list, usual: Any) -> str:
+def list_hint(value: Any, kinds: list, usual: Any) -> str:
     """Return the hint for a list that is written without its brackets; usual: the setting's own value, which shows how
     many numbers it takes."""
     if isinstance(usual, list) and len(usual) > 1 and isinstance(value, int | float) and not isinstance(value, bool):
@@ -66,18 +68,18 @@ def in_list(value: Any, kinds: list, usual: Any) -> str:
     return "" if isinstance(value, bool) else f": write [{', '.join(re.split(r'[, ]+', str(value)))}]"
 
 
-def share(value: Any) -> str:
+def percent_hint(value: Any) -> str:
     """Return the hint for a share that is written in percent."""
     is_percent = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value)
     return f": write {float(value[:-1]) / 100:g}" if is_percent else ""
 
 
-def stuck(word: Any) -> bool:
+def lacks_blank(word: Any) -> bool:
     """Return whether `word` is a key and its value, without the blank between them that YAML wants."""
     return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
 
 
-def needed(kinds: list) -> str:
+def type_description(kinds: list) -> str:
     """Return the description of a type by its alternatives `kinds`, such as "text or null"."""
     names = []
     for kind in kinds:
@@ -91,47 +93,44 @@ def needed(kinds: list) -> str:
     return " or ".join(names)
 
 
-_ALIASES = tomllib.loads(Path(__file__).with_name("key_aliases.toml").read_text(encoding="utf-8"))
-
-
 def by_word(table: dict[str, str]) -> dict[str, str]:
     """Return text by word, of a table from a text to words with blanks between them."""
     return {word: text for text, words in table.items() for word in words.split()}
 
 
-OURS = by_word(_ALIASES["keys"])
+OUR_KEYS = by_word(_ALIASES["keys"])
 NEEDLESS = by_word(_ALIASES["needless"])
 NOT_YET = by_word(_ALIASES["not_yet"])
-FAMILIES = by_word(_ALIASES["families"])  # beginnings of words
-METHODS = by_word(_ALIASES["methods"])  # words for a method, where a loss is asked for
-VALUES = {key: by_word(table) for key, table in _ALIASES["values"].items()}  # of a key: our value by word
+KEY_FAMILIES = by_word(_ALIASES["families"])  # beginnings of words
+METHODS_BY_LOSS = by_word(_ALIASES["methods"])  # words for a method, where a loss is asked for
+VALUES_BY_KEY = {key: by_word(table) for key, table in _ALIASES["values"].items()}  # of a key: our value by word
 
 
-def answer(key: str) -> str | None:
+def answer_to_unknown_key(key: str) -> str | None:
     """Return the answer to the unknown `key`, with dots or without; None where dtrain has no answer of its own."""
-    parts = _parts(key)
+    parts = _key_parts(key)
     for word in (".".join(parts[-2:]), parts[-1]):
-        if word in OURS:
-            return f"dtrain's word for it is {OURS[word]}"
+        if word in OUR_KEYS:
+            return f"dtrain's word for it is {OUR_KEYS[word]}"
         if word in NEEDLESS:
             return f"dtrain needs no key for it: {NEEDLESS[word]}"
         if word in NOT_YET:
             return f"dtrain does not have this yet: {NOT_YET[word]}"
-    family = next((word for prefix, word in FAMILIES.items() if parts[-1].startswith(prefix)), None)
-    return answer(family) if family else None
+    family = next((word for prefix, word in KEY_FAMILIES.items() if parts[-1].startswith(prefix)), None)
+    return answer_to_unknown_key(family) if family else None
 
 
-def meant(key: str, value: Any) -> str | None:
+def our_word_for(key: str, value: Any) -> str | None:
     """Return our word for a `value` of `key` as other tools or people say it, with its remark; None where unknown."""
-    return VALUES.get(key, {}).get(str(value).lower())
+    return VALUES_BY_KEY.get(key, {}).get(str(value).lower())
 
 
-def hint(key: str, value: str, known: Collection[str]) -> str:
+def value_hint(key: str, value: str, known: Collection[str]) -> str:
     """Return the end of a refusal of `value` at `key`.
 
     It names the value that was meant, the method that `value` is, the nearest name in `known`, or all of them.
     """
-    near = meant(key, value)
+    near = our_word_for(key, value)
     if near:
         return f"; did you mean {near}?"
     return method_hint(key, value) or ranges.hint(value, known)
@@ -144,22 +143,22 @@ def method_hint(key: str, value: Any) -> str:
     '; set method=kto, which trains single replies that are marked as wanted or not'
     """
     section, _, leaf = key.partition(".")
-    other = METHODS.get(str(value).lower(), "")
+    other = METHODS_BY_LOSS.get(str(value).lower(), "")
     if leaf != "loss" or not other or other.startswith(f"method={section},"):
         return ""
     return f"; set {other}"
 
 
-def moved(key: str, value: Any) -> tuple[str, Any] | None:
-    """Return another tool's key as ours, with its value, whose word may yet be another tool's (`meant`); None where the
-    table does not say that it is the same thing."""
-    parts = _parts(key)
-    entry = key if key in VALUES else OURS.get(".".join(parts[-2:])) or OURS.get(parts[-1]) or ""
+def our_key_for(key: str, value: Any) -> tuple[str, Any] | None:
+    """Return another tool's key as ours, with its value, whose word may yet be another tool's (`our_word_for`); None
+    where the table does not say that it is the same thing."""
+    parts = _key_parts(key)
+    entry = key if key in VALUES_BY_KEY else OUR_KEYS.get(".".join(parts[-2:])) or OUR_KEYS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", entry)
     if not same or value is None or (same[2] and value is not True):
         return None
     return same[1], same[2].removeprefix("=") if same[2] else value
 
 
-def _parts(key: str) -> list[str]:
+def _key_parts(key: str) -> list[str]:
     return key.lower().replace("-", "_").removesuffix(".enabled").split(".")

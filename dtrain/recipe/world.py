@@ -18,6 +18,20 @@ from dtrain.recipe.schema import Recipe
 LARGEST_AUTO = 16
 STEPS_OF_A_PASS = 32
 
+AUTO, COMPILE, MICRO_BATCH = "auto", "train.compile", "train.micro_batch"
+USUAL_ROWS = 4
+USUAL: dict[str, Any] = {
+    MICRO_BATCH: USUAL_ROWS,
+    "train.activation_checkpointing": "none",
+    "train.activation_offload": False,
+    "train.tile": "none",
+    "parallel.reduce_each": False,
+    "parallel.optimizer_offload": False,
+}
+"""The keys, and the value of each that costs the least time."""
+
+Config = TypeVar("Config")
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -142,32 +156,17 @@ def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
     return [Problem("train.global_batch", wrong, f"Set {either(fixes)}")]
 
 
-Config = TypeVar("Config")
-
-AUTO, COMPILE, MICRO_BATCH = "auto", "train.compile", "train.micro_batch"
-USUAL_ROWS = 4
-USUAL: dict[str, Any] = {
-    MICRO_BATCH: USUAL_ROWS,
-    "train.activation_checkpointing": "none",
-    "train.activation_offload": False,
-    "train.tile": "none",
-    "parallel.reduce_each": False,
-    "parallel.optimizer_offload": False,
-}
-"""The keys, and the value of each that costs the least time."""
-
-
-def value_of(config: Any, key: str) -> Any:
+def value_of_key(config: Any, key: str) -> Any:
     """Return the value of `key`, "section.name"."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
 
-def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
+def replace_keys(config: Config, overrides: Mapping[str, Any]) -> Config:
     """Return `config` with `overrides`, "section.name" → value, or a longer key."""
     for key, value in overrides.items():
         name, _, rest = key.partition(".")
-        config = replace(config, **{name: changed(getattr(config, name), {rest: value}) if rest else value})  # type: ignore
+        config = replace(config, **{name: replace_keys(getattr(config, name), {rest: value}) if rest else value})  # type: ignore
     return config
 
 
@@ -191,7 +190,7 @@ def as_choices(config: Any, values: Mapping[str, Any]) -> list[str]:
 
 def open_keys(config: Any) -> list[str]:
     """Return the keys of USUAL that say `auto`."""
-    return [key for key in USUAL if value_of(config, key) == AUTO]
+    return [key for key in USUAL if value_of_key(config, key) == AUTO]
 
 
 def without_auto(config: Config, dp: int = 1) -> Config:
@@ -200,13 +199,13 @@ def without_auto(config: Config, dp: int = 1) -> Config:
     dp: data-parallel ranks. A micro-batch is then the largest one up to the usual size that divides a rank's rows.
     """
     values = {key: USUAL[key] for key in open_keys(config)}
-    values |= {COMPILE: False} if value_of(config, COMPILE) == AUTO else {}
+    values |= {COMPILE: False} if value_of_key(config, COMPILE) == AUTO else {}
     if not values:
         return config
     total = config.train.global_batch  # type: ignore[attr-defined]
     if "train.micro_batch" in values and isinstance(total, int) and dp > 0 and total > 0:
         values["train.micro_batch"] = largest_divisor(total // dp, USUAL_ROWS)
-    return changed(config, values)
+    return replace_keys(config, values)
 
 
 @dataclass(frozen=True)
@@ -243,9 +242,9 @@ def choose_compile(config: Config, device_type: str, is_here: bool = True) -> Co
 
 def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
     """Return `config` with the value of `choose_compile` if `train.compile` is auto."""
-    if value_of(config, COMPILE) != AUTO:
+    if value_of_key(config, COMPILE) != AUTO:
         return config
-    return changed(config, {COMPILE: choose_compile(config, device_type, is_here).value})
+    return replace_keys(config, {COMPILE: choose_compile(config, device_type, is_here).value})
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -258,14 +258,14 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
             problems.append(Problem(fn_key, f"{fn_key} is missing", fix, is_missing=True))
         elif name in rewards.REWARDS:
             problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
-        elif not rewards.is_path(name):
-            near = spelling.meant("grpo.rewards.fn", name) or nearest(name, rewards.REWARDS)
+        elif not rewards.is_import_path(name):
+            near = spelling.our_word_for("grpo.rewards.fn", name) or nearest(name, rewards.REWARDS)
             if near:
                 hint = f"did you mean {near}?"
             else:
                 hint = f"there are {', '.join(rewards.REWARDS)}, and import paths"
             problems.append(Problem(fn_key, f"{fn_key}={name} is not a reward; {hint}"))
-        for option in rewards.OF_JUDGE:
+        for option in rewards.JUDGE_OPTIONS:
             if getattr(reward, option) is not None and name != "judge":
                 text = f"{key}.{option} is read only by fn=judge"
                 problems.append(Problem(f"{key}.{option}", text, "Put options of other rewards into kwargs"))
@@ -283,7 +283,7 @@ def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[Pr
     known = rewards.REWARDS[name]
     option_keys = {}
     for option in known:
-        is_own_key = name == "judge" and option in rewards.OF_JUDGE
+        is_own_key = name == "judge" and option in rewards.JUDGE_OPTIONS
         option_keys[option] = f"{key}.{option}" if is_own_key else f"{key}.kwargs.{option}"
     problems = []
     for option, default in known.items():
@@ -295,8 +295,8 @@ def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[Pr
             fix = f"Did you mean {option_keys[near]}?" if near else f"It reads {', '.join(known)}"
             option_key = f"{key}.kwargs.{option}"
             problems.append(Problem(option_key, f"{option_key} is not read by {name}", fix))
-        elif not rewards.RANGES[option][0](value):
-            text = f"{option_keys[option]}={value} must be {rewards.RANGES[option][1]}"
+        elif not rewards.OPTION_RANGES[option][0](value):
+            text = f"{option_keys[option]}={value} must be {rewards.OPTION_RANGES[option][1]}"
             problems.append(Problem(option_keys[option], text))
     if not problems and name == "length_penalty" and options["target_tokens"] >= options["max_tokens"]:
         target, most = option_keys["target_tokens"], option_keys["max_tokens"]

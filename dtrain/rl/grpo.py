@@ -437,7 +437,7 @@ def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mappin
         options: `grpo.kwargs`.
     """
     if loss not in LOSSES:
-        text = f"grpo.loss={loss} is not a policy loss{spelling.hint('grpo.loss', loss, LOSSES)}"
+        text = f"grpo.loss={loss} is not a policy loss{spelling.value_hint('grpo.loss', loss, LOSSES)}"
         return [Problem("grpo.loss", text)]
     found = problems(loss, clip, beta, options, "grpo.", "grpo.kwargs.")
     if loss == "cispo" and len(clip) == 2 and is_number(clip[1]) and 0 <= clip[1] < 1:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import loads, read_text
-from dtrain.rl.rewards.catalog import definition, find_file
+from dtrain.rl.rewards.catalog import find_definition, find_with_file
 
 Schema = dict[str, Any]
 
@@ -106,8 +106,8 @@ def find_server(server: str) -> str:
 def tool_schema(path: str) -> Schema:
     """Return the schema of the function at an import path. Raises UserError: no such function; no docstring; a
     parameter without a hint, or of a kind that JSON cannot give."""
-    _, function, file = find_file(path, "tool")
-    node = definition(Path(file), function, decorated=True)
+    _, function, file = find_with_file(path, "tool")
+    node = find_definition(Path(file), function, decorated=True)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise UserError(
             f"tool {path}: {file} has no `def {function}` at its top, whose hints and docstring can be read"

@@ -42,15 +42,110 @@ from dtrain.training.setup import (
     start,
     tokenizer,
 )
-from dtrain.training.setup import model as model_setup
-from dtrain.training.setup import sizes as sizes_setup
-from dtrain.training.setup import start as start_setup
 from dtrain.training.setup.data import DataFacts
 from dtrain.training.setup.model import MetaModel
 from dtrain.training.spec import check_other_models, read_evals
 
 Depth = Literal["keys", "models", "files"]
 Check = Callable[[RunInputs], list[Problem]]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The result of a dry run.
+
+    Attributes:
+        problems: Everything that the run would refuse. The other attributes are known only without problems.
+        recipe: The recipe with values in place of `auto`, as far as they are known.
+        steps: Steps of a fresh run, if the rows were read.
+        notes: Lines for the user.
+    """
+
+    problems: tuple[Problem, ...]
+    recipe: Recipe
+    steps: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def dry_run(recipe: Recipe, world: World, *, awaited: Collection[str] = (), refused: Iterable[Problem] = ()) -> DryRun:
+    """Find everything that the processes of `world` would refuse before their first step.
+
+    Args:
+        recipe: The recipe.
+        world: The processes, which need not be on this machine.
+        awaited: Keys of files that the run downloads first.
+        refused: Problems that are known already. They are reported with the others.
+    """
+    inputs = RunInputs.of(recipe, world, awaited)
+    host = DryHost()
+    host.problems.extend(without_repetition(refused, find_problems(inputs)))
+    is_sound = not host.problems
+    host.problems.extend(metrics.lacking(recipe.metrics))
+    host.attempt("run.dir", inputs.run.look)
+    host.attempt("checkpoint.export", partial(outputs.refuse_unwritable_export, inputs))
+    if not _has_tokenizer(inputs):
+        return DryRun(tuple(host.problems), inputs.recipe)
+    if not is_sound:
+        # What follows needs a sound recipe. Only the data are independent of the mistakes so far.
+        first_rows.look_at_data(inputs, host)
+        return DryRun(tuple(host.problems), inputs.recipe)
+    return _resolve_spec(inputs, host)
+
+
+def _has_tokenizer(inputs: RunInputs) -> bool:
+    """Return whether the tokenizer can be read; the checks report why it cannot."""
+    try:
+        inputs.source.tokenizer  # noqa: B018 (a cached property)
+    except (OSError, UserError):
+        return False
+    return True
+
+
+def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
+    """Call the functions that decide the spec of a run, in the order of `spec.resolve`, as far as they go."""
+    recipe = inputs.recipe
+    precision = choose_precision(recipe.train.dtype, inputs.world.device_type, recipe.train.masters)
+    is_built = not model.may_name_tower(inputs)
+    meta: MetaModel | None = None
+    if is_built:
+        meta = host.attempt("model", partial(model.build, inputs, precision, False))
+    identities: dict[str, str] = {}
+    if not inputs.awaited and meta is not None and model.has_small_weights(inputs):
+        identities = host.attempt("model.path", partial(resume.identities, inputs, host.ranks)) or {}
+    check_other_models(inputs, host)
+    data = first_rows.look_at_data(inputs, host)
+    evals = read_evals(inputs, data, host)
+    has_images = data.has_images or evals.has_images
+    if data.rows:
+        host.attempt("train.vision", partial(model.refuse_unused_tower, data.recipe, has_images))
+    has_failed = is_built and meta is None
+    if not has_failed and (has_images or not is_built):
+        meta = host.attempt("model", partial(model.build, inputs, precision, has_images))
+    notes = [*data.notes, *evals.notes, *sizes.position_notes(inputs.recipe, inputs.source)]
+    decided = sizes.decide(inputs, data, host)
+    if decided is None:
+        return DryRun(tuple(host.problems), data.recipe, notes=tuple(notes))
+    notes += decided.notes
+
+    if inputs.world.is_here and _is_packing_known(data):
+        config = inputs.model_config(has_images)
+        device = torch.device(inputs.world.device_type)
+        kernels.check_device(decided.recipe, decided.method, config, precision, device, host)
+    steps = decided.steps or decided.recipe.train.steps
+    if decided.steps is not None and "train" in data.rows:
+        idle = partial(schedule.refuse_idle, decided.recipe, decided.method, data.rows["train"], decided.steps)
+        host.attempt("train.steps", idle)
+    if steps is not None:
+        notes += schedule.warmup_notes(decided.recipe, steps)
+    if meta is not None:
+        schedule.check_schedule(decided.recipe, steps, meta.optimizer, host)
+        start.resolve(inputs, data, decided, meta, {**identities, **data.identities}, host)
+    return DryRun(tuple(host.problems), decided.recipe, decided.steps, tuple(notes))
+
+
+def _is_packing_known(data: DataFacts) -> bool:
+    """Return whether it is known that rows are packed, which decides what the attention kernel has to do."""
+    return bool(data.rows) or data.recipe.data.packing != "auto"
 
 
 def find_problems(inputs: RunInputs, until: Depth = "files") -> list[Problem]:
@@ -60,15 +155,15 @@ def find_problems(inputs: RunInputs, until: Depth = "files") -> list[Problem]:
         inputs: The recipe and its world.
         until: The last kind of checks to call.
     """
-    problems = _call(_checks_of_keys(inputs), inputs)
+    problems = _call_checks(_checks_of_keys(inputs), inputs)
     if until in ("models", "files"):
-        problems += _call(_checks_of_models(inputs), inputs)
+        problems += _call_checks(_checks_of_models(inputs), inputs)
     if until == "files":
-        problems += _call(_checks_of_files(inputs), inputs)
+        problems += _call_checks(_checks_of_files(inputs), inputs)
     return problems
 
 
-def _call(checks: list[tuple[str, Check]], inputs: RunInputs) -> list[Problem]:
+def _call_checks(checks: list[tuple[str, Check]], inputs: RunInputs) -> list[Problem]:
     problems = []
     for key, check in checks:
         problems += problems_in(key, partial(check, inputs))
@@ -123,101 +218,3 @@ def notes_before(inputs: RunInputs) -> list[str]:
 def _optional(name: str) -> ModuleType:
     """Return a module of `training.setup` that only recipes with an optional feature load."""
     return import_module(f"dtrain.training.setup.{name}")
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """The result of a dry run.
-
-    Attributes:
-        problems: Everything that the run would refuse. The other attributes are known only without problems.
-        recipe: The recipe with values in place of `auto`, as far as they are known.
-        steps: Steps of a fresh run, if the rows were read.
-        notes: Lines for the user.
-    """
-
-    problems: tuple[Problem, ...]
-    recipe: Recipe
-    steps: int | None = None
-    notes: tuple[str, ...] = ()
-
-
-def dry_run(recipe: Recipe, world: World, *, awaited: Collection[str] = (), refused: Iterable[Problem] = ()) -> DryRun:
-    """Find everything that the processes of `world` would refuse before their first step.
-
-    Args:
-        recipe: The recipe.
-        world: The processes, which need not be on this machine.
-        awaited: Keys of files that the run downloads first.
-        refused: Problems that are known already. They are reported with the others.
-    """
-    inputs = RunInputs.of(recipe, world, awaited)
-    host = DryHost()
-    host.problems.extend(without_repetition(refused, find_problems(inputs)))
-    is_sound = not host.problems
-    host.problems.extend(metrics.lacking(recipe.metrics))
-    host.attempt("run.dir", inputs.run.look)
-    host.attempt("checkpoint.export", partial(outputs.refuse_unwritable_export, inputs))
-    if not _has_tokenizer(inputs):
-        return DryRun(tuple(host.problems), inputs.recipe)
-    if not is_sound:
-        # What follows needs a sound recipe. Only the data are independent of the mistakes so far.
-        first_rows.look_at_data(inputs, host)
-        return DryRun(tuple(host.problems), inputs.recipe)
-    return _resolve(inputs, host)
-
-
-def _has_tokenizer(inputs: RunInputs) -> bool:
-    """Return whether the tokenizer can be read; the checks report why it cannot."""
-    try:
-        inputs.source.tokenizer  # noqa: B018 (a cached property)
-    except (OSError, UserError):
-        return False
-    return True
-
-
-def _resolve(inputs: RunInputs, host: DryHost) -> DryRun:
-    """Call the functions that decide the spec of a run, in the order of `spec.resolve`, as far as they go."""
-    recipe = inputs.recipe
-    precision = choose_precision(recipe.train.dtype, inputs.world.device_type, recipe.train.masters)
-    is_built = not model_setup.may_name_tower(inputs)
-    meta: MetaModel | None = None
-    if is_built:
-        meta = host.attempt("model", partial(model_setup.build, inputs, precision, False))
-    identities: dict[str, str] = {}
-    if not inputs.awaited and meta is not None and model_setup.has_small_weights(inputs):
-        identities = host.attempt("model.path", partial(resume.identities, inputs, host.ranks)) or {}
-    check_other_models(inputs, host)
-    data = first_rows.look_at_data(inputs, host)
-    evals = read_evals(inputs, data, host)
-    has_images = data.has_images or evals.has_images
-    if data.rows:
-        host.attempt("train.vision", partial(model_setup.refuse_unused_tower, data.recipe, has_images))
-    has_failed = is_built and meta is None
-    if not has_failed and (has_images or not is_built):
-        meta = host.attempt("model", partial(model_setup.build, inputs, precision, has_images))
-    notes = [*data.notes, *evals.notes, *sizes_setup.position_notes(inputs.recipe, inputs.source)]
-    decided = sizes_setup.decide(inputs, data, host)
-    if decided is None:
-        return DryRun(tuple(host.problems), data.recipe, notes=tuple(notes))
-    notes += decided.notes
-
-    if inputs.world.is_here and _is_packing_known(data):
-        config = inputs.model_config(has_images)
-        device = torch.device(inputs.world.device_type)
-        kernels.check_device(decided.recipe, decided.method, config, precision, device, host)
-    steps = decided.steps or decided.recipe.train.steps
-    if decided.steps is not None and "train" in data.rows:
-        idle = partial(schedule.refuse_idle, decided.recipe, decided.method, data.rows["train"], decided.steps)
-        host.attempt("train.steps", idle)
-    if steps is not None:
-        notes += schedule.warmup_notes(decided.recipe, steps)
-    if meta is not None:
-        schedule.check_schedule(decided.recipe, steps, meta.optimizer, host)
-        start_setup.resolve(inputs, data, decided, meta, {**identities, **data.identities}, host)
-    return DryRun(tuple(host.problems), decided.recipe, decided.steps, tuple(notes))
-
-
-def _is_packing_known(data: DataFacts) -> bool:
-    """Return whether it is known that rows are packed, which decides what the attention kernel has to do."""
-    return bool(data.rows) or data.recipe.data.packing != "auto"

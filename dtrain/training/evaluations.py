@@ -81,7 +81,7 @@ class Evaluations:
         has cut short are dropped."""
         path = self._run.path / "metrics.jsonl"
         rows = self._ranks.first(
-            lambda: [row for row in records.rows(path) if row.get("step") == step and "loss" not in row]
+            lambda: [row for row in records.read_rows(path) if row.get("step") == step and "loss" not in row]
         )
         for each in self._sets:
             if any(map(each.is_its, rows)):

@@ -1,6 +1,6 @@
 """Rows of the largest size that a recipe allows, for one step: for plans, and for measurements of memory and time.
 
-Every row is full, and every token is trained that has one before it. All rows have the same images (`row_images`), but
+Every row is full, and every token is trained that has one before it. All rows have the same images (`RowImages`), but
 no two images are alike, so that each is encoded.
 """
 

@@ -10,12 +10,12 @@ from types import ModuleType
 
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
-from dtrain.base.ranges import beside, plural
-from dtrain.data.sources.files import absent_ids, entries, files_to_copy, is_url, paths_of
+from dtrain.base.ranges import near_directories, plural
+from dtrain.data.sources.files import absent_ids, files_to_copy, is_url, paths_of, source_entries
 from dtrain.data.sources.hub import Pick
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource, Source
-from dtrain.recipe.world import changed
+from dtrain.recipe.world import replace_keys
 from dtrain.training import eval_sets
 from dtrain.training.registry import method_of
 
@@ -61,7 +61,7 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
             except UserError as error:
                 raise UserError(_refused(key, name, error).text) from error
         if path is not None:
-            recipe = changed(recipe, {key: str(path)})
+            recipe = replace_keys(recipe, {key: str(path)})
     if not fetch:
         return recipe
     for key, name, pick in absent_data(recipe):
@@ -83,7 +83,7 @@ def with_small_files(recipe: Recipe) -> SmallFiles:
                 awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
             else:
                 directory = download(name, weights=False, key=key)
-            recipe = changed(recipe, {key: str(directory)})
+            recipe = replace_keys(recipe, {key: str(directory)})
         except UserError as error:
             problems.append(_refused(key, name, error))
     for key, name, pick in absent_data(recipe):
@@ -114,7 +114,7 @@ def not_here(recipe: Recipe) -> list[Problem]:
             continue
         text = (
             f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's "
-            f"cache{beside(name)}"
+            f"cache{near_directories(name)}"
         )
         problems.append(Problem(key, text, f"Fetch it with `dtrain download {name}`"))
     for key, name, pick in absent_data(recipe):
@@ -134,7 +134,7 @@ def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     sources: list[tuple[Source, str]] = []
     for key, split in (("data.train", recipe.data.train), ("data.val", recipe.data.val)):
         if isinstance(split, DataSource):
-            sources += entries(split, key)
+            sources += source_entries(split, key)
     sources += [(each.section, each.key) for each in eval_sets.sets(recipe.eval)]
     return sources
 

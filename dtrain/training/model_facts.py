@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtrain.base.batch import Grid, RowImages
-from dtrain.base.hardware import OF_FREE
+from dtrain.base.hardware import FREE_MEMORY_SHARE
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.flops import flops_per_token, weights_in
@@ -113,7 +113,7 @@ class ModelFacts:
         answer = max(each.sampling.max_new_tokens or longest_answer(positions) for each in recipe.evals.values())
         prompt = max(1, min(recipe.data.max_length, positions) - answer)
         num_positions = slot_size(answer) + slot_size(prompt)
-        return int(num_positions * position_bytes(self.config, compute, tp) / OF_FREE)
+        return int(num_positions * position_bytes(self.config, compute, tp) / FREE_MEMORY_SHARE)
 
     def fsdp_messages(self, compute: torch.dtype) -> FsdpMessages:
         """Return the messages of FSDP in one pass.
@@ -196,11 +196,11 @@ class ModelFacts:
             patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
             return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
         from dtrain.checkpoint.peft.config import adapter_of  # optional
-        from dtrain.models.building import adaptable, modules
+        from dtrain.models.building import adaptable_shapes, module_names
 
         adapter = adapter_of(asdict(recipe.lora))
-        adapted: Mapping[str, object] = adapter.adapted(adaptable(config))
-        full = dict.fromkeys(adapter.saved(modules(config)))
+        adapted: Mapping[str, object] = adapter.adapted(adaptable_shapes(config))
+        full = dict.fromkeys(adapter.saved(module_names(config)))
         layers: list[dict[str, object]] = [{} for _ in config.layer_types]
         for name, low_rank in {**full, **adapted}.items():
             match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)

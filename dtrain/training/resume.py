@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError, first
+from dtrain.base.errors import UserError, first_few
 from dtrain.base.files import set_aside
 from dtrain.base.json_files import digest, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -413,7 +413,7 @@ def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) ->
             "every file has the content that it had: the tokenizer, the chat template, the images or another key of "
             "data, such as data.max_length, makes other samples of them"
         )
-    return first(lines)
+    return first_few(lines)
 
 
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:

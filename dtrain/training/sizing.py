@@ -14,7 +14,17 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
-from dtrain.recipe.world import AUTO, USUAL, Config, as_choices, changed, dp_of, open_keys, value_of, without_auto
+from dtrain.recipe.world import (
+    AUTO,
+    USUAL,
+    Config,
+    as_choices,
+    dp_of,
+    open_keys,
+    replace_keys,
+    value_of_key,
+    without_auto,
+)
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.registry import REWARD_MODEL, TEACHER
@@ -54,7 +64,7 @@ def sizing_before(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | Non
             return None
         saved = run.config.read_text(encoding="utf-8")
         values = {key: old for key, old, new in config.diff(saved, recipe) if key in USUAL and new == AUTO}
-        differing = [key for key, _, _ in config.diff(saved, changed(recipe, values))]
+        differing = [key for key, _, _ in config.diff(saved, replace_keys(recipe, values))]
         if values.keys() == {*open_keys(recipe)} and all(key.startswith(_FREE_KEYS) for key in differing):
             return Sizing.of(recipe, values, "as this run chose before, on the same machine")
     return None
@@ -77,7 +87,7 @@ def usual_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     kept = tokens * (shape.num_hidden_layers * (width + heads * length) + 4 * shape.vocab_size)
     if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
         return None
-    values = {key: value_of(inputs.recipe, key) for key in open_keys(inputs.written)}
+    values = {key: value_of_key(inputs.recipe, key) for key in open_keys(inputs.written)}
     return Sizing.of(inputs.written, values, "a small model")
 
 
@@ -119,7 +129,7 @@ def sizing_by_plan(
 def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
     """Return values that take little memory, where no plan can choose them."""
     usual = without_auto(recipe, dp_of(recipe, world_size))
-    values = {key: value_of(usual, key) for key in open_keys(recipe)}
+    values = {key: value_of_key(usual, key) for key in open_keys(recipe)}
     if recipe.parallel.cpu_offload:
         return values
     values |= {key: value for key, value in _LEAST.items() if key in values}
@@ -148,4 +158,4 @@ def sized(
     decided = json.loads(answer)
     if "refusal" in decided:
         raise UserError(decided["refusal"])
-    return changed(recipe, decided["values"]), tuple(decided["lines"])
+    return replace_keys(recipe, decided["values"]), tuple(decided["lines"])

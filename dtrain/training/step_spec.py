@@ -20,7 +20,7 @@ from dtrain.policy.optimizer import is_torchs
 from dtrain.policy.options import Precision, choose_precision
 from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.schema import OPTIMIZERS, Scheduler
-from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, changed
+from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, replace_keys
 from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.model_facts import ModelFacts
@@ -113,7 +113,7 @@ def resolve_step(
         smallest = method.automatic_batch(0)
         largest = method.automatic_batch(LARGEST_AUTO * STEPS_OF_A_PASS)
         if smallest == largest:
-            recipe = changed(recipe, {"train.global_batch": smallest})
+            recipe = replace_keys(recipe, {"train.global_batch": smallest})
     # Weights of awaited models are not read, and need not be here.
     awaited = ["model.path"]
     for key, _ in method_of(recipe).other_models():
@@ -127,7 +127,7 @@ def resolve_step(
         if precision.compute is torch.bfloat16:
             text = f"train.dtype={recipe.train.dtype} means bfloat16, in which a {without_bfloat16} does not compute"
             raise RecipeError([Problem("train.dtype", text, "Set train.dtype=float16 or float32")])
-        without_varlen = changed(inputs.recipe, {"model.attention": "sdpa"})  # flash attention needs bfloat16 too
+        without_varlen = replace_keys(inputs.recipe, {"model.attention": "sdpa"})  # flash attention needs bfloat16 too
         inputs = replace(inputs, recipe=without_varlen)
     images = images_of_first_rows(inputs)
     has_images = bool(images.layouts)
@@ -162,7 +162,7 @@ def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
     if sizes.is_open:
         overrides["train.global_batch"] = sizes.global_batch
     # What a schedule does to the rate changes nothing here.
-    return replace(changed(recipe, overrides), scheduler=Scheduler("constant"))
+    return replace(replace_keys(recipe, overrides), scheduler=Scheduler("constant"))
 
 
 def config_of(recipe: Recipe) -> ModelConfig:

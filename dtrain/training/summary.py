@@ -162,14 +162,14 @@ def closing(
     evals = eval_sets.sets(recipe.eval)
     rewards = {f"{each.prefix}reward_mean": f"{each.name} reward" for each in evals}
     names = {**method.curves, **rewards}
-    rows = list(records.rows(directory / "metrics.jsonl"))
-    curves = {name: curve for name in names if (curve := records.points(rows, name))}
+    rows = list(records.read_rows(directory / "metrics.jsonl"))
+    curves = {name: curve for name in names if (curve := records.curve_points(rows, name))}
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
     for number, line in enumerate(plot(curves.get(drawn, []))):
         yield labelled("" if number else names[drawn], line)
     for name, curve in curves.items():
         values = [value for _, value in curve]
-        first, last, count = records.ends(name, values)
+        first, last, count = records.curve_ends(name, values)
         best = f"; the lowest {min(values):.4g}" if name == "val_loss" and min(values) < last else ""
         steps = f"means of the first and last {count}" if count > 1 else "the first and the last"
         if len(values) > 1:

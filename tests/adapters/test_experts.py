@@ -12,7 +12,7 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.file_rows import as_in_files
-from dtrain.models.building import adaptable
+from dtrain.models.building import adaptable_shapes
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.common.moe import by_expert
 from dtrain.parallel.experts import collect, spread
@@ -149,7 +149,7 @@ def test_servers_get_merged_weights():
 
 
 def test_a_target_s_entries_mean_stacks_where_they_name_experts(tmp_path):
-    names = list(adaptable(models.read_config(write_model(tmp_path, "qwen3-moe"))))
+    names = list(adaptable_shapes(models.read_config(write_model(tmp_path, "qwen3-moe"))))
     kinds = {"experts.gate_up_proj": 2, "experts.down_proj": 2}
     targets = {"all-linear": [], "experts": [*kinds], "mlp.experts.down_proj": ["experts.down_proj"], "down_proj": []}
     for target, expected in targets.items():

@@ -12,7 +12,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.merged import merge
+from dtrain.checkpoint.huggingface.merged import merge_adapter
 from tests.adapters.by_peft import IDS, SHAPES, TIED, load_adapter, load_base, logits, save_adapter, save_base
 from tests.adapters.test_step_adapters import DORA, SAVED, equal, trained
 from tests.running import run
@@ -31,10 +31,10 @@ CASES = [
 @pytest.mark.parametrize("rank", [3, 300])
 def test_rows_are_merged_as_the_whole_matrix_is(rank):
     weight, a, b = torch.randn(2050, 200), torch.randn(rank, 200), torch.randn(2050, rank)
-    assert torch.equal(merge(weight, a, b, 0.7, None, torch.float32), weight + (b @ a) * 0.7)
+    assert torch.equal(merge_adapter(weight, a, b, 0.7, None, torch.float32), weight + (b @ a) * 0.7)
     whole, lengths = weight + (b @ a) * 0.7, torch.rand(2050)
     expected = (lengths / torch.linalg.norm(whole, dim=1))[:, None] * whole
-    assert torch.equal(merge(weight, a, b, 0.7, lengths, torch.bfloat16), expected.bfloat16())
+    assert torch.equal(merge_adapter(weight, a, b, 0.7, lengths, torch.bfloat16), expected.bfloat16())
 
 
 @pytest.mark.trap(

@@ -149,7 +149,7 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
 )
 def test_sizes_that_blocks_do_not_fit_are_named(tmp_path, sizes, tp, words):
     config = models.read_config(write_model(tmp_path / "model", "llama", **SIZES | sizes))
-    problems = "\n".join(lines(block_problems(config, building.linears(config), tp)))
+    problems = "\n".join(lines(block_problems(config, building.linear_shapes(config), tp)))
     assert all(word in problems for word in words) and bool(problems) == bool(words), problems
 
 
@@ -157,7 +157,7 @@ def test_a_quantized_weight_counts_whole_and_takes_its_own_bytes(tmp_path):
     directory = base(tmp_path)
     plain = models.build(models.read_config(directory), device="meta")
     model = models.build(models.read_config(directory), device="meta")
-    quantize_weights(model, torch.float32, building.linears(model.config))
+    quantize_weights(model, torch.float32, building.linear_shapes(model.config))
     for one in plain.parameters():
         one.requires_grad_(False)
     for one in model.parameters():

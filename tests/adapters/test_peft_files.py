@@ -28,7 +28,7 @@ from dtrain.checkpoint.peft.config import (
     read_adapter_config,
 )
 from dtrain.checkpoint.peft.files import read_adapter, write_adapter
-from dtrain.models.building import linears, modules
+from dtrain.models.building import linear_shapes, module_names
 from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.recipe.schema import Lora
@@ -250,7 +250,9 @@ def test_what_a_text_tower_saves_is_named_whole(tmp_path):
     assert "model.language_model.norm" in saved
     assert all(name.startswith("model.language_model.") for name in saved)
     load_adapter(base, tmp_path / "ours")
-    assert read_adapter_config(tmp_path / "ours").saved(modules(model.config)) == config.saved(modules(model.config))
+    assert read_adapter_config(tmp_path / "ours").saved(module_names(model.config)) == config.saved(
+        module_names(model.config)
+    )
 
 
 MESHES = {
@@ -345,7 +347,7 @@ def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
     from peft.utils.other import get_pattern_key
 
     config = models.read_config(write_model(tmp_path, num_hidden_layers=3))
-    names, draw, seen = list(linears(config)), random.Random(0), set()
+    names, draw, seen = list(linear_shapes(config)), random.Random(0), set()
     (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
     for _ in range(300):
         fields = {field: draw.choice(values) for field, values in FIELDS.items()}
@@ -386,7 +388,7 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
     save_file({f"base_model.model.{tower}x": torch.zeros(1)}, tmp_path / ADAPTER_WEIGHTS)
     for ranks, alphas in itertools.product(ORDERED, ORDERED):
         config = AdapterConfig(rank=4, alpha=12, rank_pattern=ranks, alpha_pattern=alphas)
-        expected = config.adapted(linears(model))
+        expected = config.adapted(linear_shapes(model))
         written = peft_config(config, model, None)
         for in_reverse in (False, True):
             for key in ("rank_pattern", "alpha_pattern"):
@@ -399,4 +401,4 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
                 alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), outer), 12)
                 assert (rank, alpha / rank) == (low.rank, low.scale), (written, name)
             (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(written))
-            assert read_adapter_config(tmp_path).adapted(linears(model)) == expected, written
+            assert read_adapter_config(tmp_path).adapted(linear_shapes(model)) == expected, written

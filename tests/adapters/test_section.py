@@ -12,7 +12,7 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.commands.cli import main
-from dtrain.models.building import linears, modules
+from dtrain.models.building import linear_shapes, module_names
 from dtrain.models.common.decoder import DECODER_PLAN
 from dtrain.models.common.linear import Linear
 from dtrain.parallel.apply import apply_plan
@@ -309,11 +309,11 @@ def test_the_names_are_those_of_the_model(tmp_path, family):
         shape = models.parse_config(SHAPES[family])
     model = models.build(shape, device="meta")
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".decay." not in name]
-    assert set(modules(shape)) == {shape.whole(name.rpartition(".")[0]) for name in parameters}
+    assert set(module_names(shape)) == {shape.whole(name.rpartition(".")[0]) for name in parameters}
     found = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
     whole = {name: [found[part] for part in shape.parts(name)] for name in map(shape.whole, found)}
-    assert list(linears(shape)) == list(whole)
-    assert linears(shape) == {
+    assert list(linear_shapes(shape)) == list(whole)
+    assert linear_shapes(shape) == {
         name: (sum(part.out_features for part in parts), parts[0].in_features) for name, parts in whole.items()
     }
 

@@ -8,7 +8,7 @@ from dtrain.attention.linear import chunks as delta_chunks
 from dtrain.attention.linear import layer as delta
 from dtrain.attention.linear.flash import FlashDelta
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
-from dtrain.memory.activation_checkpointing import KEPT
+from dtrain.memory.activation_checkpointing import STORED
 from tests.attention.fla import chunk_gated_delta_rule
 from tests.attention.recurrence import Sizes, alone, heads, inputs, packed
 
@@ -198,7 +198,7 @@ class _Results(TorchDispatchMode):
         self.kept = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in KEPT:
+        if func in STORED:
             self.kept.append(func)
         return func(*args, **(kwargs or {}))
 

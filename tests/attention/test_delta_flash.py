@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dtrain.attention.linear.flash import FlashDelta, installed, prove
+from dtrain.attention.linear.flash import FlashDelta, check_flash_delta, installed_flash_delta
 from tests.attention.fla import chunk_gated_delta_rule
 
 SIZES = {"key_heads": 1, "value_heads": 2, "key_dim": 4, "value_dim": 3, "device": torch.device("cpu")}
@@ -48,7 +48,7 @@ def without_lengths(*parts, scale, initial_state, output_final_state, use_qk_l2n
 
 
 def test_what_gives_torchs_numbers_is_taken():
-    assert prove(FlashDelta(chunk_gated_delta_rule), dtype=torch.bfloat16, exchanges=True, **SIZES) is None
+    assert check_flash_delta(FlashDelta(chunk_gated_delta_rule), dtype=torch.bfloat16, exchanges=True, **SIZES) is None
 
 
 @pytest.mark.trap(
@@ -69,7 +69,7 @@ def test_what_gives_torchs_numbers_is_taken():
     ],
 )
 def test_what_gives_other_numbers_is_not(broken, found):
-    problem = prove(FlashDelta(broken), dtype=torch.float32, exchanges=True, **SIZES)
+    problem = check_flash_delta(FlashDelta(broken), dtype=torch.float32, exchanges=True, **SIZES)
     assert problem is not None
     with pytest.raises(ValueError, match=found):
         raise ValueError(problem)
@@ -83,17 +83,17 @@ def test_a_card_without_the_memory_of_a_kernel_does_not_end_the_run(monkeypatch)
     def needs_more(*parts, **more):
         raise errors.TritonError("out of resource: shared memory")
 
-    problem = prove(FlashDelta(needs_more), dtype=torch.float32, exchanges=False, **SIZES)
+    problem = check_flash_delta(FlashDelta(needs_more), dtype=torch.float32, exchanges=False, **SIZES)
     assert problem == "flash-linear-attention does not run here: out of resource: shared memory"
 
 
 def test_one_that_is_not_there_or_cannot_be_loaded_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
-    assert "cannot be loaded" in installed()
+    assert "cannot be loaded" in installed_flash_delta()
     monkeypatch.delitem(sys.modules, "fla")
-    assert "is not installed (pip install 'dtrain[fla]')" in installed()
+    assert "is not installed (pip install 'dtrain[fla]')" in installed_flash_delta()
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert "cannot be loaded" in installed()
+    assert "cannot be loaded" in installed_flash_delta()
     sys.modules["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = chunk_gated_delta_rule
-    assert isinstance(installed(), FlashDelta)
+    assert isinstance(installed_flash_delta(), FlashDelta)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtrain.attention.packing import Packing
-from dtrain.attention.varlen import Case, gathered, in_ring
+from dtrain.attention.varlen import CheckCase, attend_gathered, attend_in_ring
 from dtrain.attention.visibility import Visibility
 from tests.attention.dense import attention, tensors, visible
 from tests.attention.flash import WrittenFlash
@@ -60,7 +60,7 @@ NAMED = {
     "samples see each other; the loss still falls",
     "dense attention in float64 under the mask of documents",
 )
-@pytest.mark.parametrize("exchange", [gathered, in_ring])
+@pytest.mark.parametrize("exchange", [attend_gathered, attend_in_ring])
 @pytest.mark.parametrize("case", [*NAMED, *range(60)], ids=str)
 def test_the_numbers_of_dense_attention(case, exchange):
     size, rows, length, window = NAMED[case] if case in NAMED else drawn(case)
@@ -72,7 +72,7 @@ def test_the_numbers_of_dense_attention(case, exchange):
     expected = attention(*wide, visible(positions, documents, window), 0.25)
     expected.backward(grad)
     seen = Visibility(length, length, window, rows=len(rows), packing=packing)
-    found = exchange(WrittenFlash(), Case(q, k, v, grad, seen, packing, 0.25), size)
+    found = exchange(WrittenFlash(), CheckCase(q, k, v, grad, seen, packing, 0.25), size)
     for mine, right in zip(found, [expected.detach(), *(x.grad for x in wide)], strict=True):
         assert (mine - right).abs().max() <= 1e-12 * right.abs().max().clamp(min=1)
 

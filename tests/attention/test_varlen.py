@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 from dtrain.attention import kernels
 from dtrain.attention.blocks import Partial
 from dtrain.attention.packing import Flash, Packing, Segments
-from dtrain.attention.varlen import VarlenKernel, prove
+from dtrain.attention.varlen import VarlenKernel, check_varlen
 from dtrain.attention.visibility import Visibility
 from tests.attention.flash import WrittenFlash
 from tests.attention.test_kernels import VISIBILITIES, brute_force, written_out
@@ -95,9 +95,9 @@ def test_what_is_sdpas(name):
 def test_a_kernel_that_computes_what_sdpa_does_proves_itself(window, dtype, exchange):
     state = torch.get_rng_state()
     for sinks in (False, True):
-        assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, sinks=sinks, **HEADS) is None
+        assert check_varlen(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, sinks=sinks, **HEADS) is None
     values = HEADS | {"value_dim": 10}
-    assert prove(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, **values) is None
+    assert check_varlen(WrittenFlash(), window=window, dtype=dtype, exchange=exchange, **values) is None
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -152,8 +152,8 @@ class OfOneSize(WrittenFlash):
 
 def test_heads_of_two_sizes_are_looked_at_in_both():
     asked = {"window": 5, "dtype": torch.bfloat16}
-    assert prove(OfOneSize(), **asked, **HEADS) is None
-    assert "gives other numbers" in prove(OfOneSize(), **asked, **(HEADS | {"value_dim": 10}))
+    assert check_varlen(OfOneSize(), **asked, **HEADS) is None
+    assert "gives other numbers" in check_varlen(OfOneSize(), **asked, **(HEADS | {"value_dim": 10}))
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_heads_of_two_sizes_are_looked_at_in_both():
     ],
 )
 def test_a_kernel_that_computes_something_else_is_found_out(flash, exchange):
-    found = prove(flash(), window=5, dtype=torch.bfloat16, exchange=exchange, **HEADS)
+    found = check_varlen(flash(), window=5, dtype=torch.bfloat16, exchange=exchange, **HEADS)
     assert "gives other numbers than sdpa here" in found
     if flash in (FromTheStart, OwnSumInBackward):  # right where it is asked for nothing more
         assert found.startswith(f"varlen for {exchange} gives")
-        assert prove(flash(), window=5, dtype=torch.bfloat16, **HEADS) is None
+        assert check_varlen(flash(), window=5, dtype=torch.bfloat16, **HEADS) is None
     if flash is OwnSumInBackward:
-        assert "gives other numbers" in prove(flash(), window=5, dtype=torch.bfloat16, sinks=True, **HEADS)
+        assert "gives other numbers" in check_varlen(flash(), window=5, dtype=torch.bfloat16, sinks=True, **HEADS)
 
 
 def test_plain_rows_are_looked_at_too_where_another_has_taken_the_place_of_sdpas_own(monkeypatch):
@@ -184,15 +184,15 @@ def test_plain_rows_are_looked_at_too_where_another_has_taken_the_place_of_sdpas
         is_replaced = torch.backends.cuda.flash_sdp_enabled() and q.dtype == torch.bfloat16
         return own(q, *arguments, **options) * (1.25 if is_replaced else 1.0)
 
-    assert prove(WrittenFlash(), **asked, **HEADS) is None
+    assert check_varlen(WrittenFlash(), **asked, **HEADS) is None
     monkeypatch.setattr(kernels, "scaled_dot_product_attention", wrong)
-    assert prove(WrittenFlash(), **asked, **HEADS).startswith("sdpa of plain rows gives other numbers")
+    assert check_varlen(WrittenFlash(), **asked, **HEADS).startswith("sdpa of plain rows gives other numbers")
 
 
 def test_what_a_device_does_not_have_is_said():
-    found = prove(Refuses(), window=None, dtype=torch.bfloat16, **HEADS)
+    found = check_varlen(Refuses(), window=None, dtype=torch.bfloat16, **HEADS)
     assert found == "varlen does not run here: FlashAttention only supports Ampere GPUs or newer."
-    assert "varlen does not run here" in prove(Flash(), window=None, dtype=torch.bfloat16, **HEADS)
+    assert "varlen does not run here" in check_varlen(Flash(), window=None, dtype=torch.bfloat16, **HEADS)
 
 
 @pytest.mark.parametrize("value_size", [16, 8, 24])

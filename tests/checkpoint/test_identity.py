@@ -31,8 +31,8 @@ def replace_unseen(path, content):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "CHUNK", 64)
-    monkeypatch.setattr(identity, "BLOCK", 7)
+    monkeypatch.setattr(identity, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(identity, "BLOCK_BYTES", 7)
     for size in SIZES:
         (tmp_path / f"{size}").write_bytes(os.urandom(size))
     return [tmp_path / f"{size}" for size in SIZES]
@@ -61,8 +61,8 @@ def test_a_digest_is_of_every_byte_and_of_nothing_else(files, tmp_path):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_work_and_agree(files, world_size, monkeypatch):
     alone = digests(files)
-    read, count = identity._read, []
-    monkeypatch.setattr(identity, "_read", lambda file, chunk: (count.append(1), read(file, chunk))[1])
+    read, count = identity._chunk_digest, []
+    monkeypatch.setattr(identity, "_chunk_digest", lambda file, chunk: (count.append(1), read(file, chunk))[1])
 
     def on_rank(rank):
         return digests(files), len(count)

@@ -263,7 +263,7 @@ def test_words_for_a_value_and_text_that_is_no_yaml():
 
 def test_our_keys_in_the_answers_exist_and_theirs_do_not():
     ours = recipe_keys()
-    for word, answer in spelling.OURS.items():
+    for word, answer in spelling.OUR_KEYS.items():
         named = answer.split(",")[0].split(":")[0].split(" ")[0].split("=")[0]
         assert named in ours or any(key.startswith(f"{named}.") for key in ours), word
 

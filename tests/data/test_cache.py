@@ -216,7 +216,9 @@ def test_memory_does_not_grow_with_the_set(tmp_path, coder):
         return size
 
     peak(10)  # with what the first set of a process loads
-    assert peak(8000) < 1.2 * peak(1000) + identity.THREADS * identity.BLOCK  # threads read it once more, to seal it
+    assert (
+        peak(8000) < 1.2 * peak(1000) + identity.READ_THREADS * identity.BLOCK_BYTES
+    )  # threads read it once more, to seal it
 
 
 def test_meta_is_json(tmp_path, coder):

@@ -16,7 +16,9 @@ ROWS = [{"text": f"row {number}\nüber", "n": number} for number in range(700)]
 
 
 def read(file):
-    return [(line, files.parse(chunk.file, line, row)) for chunk in files.read_chunks(file) for line, row in chunk.rows]
+    return [
+        (line, files.parse_row(chunk.file, line, row)) for chunk in files.read_chunks(file) for line, row in chunk.rows
+    ]
 
 
 def test_json_lines_in_chunks(tmp_path):
@@ -179,9 +181,9 @@ def test_gzip(tmp_path):
 def test_paths_globs_and_lists(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.csv"):
         (tmp_path / name).write_text("")
-    assert files.resolve(str(tmp_path / "*.jsonl")) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert files.find_files(str(tmp_path / "*.jsonl")) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     both = [str(tmp_path / "c.csv"), str(tmp_path / "a.*")]
-    assert files.resolve(both) == [tmp_path / "c.csv", tmp_path / "a.jsonl"]
+    assert files.find_files(both) == [tmp_path / "c.csv", tmp_path / "a.jsonl"]
 
 
 @pytest.mark.parametrize("path, words", [
@@ -194,7 +196,7 @@ def test_paths_globs_and_lists(tmp_path):
 def test_paths_that_mean_no_data(tmp_path, path, words):
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UserError) as error:
-        files.resolve(path.replace("{dir}", str(tmp_path)), "data.val.path")
+        files.find_files(path.replace("{dir}", str(tmp_path)), "data.val.path")
     assert all(word in str(error.value) for word in ["data.val.path", *words])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import normalise
-from dtrain.data.sources.files import formats_of, kind_of, parse, read_chunks
+from dtrain.data.sources.files import formats_of, kind_of, parse_row, read_chunks
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_columns import opened, section
@@ -101,7 +101,7 @@ LINE = json.dumps({"text": "a"})
 def test_what_a_file_really_is_is_said(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
-        [parse(chunk.file, line, row) for chunk in read_chunks(tmp_path / name) for line, row in chunk.rows]
+        [parse_row(chunk.file, line, row) for chunk in read_chunks(tmp_path / name) for line, row in chunk.rows]
     assert all(word in str(error.value) for word in words), error.value
 
 

@@ -14,7 +14,7 @@ from fsspec.registry import known_implementations
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.data.sources import urls
-from dtrain.data.sources.files import resolve
+from dtrain.data.sources.files import find_files
 from dtrain.launch import launch
 from dtrain.recipe import to_yaml
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
@@ -102,9 +102,9 @@ def test_one_of_several_ranks_downloads_and_the_others_wait(tmp_path, memory, mo
 def test_a_pattern_means_its_files_in_order(tmp_path, memory):
     for name in ("b.jsonl", "a.jsonl", "deep/a.jsonl"):
         memory.pipe(f"/shards/{name}", name.encode())
-    found = resolve("memory://shards/*.jsonl", "key", cache_dir=tmp_path)
+    found = find_files("memory://shards/*.jsonl", "key", cache_dir=tmp_path)
     assert [file.read_text() for file in found] == ["a.jsonl", "b.jsonl"]
-    both = resolve("memory://shards/**/a.jsonl", "key", cache_dir=tmp_path)
+    both = find_files("memory://shards/**/a.jsonl", "key", cache_dir=tmp_path)
     assert [file.read_text() for file in both] == ["a.jsonl", "deep/a.jsonl"]
 
 
@@ -129,7 +129,7 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"gone:// needs a package that is not installed: pip install 'dtrain\[remote-files"
     ):
-        resolve("gone://bucket/a.jsonl", "data.train.path", cache_dir=tmp_path)
+        find_files("gone://bucket/a.jsonl", "data.train.path", cache_dir=tmp_path)
 
 
 def test_files_of_the_hub(tmp_path, hub):  # noqa: F811
@@ -187,11 +187,11 @@ def web():
 def test_a_file_of_a_web_server_is_copied_again_if_its_etag_changes(tmp_path, web):
     url = f"{web.address}/a%20b.jsonl?signature=1"
     web.files["/a%20b.jsonl"] = ("1", b'{"text": "old"}\n')
-    [old] = resolve(url, "key", cache_dir=tmp_path)
+    [old] = find_files(url, "key", cache_dir=tmp_path)
     web.asked.clear()
-    assert resolve(url, "key", cache_dir=tmp_path) == [old] and web.asked == ["HEAD /a%20b.jsonl"]
+    assert find_files(url, "key", cache_dir=tmp_path) == [old] and web.asked == ["HEAD /a%20b.jsonl"]
     web.files["/a%20b.jsonl"] = ("2", b'{"text": "new"}\n')
-    [new] = resolve(url, "key", cache_dir=tmp_path)
+    [new] = find_files(url, "key", cache_dir=tmp_path)
     assert (old.name, new.name) == ("a b.jsonl", "a b.jsonl")
     assert (old.read_bytes(), new.read_bytes()) == (b'{"text": "old"}\n', b'{"text": "new"}\n')
     saved = [path for path in tmp_path.rglob("*") if "signature" in str(path) or path.is_file()]
@@ -201,22 +201,22 @@ def test_a_file_of_a_web_server_is_copied_again_if_its_etag_changes(tmp_path, we
 def test_what_a_web_server_does_not_give(tmp_path, web):
     web.files["/rows.jsonl"] = ("1", b'{"text": "a"}\n')
     with pytest.raises(UserError, match="key: no file is at .*/gone.jsonl. Check the address"):
-        resolve(f"{web.address}/gone.jsonl", "key", cache_dir=tmp_path)
+        find_files(f"{web.address}/gone.jsonl", "key", cache_dir=tmp_path)
     with pytest.raises(UserError, match="secret.jsonl could not be read: 403.* this machine's credentials for http://"):
-        resolve(f"{web.address}/secret.jsonl", "key", cache_dir=tmp_path)
+        find_files(f"{web.address}/secret.jsonl", "key", cache_dir=tmp_path)
     web.cut = True
     with pytest.raises(UserError, match="rows.jsonl could not be read: Response payload is not completed"):
-        resolve(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path)
+        find_files(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path)
     web.cut = False
-    [copy] = resolve(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path)
+    [copy] = find_files(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path)
     assert copy.read_bytes() == b'{"text": "a"}\n'
 
 
 def test_a_copy_serves_while_a_web_server_is_not_reached(tmp_path, web):
     web.files["/rows.jsonl"] = ("1", b'{"text": "a"}\n')
-    [copy] = resolve(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path)
+    [copy] = find_files(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path)
     web.server.shutdown()
     web.server.server_close()
-    assert resolve(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path) == [copy]
+    assert find_files(f"{web.address}/rows.jsonl", "key", cache_dir=tmp_path) == [copy]
     with pytest.raises(UserError, match="more.jsonl could not be read: Cannot connect to host .* or copy the file to"):
-        resolve(f"{web.address}/more.jsonl", "key", cache_dir=tmp_path)
+        find_files(f"{web.address}/more.jsonl", "key", cache_dir=tmp_path)

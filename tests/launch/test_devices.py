@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.background import Peak, PlannedPeak
-from dtrain.commands.plan.hardware import USABLE
+from dtrain.commands.plan.hardware import USABLE_MEMORY
 from dtrain.launch import devices
 from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
 from dtrain.launch.place import RankPlace
@@ -201,7 +201,7 @@ def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
         too_large = tight.peak_if_too_large(replace(H100, memory=int(peak * 1.02)))
     assert too_large.size == peak
     with PlannedPeak(recipe, 1, "cuda") as small:
-        too_large = small.peak_if_too_large(replace(H100, memory=int(peak * 0.8 / USABLE)))
+        too_large = small.peak_if_too_large(replace(H100, memory=int(peak * 0.8 / USABLE_MEMORY)))
     assert too_large.size == peak
     assert "this does not fit: the peak is" in too_large.too_much
     assert "the smallest change that fits is train.micro_batch=2" in too_large.too_much

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
 from dtrain.launch import meeting
-from dtrain.launch.exits import on_signals
+from dtrain.launch.exits import on_stop_signals
 from dtrain.launch.meeting import meet
 from dtrain.launch.place import RankPlace
 from dtrain.parallel.mesh import StopFlag
@@ -72,6 +72,6 @@ def test_a_rank_that_does_not_find_the_others_says_where_it_looked(monkeypatch):
 def test_a_rank_that_waits_for_the_others_can_be_stopped():
     stop = StopFlag()
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    with on_signals(stop.request), pytest.raises(Stopped) as stopped:
+    with on_stop_signals(stop.request), pytest.raises(Stopped) as stopped:
         meet(RankPlace(0, 0, 2, 1, "slurm", 0, ("127.0.0.1", free_port())), stop)
     assert stopped.value.signum == signal.SIGTERM

@@ -157,7 +157,7 @@ def test_in_place_the_train_function_gets_one_rank_and_restored_signals(tmp_path
 def test_a_second_signal_is_raised_where_the_run_stands(monkeypatch):
     monkeypatch.setattr(exits, "SAME_SECONDS", 0.0)
     asked = []
-    with pytest.raises(KeyboardInterrupt), exits.on_signals(asked.append):
+    with pytest.raises(KeyboardInterrupt), exits.on_stop_signals(asked.append):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.01)
@@ -264,7 +264,7 @@ def test_sighup_stays_ignored_under_nohup():
     asked = []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with exits.on_signals(asked.append):
+        with exits.on_stop_signals(asked.append):
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.01)
         assert asked == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

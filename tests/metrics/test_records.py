@@ -4,13 +4,13 @@ import json
 import random
 
 from dtrain.training.metrics import records
-from dtrain.training.metrics.records import Answers, Lines, rows
+from dtrain.training.metrics.records import Answers, NewLines, read_rows
 from dtrain.training.metrics.terminal import one_line, plot
 
 
 def test_lines_are_read_once_whole_and_anew_where_a_file_was_cut_or_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
-    lines = Lines(path)
+    lines = NewLines(path)
     assert list(lines.look()) == []
     path.write_bytes(b"one\ntwo\nthr")
     assert list(lines.look()) == [(0, b"one\n"), (4, b"two\n")]
@@ -26,11 +26,11 @@ def test_lines_are_read_once_whole_and_anew_where_a_file_was_cut_or_replaced(tmp
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST", 100)
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
     path = tmp_path / "a.jsonl"
     for long in (99, 100, 101, 150, 200, 250):
         path.write_bytes(b"one\n" + b"x" * long + b"\ntwo\n")
-        lines = Lines(path)
+        lines = NewLines(path)
         found = [line for _, line in lines.look()]
         assert found[0] == b"one\n" and found[-1] == b"two\n" and len(found) + lines.skipped == 3
         assert lines.skipped == (long >= 100) and list(lines.look()) == [] and lines.times == 0
@@ -38,7 +38,9 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
 
 def test_rows_leave_out_what_is_damaged(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n[]\n{"a"\n\xff\n{"a": NaN}\n{"a": 3}')
-    assert [str(row["a"]) for row in rows(tmp_path / "a.jsonl")] == ["1", "nan"] and list(rows(tmp_path / "no")) == []
+    assert [str(row["a"]) for row in read_rows(tmp_path / "a.jsonl")] == ["1", "nan"] and list(
+        read_rows(tmp_path / "no")
+    ) == []
 
 
 def test_answers_are_found_by_their_steps_in_any_order_of_the_file(tmp_path):

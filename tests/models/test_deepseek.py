@@ -15,7 +15,7 @@ from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.merged import whole_weights
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.commands.serve.updates import _by_every_name
-from dtrain.inference.varlen_decode import choose
+from dtrain.inference.varlen_decode import choose_varlen_decode
 from dtrain.models.common.config import SIGMOID, Experts, LatentAttention, RouterSettings
 from dtrain.models.common.flops import text_flops
 from dtrain.models.common.moe import Router, SparseMLP, likeliest, share_routing
@@ -311,7 +311,7 @@ def test_decoding_on_a_gpu_attends_by_products():
     """Flash attention of a step was not tried with heads of two sizes: it steps aside, and says why."""
     config = models.parse_config(CONFIGS["deepseek-v3"])
     reason = "decoding attends by products: heads have 192 elements in keys and 128 in values"
-    assert choose(config, torch.bfloat16, torch.device("cuda")) == (None, reason)
+    assert choose_varlen_decode(config, torch.bfloat16, torch.device("cuda")) == (None, reason)
 
 
 def test_it_is_one_file_of_few_lines():

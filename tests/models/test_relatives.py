@@ -11,7 +11,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.inference.generate import generate
-from dtrain.models.building import linears, modules
+from dtrain.models.building import linear_shapes, module_names
 from dtrain.training.preflight import load
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 from tests.models.towers import TOWERS, make_tower
@@ -45,8 +45,8 @@ def test_adapters_and_modules_to_save_name_transformers_modules(variant):
     config = models.parse_config(VARIANTS[variant]().to_dict())
     layers = {name: tuple(one.weight.shape) for name, one in theirs.named_modules() if isinstance(one, torch.nn.Linear)}
     layers.pop("lm_head")
-    assert linears(config) == layers
-    assert sorted(modules(config)) == sorted(name for name, one in theirs.named_modules() if one._parameters)
+    assert linear_shapes(config) == layers
+    assert sorted(module_names(config)) == sorted(name for name, one in theirs.named_modules() if one._parameters)
 
 
 @pytest.mark.parametrize("name", TOWERS)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.memory.host_memory import RING
-from dtrain.memory.low_bit_adam import BLOCK_SIZE, Int8Moment, LowBitAdam, kind_of, read, write
+from dtrain.memory.host_memory import RING_BUFFERS
+from dtrain.memory.low_bit_adam import BLOCK_SIZE, Int8Moment, LowBitAdam, moment_kind, read_moment, write_moment
 from dtrain.optim.local_shard import LocalShard, round_bfloat16
 from dtrain.policy.optimizer import build_optimizer
 from dtrain.policy.options import choose_precision
@@ -161,11 +161,11 @@ def test_a_block_that_overflowed_goes_on(moment):
     values = torch.ones(1, BLOCK_SIZE)
     values[0, 3] = float("inf")
     state = stored.allocate(values, torch.float32)
-    write(state, moment, values, bits)
-    values = read(state, moment)
+    write_moment(state, moment, values, bits)
+    values = read_moment(state, moment)
     assert values.isfinite().all() and values[0, 3] == torch.finfo(torch.float32).max
-    write(state, moment, torch.ones(1, BLOCK_SIZE), bits)
-    assert (read(state, moment) == 1).all()
+    write_moment(state, moment, torch.ones(1, BLOCK_SIZE), bits)
+    assert (read_moment(state, moment) == 1).all()
 
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
@@ -177,8 +177,8 @@ def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     stored = Int8Moment(shard, moment)
     state = stored.allocate(values, torch.float32)
     rows = slice(0, 4096)
-    write(state, moment, values, bits_of(shard, rows))
-    found = read(state, moment).double()
+    write_moment(state, moment, values, bits_of(shard, rows))
+    found = read_moment(state, moment).double()
     above = 2e-5 if moment == "exp_avg" else 3e-9
     spread = found.std(0) / 64  # of the mean of 4096
     seen = sizes > above
@@ -186,8 +186,8 @@ def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     assert (found[:, 0] == values[:, 0]).all()
     if moment == "exp_avg_sq":
         assert (found > 0).all()  # a quotient by it stays finite
-    write(state, moment, torch.zeros_like(values), bits_of(shard, rows))
-    assert (read(state, moment) == 0).all()
+    write_moment(state, moment, torch.zeros_like(values), bits_of(shard, rows))
+    assert (read_moment(state, moment) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_int8_has_the_right_mean_down_to_small_parts_of_a_block(moment):
     ],
 )
 def test_what_stays_float32_is_decided_by_the_whole_tensor(name, size, kind):
-    assert kind_of(name, torch.Size(size), "int8") == kind
+    assert moment_kind(name, torch.Size(size), "int8") == kind
 
 
 def test_a_large_parameter_is_stepped_in_slices_with_the_same_bits():
@@ -222,7 +222,7 @@ def test_slices_of_a_narrow_matrix_are_no_larger_for_its_blocks():
     move(slices, optimizer, 3)
     assert torch.equal(slices["w"], whole["w"])
     # 10 rows at a time, each of which fills one block: codes [10, 16] and scales [10] take 256 bytes each, per moment.
-    assert optimizer.step_buffer_bytes() == RING * 2 * (256 + 256)
+    assert optimizer.step_buffer_bytes() == RING_BUFFERS * 2 * (256 + 256)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from dtrain.adapters import nf4
 from dtrain.commands.plan import report
-from dtrain.commands.plan.hardware import GPUS, USABLE
+from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
@@ -102,5 +102,5 @@ def test_an_adapter_of_8b_fits_a_small_gpu(tmp_path, quantize):
     recipe = load_recipe("sft", words)
     plan = make_plan(recipe, 1, replace(GPUS["h100"], memory_gib=memory))
     assert plan.trained_parameters == 41_943_040 and plan.spec.sizes.accumulation == 2
-    assert plan.fits and plan.budget == int(memory * USABLE * GIB)
+    assert plan.fits and plan.budget == int(memory * USABLE_MEMORY * GIB)
     assert plan.step.peak / GIB == pytest.approx(peak, abs=0.01)

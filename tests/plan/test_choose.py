@@ -13,8 +13,8 @@ from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import with_processes
-from dtrain.memory.low_bit_adam import kind_of
-from dtrain.recipe.world import USUAL, changed, open_keys, without_auto
+from dtrain.memory.low_bit_adam import moment_kind
+from dtrain.recipe.world import USUAL, open_keys, replace_keys, without_auto
 from dtrain.training import load_recipe
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
@@ -32,7 +32,7 @@ LADDER = [
 
 
 def peak_of(recipe, values, micro=1):
-    return make_plan(changed(without_auto(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
+    return make_plan(replace_keys(without_auto(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
 
 
 def memory_for(peak):
@@ -76,7 +76,7 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
     ways = str(caught.value).split("what fits: ")[1].split(", or ")
     assert 1 <= len(ways) <= 2
     other = load_recipe(recipe, [*ways[0].split(" (peak")[0].split(), "train.activation_checkpointing=full"])
-    by_one = without_auto(changed(other, {"train.micro_batch": 1}))
+    by_one = without_auto(replace_keys(other, {"train.micro_batch": 1}))
     assert make_plan(by_one, other.launch.processes, H100).step.peak < least
 
 
@@ -89,7 +89,7 @@ def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path,
     plan = make_plan(without_auto(tiny_recipe(tmp_path, *words)), 1, H100)
     weights = plan.spec.model.named_parameters()
     moments = {"float32": 8, "bfloat16": 4}  # bytes of two; embeddings' and small tensors' stay float32
-    expected = sum(weight.numel() * (4 + moments[kind_of(name, weight.shape, state)]) for name, weight in weights)
+    expected = sum(weight.numel() * (4 + moments[moment_kind(name, weight.shape, state)]) for name, weight in weights)
     assert plan.step.visiting == expected
     assert plan.time.optimizer == pytest.approx(plan.step.visiting / (H100.host * 0.8))
     assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
@@ -115,7 +115,7 @@ def test_a_run_keeps_what_it_chose_on_the_same_machine_alone(tmp_path):
     spec = RunInputs.of(recipe, World(1))
     assert sizing_before(spec, machine) is None
     spec.run.path.mkdir(parents=True)
-    spec.run.config.write_text(dtrain.recipe.to_yaml(changed(recipe, values)))
+    spec.run.config.write_text(dtrain.recipe.to_yaml(replace_keys(recipe, values)))
     (spec.run.path / ABOUT).write_text(json.dumps({MACHINE: machine}))
     assert sizing_before(spec, machine).values == values
     assert sizing_before(RunInputs.of(load_recipe(recipe, ["train.steps=20"]), World(1)), machine).values == values
@@ -159,9 +159,9 @@ def test_without_a_plan_little_memory_is_taken(tmp_path):
 @pytest.mark.processes
 def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatch, capfd):
     recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2", "train.compile=auto")
-    small = changed(without_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
+    small = replace_keys(without_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
     peak = make_plan(small, 1, H100).step.peak
-    monkeypatch.setattr("dtrain.launch.rank.host_memory", lambda *_: memory_for(peak))
+    monkeypatch.setattr("dtrain.launch.rank.free_host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
     assert "planned peak" in capfd.readouterr().err
     saved = load_recipe(result.directory / "config.yaml")
@@ -294,7 +294,9 @@ def test_more_devices_are_named_where_one_micro_batch_keeps_no_unsharded_gradien
     recipe = tiny_recipe(
         tmp_path, "train.micro_batch=auto", "train.global_batch=4", "train.activation_checkpointing=full"
     )
-    plans = {ranks: make_plan(without_auto(changed(recipe, {"train.micro_batch": 1})), ranks, H100) for ranks in (2, 4)}
+    plans = {
+        ranks: make_plan(without_auto(replace_keys(recipe, {"train.micro_batch": 1})), ranks, H100) for ranks in (2, 4)
+    }
     two, four = plans[2].step, plans[4].step
     assert two.held / 2 + two.peak - two.held > four.peak  # what comes and goes shrinks
     with pytest.raises(TooLarge, match="what fits: .*launch.nproc=4 "):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.commands.plan.hardware import GPUS, estimate
+from dtrain.commands.plan.hardware import GPUS, estimate_step
 from dtrain.commands.plan.plan import make_plan
 from tests.plan.test_command import LLAMA_3_1_8B
 from tests.tiny import tiny_recipe
@@ -70,7 +70,7 @@ def test_gathered_keys_travel_behind_the_products_of_queries(tmp_path, is_compil
     product = 2 * tokens * hidden * heads * LAYERS
     behind = {key.kind: flops for (key, _), flops in plan.step.behind.items()}
     assert behind == ({"all-gather": times * product, "reduce-scatter": 2 * product} if times else {})
-    alone = estimate(replace(plan.step, behind={}), plan.spec.sizes, plan.hardware)
+    alone = estimate_step(replace(plan.step, behind={}), plan.spec.sizes, plan.hardware)
     moved = sum(behind.values()) / (plan.hardware.arithmetic[torch.bfloat16] * plan.hardware.reach)
     assert plan.time.hidden - alone.hidden == pytest.approx(moved, rel=1e-9)
     assert alone.exposed - plan.time.exposed == pytest.approx(moved, rel=1e-9)

@@ -12,7 +12,7 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.data.images.processor import Layout
 from dtrain.recipe.schema import DataSource
 from dtrain.training.full_rows import split
-from dtrain.training.setup.data import densest
+from dtrain.training.setup.data import densest_images
 from tests.data.makers import write_jsonl
 from tests.pictures import picture_recipe, write_model
 
@@ -23,10 +23,10 @@ def image(tokens: int) -> Layout:
 
 def test_a_row_has_the_images_of_the_document_with_the_most_patches():
     documents = [(10, [image(3)]), (40, [image(8), image(1)]), (100, [image(20)]), (9, [])]
-    assert densest(documents, 100, packed=False) == (image(20),)
-    assert densest(documents, 100, packed=True) == (image(3),) * 10
-    assert densest([(5, [image(5)])], 17, packed=True) == (image(5),) * 3
-    assert densest([(5, [image(5)])], 16, packed=True) == (image(5),) * 2  # a token of text before each half
+    assert densest_images(documents, 100, packed=False) == (image(20),)
+    assert densest_images(documents, 100, packed=True) == (image(3),) * 10
+    assert densest_images([(5, [image(5)])], 17, packed=True) == (image(5),) * 3
+    assert densest_images([(5, [image(5)])], 16, packed=True) == (image(5),) * 2  # a token of text before each half
 
 
 def test_images_stand_within_the_documents_of_their_row():

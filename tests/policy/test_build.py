@@ -36,9 +36,9 @@ def choices(rank, root):
 
     cuda = torch.device("cuda", 0)
     half = tiny_recipe(root, "train.dtype=bfloat16", family="gemma3")
-    own = varlen.prove
+    own = varlen.check_varlen
     try:
-        varlen.prove = proof(None)
+        varlen.check_varlen = proof(None)
         assert kernel_of(half, cuda).name == "varlen"
         assert asked.pop() == {
             "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda,
@@ -47,7 +47,7 @@ def choices(rank, root):
         for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
             assert kernel_of(other, cuda).name == "sdpa"
         assert kernel_of(half, torch.device("cpu")).name == "sdpa" and not asked
-        varlen.prove = proof("varlen does not run here: too old")
+        varlen.check_varlen = proof("varlen does not run here: too old")
         chosen = kernel_of(half, cuda)
         assert (chosen.name, chosen.note) == ("sdpa", "varlen does not run here: too old")
         wanted = tiny_recipe(root, "train.dtype=bfloat16", "model.attention=varlen")
@@ -62,11 +62,11 @@ def choices(rank, root):
         assert kernel_of(packed, cuda, longest_row=16384).name == "sdpa"
         for able in ("data.max_length=16384", "model.attention=sdpa"):
             assert kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long, able), cuda).name == "sdpa"
-        varlen.prove = own
+        varlen.check_varlen = own
         with pytest.raises(UserError, match="model.attention=varlen: varlen does not run here"):
             kernel_of(wanted, torch.device("cpu"))
     finally:
-        varlen.prove = own
+        varlen.check_varlen = own
 
 
 def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
@@ -76,7 +76,8 @@ def test_the_kernel_is_the_one_that_proves_itself(tmp_path):
 def deltas(rank, root):
     from dtrain.attention.linear import flash
 
-    cuda, cpu, own, asked = torch.device("cuda", 0), torch.device("cpu"), (flash.installed, flash.prove), []
+    cuda, cpu, asked = torch.device("cuda", 0), torch.device("cpu"), []
+    own = flash.installed_flash_delta, flash.check_flash_delta
     rule = flash.FlashDelta(lambda *parts, **more: (parts[2], None))
 
     def chosen(*keys, device=cuda, dtype="bfloat16", family="qwen3.5"):
@@ -89,7 +90,7 @@ def deltas(rank, root):
         assert chosen()[0] is None and "is not installed (pip install 'dtrain[fla]')" in chosen()[1]
         with pytest.raises(UserError, match="model.linear_attention=fla: flash-linear-attention is not installed"):
             chosen(fla)
-        flash.installed, flash.prove = lambda: rule, lambda rule, **shape: asked.append(shape)
+        flash.installed_flash_delta, flash.check_flash_delta = lambda: rule, lambda rule, **shape: asked.append(shape)
         assert chosen("parallel.tp=2", "parallel.cp=2") == (rule, "")
         sizes = read_config(root / "qwen3.5-tied").linear
         assert asked.pop() == {
@@ -99,12 +100,12 @@ def deltas(rank, root):
         assert chosen("model.linear_attention=torch") == chosen(dtype="float32") == chosen(device=cpu) == (None, "")
         assert chosen("run.deterministic=true")[0] is None and not asked
         assert chosen(family="qwen3") == chosen(fla, family="qwen3") == (None, "") and not asked
-        flash.prove = lambda rule, **shape: "other numbers"
+        flash.check_flash_delta = lambda rule, **shape: "other numbers"
         assert chosen() == (None, "other numbers")
         with pytest.raises(UserError, match="model.linear_attention=fla: other numbers; set .*=auto or torch"):
             chosen(fla)
     finally:
-        flash.installed, flash.prove = own
+        flash.installed_flash_delta, flash.check_flash_delta = own
 
 
 def test_linear_attention_is_by_the_library_that_proves_itself(tmp_path):
@@ -115,17 +116,17 @@ def of_two(rank, root, rotate):
     """The kernels where rank 1 alone finds a problem, and where none does."""
     from dtrain.parallel.mesh import build_mesh
 
-    cuda, own, names = torch.device("cuda", rank), varlen.prove, []
+    cuda, own, names = torch.device("cuda", rank), varlen.check_varlen, []
     recipe = tiny_recipe(root, "train.dtype=bfloat16", "parallel.cp=2", f"parallel.cp_rotate={rotate}")
     mesh = build_mesh(Runtime(rank=rank), dp_replicate=1, dp_shard=1, cp=2, tp=1)
     precision = choose_precision("bfloat16", "cuda")
     try:
         for problem in (None, "too old"):
-            varlen.prove = lambda kernel, exchange, problem=problem, **_: problem if rank == 1 else None
+            varlen.check_varlen = lambda kernel, exchange, problem=problem, **_: problem if rank == 1 else None
             model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, cuda)
             names.append((model.model.kernel.name, model.model.kernel.note))
     finally:
-        varlen.prove = own
+        varlen.check_varlen = own
     return names
 
 

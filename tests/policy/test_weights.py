@@ -15,7 +15,7 @@ from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
-from dtrain.policy.weights import buckets
+from dtrain.policy.weights import split_into_buckets
 from dtrain.recipe import sizes
 from tests.policy.test_policy import rows
 from tests.stepping import train_step
@@ -86,8 +86,8 @@ def test_the_receiver_has_the_same_bits(tmp_path, world_size, tp, dtype, bucket_
 
 def test_buckets_hold_every_name_once_and_no_more_than_they_may():
     info = {name: (torch.Size([size]), torch.float32) for name, size in zip("abcdef", [3, 2, 9, 1, 1, 4], strict=True)}
-    assert buckets(info, 20) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert buckets(info, 1) == [[name] for name in info]
+    assert split_into_buckets(info, 20) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert split_into_buckets(info, 1) == [[name] for name in info]
 
 
 def share(rank, recipe, pipe):

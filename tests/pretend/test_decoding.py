@@ -4,7 +4,7 @@ import torch
 
 from dtrain import models
 from dtrain.inference.engine import Engine
-from dtrain.inference.varlen_decode import SlotFlash, choose, prove
+from dtrain.inference.varlen_decode import SlotFlash, check_varlen_decode, choose_varlen_decode
 from dtrain.models.read_config import read_config
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
@@ -20,11 +20,11 @@ def chosen(rank, root):
     """Return what is said of a tiny model and of heads that are too large, what an engine takes by itself, and the
     launches of a layer."""
     device, config = torch.device("cuda", rank), read_config(tiny_recipe(root).model.path)
-    flash, note = choose(config, HALF, device)
+    flash, note = choose_varlen_decode(config, HALF, device)
     sizes = {"heads": 4, "key_heads": 2, "window": 40, "dtype": HALF, "device": device}
     counts = launches(None, device, HALF), launches(SlotFlash(), device, HALF)
     by_itself = Engine(models.build(config, HALF).to(device))._flash
-    return type(flash), note, prove(SlotFlash(), head_dim=512, value_dim=512, **sizes), by_itself, counts
+    return type(flash), note, check_varlen_decode(SlotFlash(), head_dim=512, value_dim=512, **sizes), by_itself, counts
 
 
 def test_it_proves_itself_where_it_is(tmp_path):

@@ -52,7 +52,7 @@ def chosen(rank, root, wrongs):
     config, precision = read_config(recipe.model.path), choose_precision("bfloat16", "cuda")
     for wrong in wrongs:
         called: list[str] = []
-        varlen._refused.clear()  # each is another process
+        varlen._refused_versions.clear()  # each is another process
         if wrong != "none":
             install(called, wrong)
         kernel = build.choose_attention(recipe, config, precision, device, 64)
@@ -65,7 +65,7 @@ def chosen(rank, root, wrongs):
 def prove_again(kernel, config, device):
     (shape,) = config.attention_shapes()
     more = {"dtype": torch.bfloat16, "device": device, "is_later": True}
-    assert varlen.prove(kernel.flash, **shape, **more) is None
+    assert varlen.check_varlen(kernel.flash, **shape, **more) is None
 
 
 def test_a_version_that_proves_itself_is_taken_for_all_of_attention(tmp_path):

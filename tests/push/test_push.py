@@ -125,7 +125,7 @@ def test_every_curve_stays_in_its_picture(train, val):
 
 def test_values_that_are_no_numbers_are_left_out():
     rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.5}, {"loss": 2.0}]
-    assert records.points(rows, "loss") == [(3.0, 1.5)]
+    assert records.curve_points(rows, "loss") == [(3.0, 1.5)]
 
 
 def test_again_and_on_a_branch(hub, trained, logged_in):  # noqa: F811

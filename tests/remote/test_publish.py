@@ -15,9 +15,17 @@ from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
-from dtrain.policy.weights import WeightReceiver, flatten, weight_group
+from dtrain.policy.weights import WeightReceiver, flatten_bucket, weight_group
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.publish import MARKER, DirectoryPublisher, StreamPublisher, mark, newest, prune, step_directory
+from dtrain.rl.remote.publish import (
+    MARKER,
+    DirectoryPublisher,
+    StreamPublisher,
+    newest_whole_step,
+    prune_steps,
+    step_directory,
+    write_marker,
+)
 from dtrain.rl.remote.training import RolloutPrefetcher
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of
@@ -157,10 +165,10 @@ def test_completions_under_way_go_on_and_say_their_oldest_version(root, servers,
     """Weights change between two tokens: what was begun keeps its first version, what comes after has the next, and is
     what the new weights alone give though the prompt is the same."""
     other = make_model(root, 2, "other")
-    mark(other)
+    write_marker(other)
     url = servers[0].url
     back = root / "model"
-    mark(back)
+    write_marker(back)
     assert ask(url, "/update_weights_from_disk", {"model_path": str(back), "weight_version": 50})[0] == 200
     before, _ = naive(back, LONG["prompt"], 110, stop_ids=())
     after, _ = naive(other, LONG["prompt"], 110, stop_ids=())
@@ -213,13 +221,13 @@ def test_half_an_update_decodes_nothing_until_a_whole_one(servers, root, model):
     received = []
     thread = threading.Thread(target=lambda: received.append(ask(url, "/update_weights_from_distributed", bucket)))
     thread.start()
-    group.broadcast(flatten([torch.full((32,), 2.0)]), 0).wait()
+    group.broadcast(flatten_bucket([torch.full((32,), 2.0)]), 0).wait()
     thread.join()
     assert received[0][0] == 200
     status, answer = ask(url, "/health")
     assert status == 503 and "did not end" in answer["error"]["message"]
     assert ask(url, "/resume", {})[0] == 409
-    mark(model)
+    write_marker(model)
     assert ask(url, "/update_weights_from_disk", {"model_path": str(model), "weight_version": 60})[0] == 200
     assert ask(url, "/health")[1]["weight_version"] == 60
     ids = ask(url, "/v1/completions", {**LONG, "max_tokens": 5})[1]["choices"][0]["token_ids"]
@@ -230,7 +238,7 @@ def joins_as_sglang(rank, port, shapes):
     """Rank 0 sends as dtrain does; rank 1 joins by torch's own functions in the order that SGLang calls them."""
     if rank == 0:
         group = weight_group("127.0.0.1", port, 0, 2, torch.device("cpu"), name="weight_update_group")
-        message = flatten([torch.arange(size, dtype=torch.float32) for size in shapes])
+        message = flatten_bucket([torch.arange(size, dtype=torch.float32) for size in shapes])
         group.broadcast(message, 0).wait()
         return message.tolist()
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
@@ -258,14 +266,14 @@ def test_a_receiver_that_nobody_meets_gives_up():
 
 
 def test_directories_are_whole_once_marked_and_old_ones_go(tmp_path):
-    assert newest(tmp_path) is None
+    assert newest_whole_step(tmp_path) is None
     for version in (0, 3, 20, 100):
         step_directory(tmp_path, version).mkdir()
         if version != 100:
-            mark(step_directory(tmp_path, version))
-    assert newest(tmp_path) == (20, tmp_path / "step-20")
-    mark(step_directory(tmp_path, 4 if (tmp_path / "step-4").mkdir() is None else 4))
-    prune(tmp_path, 4, 2)  # a run that was resumed from step 4
+            write_marker(step_directory(tmp_path, version))
+    assert newest_whole_step(tmp_path) == (20, tmp_path / "step-20")
+    write_marker(step_directory(tmp_path, 4 if (tmp_path / "step-4").mkdir() is None else 4))
+    prune_steps(tmp_path, 4, 2)  # a run that was resumed from step 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-3", "step-4"]
     assert (tmp_path / "step-3" / MARKER).exists()
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from dtrain.commands.report import page as page_module
-from dtrain.commands.report.page import Pictures, page, state
+from dtrain.commands.report.page import Pictures, page, page_state
 from dtrain.commands.report.run_files import open_runs
 from dtrain.training.metrics.records import Answer, ImageOfPrompt, prompt_text
 from tests.report.test_report import HOSTILE, ROWS, Read, write_run
@@ -44,7 +44,7 @@ def test_a_prompt_shows_its_pictures_once_beside_the_answers_of_all_steps(tmp_pa
     line |= {"images": [whole, gone, changed, kept, listed, "no image", {"name": "no digest"}]}
     samples = [{"step": 1, "group": 0, "prompt": "p", "completion": "c", "reward": 1.0, "images": [whole]}]
     run = write_run(tmp_path / "run", ROWS, evals=[{"step": step, **line} for step in (0, 30)], samples=samples)
-    data, html = state(open_runs([run]), 8)
+    data, html = page_state(open_runs([run]), 8)
     answers = Read(html["answers"])
     assert len(shown(answers)) == len(shown(Read(html["groups"]))) == 1
     picture = opened(shown(answers)[0])
@@ -64,9 +64,9 @@ def test_pictures_of_a_page_are_bounded(tmp_path, monkeypatch):
     assert [picture.uri is not None for picture in Pictures().of(images)] == [True] * 4
     assert opened(Pictures().of(images)[0].uri).size == (10, 20)
     size = len(Pictures().of(images)[0].uri)
-    monkeypatch.setattr(page_module, "MOST", 3)
+    monkeypatch.setattr(page_module, "MOST_THUMBNAILS", 3)
     assert [picture.uri is not None for picture in Pictures().of(images)] == [True, True, True, False]
-    monkeypatch.setattr(page_module, "MOST_BYTES", 2 * size)
+    monkeypatch.setattr(page_module, "MOST_THUMBNAIL_BYTES", 2 * size)
     assert sum(picture.uri is not None for picture in Pictures().of([images[0]] * 3)) == 2
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert [picture.name for picture in Pictures().of(images)] == ["0.png", "1.png", "2.png", "3.png"]

@@ -24,7 +24,7 @@ from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.commands.report import live
 from dtrain.commands.report.charts import MOST, histogram, thinned
-from dtrain.commands.report.page import MARK, page, state
+from dtrain.commands.report.page import MARK, page, page_state
 from dtrain.commands.report.results import differences
 from dtrain.commands.report.run_files import open_runs
 from dtrain.commands.report.sections import picture
@@ -77,7 +77,7 @@ def write_run(directory, rows, recipe=None, *, about=None, samples=(), evals=())
 
 
 def built(*directories, library="/* the library */"):
-    data, html = state(open_runs(directories), 8)
+    data, html = page_state(open_runs(directories), 8)
     return data, Read(page(data, html, library))
 
 
@@ -147,7 +147,7 @@ def test_words_of_a_run_are_text_wherever_they_stand(tmp_path):
         )
         for name in ("<script>hit()", "two")
     ]
-    data, html = state(open_runs(runs), 8)
+    data, html = page_state(open_runs(runs), 8)
     text = page(data, html, "")
     read = Read(text)
     assert len(scripts(read)) == 3 and "hit()" in read.text
@@ -230,7 +230,7 @@ def test_answers_stand_side_by_side_and_groups_by_their_rewards(tmp_path):
         for reward in (([0.0, 0.0], [0.2, 1.0])[group])
     ]
     run = write_run(tmp_path / "a", ROWS, evals=evals, samples=samples)
-    _, html = state(open_runs([run]), 4)
+    _, html = page_state(open_runs([run]), 4)
     text = Read(html["answers"]).text
     assert [f"a3@{step}" in text for step in (0, 10, 20, 90)] == [True, False, True, True] and "a4@0" not in text
     assert "4 of 20 prompts" in text and "cut off" in text
@@ -239,7 +239,7 @@ def test_answers_stand_side_by_side_and_groups_by_their_rewards(tmp_path):
     assert text.index("c1.0@3") < text.index("c0.2@3")  # the best first
     long = "x" * 10_000
     write_run(run, ROWS, evals=[{**evals[0], "text": long}])
-    _, html = state(open_runs([run]), 4)
+    _, html = page_state(open_runs([run]), 4)
     assert "[8,500 more characters]" in html["answers"] and long not in html["answers"]
 
 
@@ -396,5 +396,5 @@ def test_a_browser_draws_every_chart_and_has_nothing_to_complain_of(tmp_path):
     read = Read(done.stdout)
     assert dict(read.tags)["html"]["data-drawn"] == "yes"
     plots = [given for tag, given in read.tags if "js-plotly-plot" in given.get("class", "")]
-    assert len(plots) == len(state(open_runs(runs), 8)[0]["charts"]) > 5
+    assert len(plots) == len(page_state(open_runs(runs), 8)[0]["charts"]) > 5
     assert "img" not in {tag for tag, _ in read.tags}

@@ -10,7 +10,7 @@ from dtrain.inference.cached_attention import Decode
 from dtrain.inference.engine import Engine
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.inference.varlen_decode import VarlenDecode, choose, prove
+from dtrain.inference.varlen_decode import VarlenDecode, check_varlen_decode, choose_varlen_decode
 from tests.replay import Recording
 from tests.rollout.slots import WrittenSlotFlash
 from tests.rollout.test_engine import PROMPTS, build, mixed, same
@@ -55,7 +55,7 @@ def test_completions_with_rounded_sizes(variant, monkeypatch):
 
 def numbers(flash, windows, sinks=True, dtype=torch.float64):
     store = KeyValues(windows, flash=flash)
-    return varlen_decode._numbers(store, 6, 2, 8, 8, sinks, dtype, CPU)
+    return varlen_decode._attend_full_slots(store, 6, 2, 8, 8, sinks, dtype, CPU)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -140,7 +140,7 @@ def test_the_cache_is_not_copied():
     """Memory lies as what reads it wants it: by position for `flash`, by head for products."""
     flash, windows = Placed(), [None, 40, 520, 2000]
     store = KeyValues(windows, flash=flash)
-    varlen_decode._numbers(store, 6, 2, 8, 8, False, torch.float64, CPU)
+    varlen_decode._attend_full_slots(store, 6, 2, 8, 8, False, torch.float64, CPU)
     layers = {(pool, at): pool._layers[at] for pool in store.pools for at in range(len(windows))}
     of_products = {key for key in layers if key[0] in store.prompts.values() and windows[key[1]] is not None}
     assert len(of_products) == 3 * 3
@@ -192,8 +192,8 @@ def test_graphs_of_any_length(monkeypatch):
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (5, True), (500, False)])
 def test_the_proof(window, sinks):
     for dtype in (torch.bfloat16, torch.float16):
-        assert prove(WrittenSlotFlash(), window=window, dtype=dtype, sinks=sinks, **HEADS) is None
-    problem = prove(WrittenSlotFlash(1.1), window=window, dtype=torch.bfloat16, sinks=sinks, **HEADS)
+        assert check_varlen_decode(WrittenSlotFlash(), window=window, dtype=dtype, sinks=sinks, **HEADS) is None
+    problem = check_varlen_decode(WrittenSlotFlash(1.1), window=window, dtype=torch.bfloat16, sinks=sinks, **HEADS)
     assert problem is not None and problem.startswith("varlen_attn gives other numbers than products here: ")
 
 
@@ -231,10 +231,10 @@ class Whole(WrittenSlotFlash):
     ],
 )
 def test_what_is_wrong_is_refused(flash, words):
-    assert words in prove(flash(), window=None, dtype=torch.bfloat16, **HEADS)
+    assert words in check_varlen_decode(flash(), window=None, dtype=torch.bfloat16, **HEADS)
 
 
 def test_elsewhere_nothing_is_tried():
     config = build("qwen3").config
-    assert choose(config, torch.bfloat16, CPU) == (None, "")
-    assert choose(config, torch.float32, torch.device("cuda")) == (None, "")
+    assert choose_varlen_decode(config, torch.bfloat16, CPU) == (None, "")
+    assert choose_varlen_decode(config, torch.float32, torch.device("cuda")) == (None, "")

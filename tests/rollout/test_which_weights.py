@@ -13,7 +13,7 @@ from dtrain.checkpoint.huggingface.model_files import held_by
 from dtrain.commands.serve.start import Follower
 from dtrain.inference.generate import image_problem, load
 from dtrain.models import from_pretrained
-from dtrain.rl.remote.publish import MARKER, mark, step_directory
+from dtrain.rl.remote.publish import MARKER, step_directory, write_marker
 from tests.checkpoint.processes import checkpoints
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe, write_rows
@@ -137,13 +137,13 @@ def test_served_weights_are_read_again_when_they_were_written_again(tmp_path):
     )
     directory = step_directory(tmp_path, 3)
     directory.mkdir()
-    mark(directory)
+    write_marker(directory)
     stat = (directory / MARKER).stat()
     follower.look()
     os.utime(directory / MARKER, ns=(1, 1))
     follower.look()
     assert loaded == [3]
-    mark(directory)
+    write_marker(directory)
     os.utime(directory / MARKER, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     follower.look()
     assert loaded == [3, 3]

@@ -13,7 +13,7 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.inference.engine import Engine
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.publish import mark
+from dtrain.rl.remote.publish import write_marker
 from tests.remote.test_publish import paused_under_way
 from tests.serve.serving import (
     GREEDY,
@@ -206,7 +206,7 @@ def test_a_model_with_an_adapter_of_its_own_is_one_whose_weights_are_replaced_wh
     for one, directory in ((first, merged), (second, other)):
         with serving(one, key="secret", control=base.parent) as (url, worker):
             assert drawn(url) == pytest.approx(naive(directory, GREEDY["prompt"], 6)[1], abs=1e-12)
-            mark(base)
+            write_marker(base)
             update = {"model_path": str(base), "weight_version": 3}
             assert ask(url, "/update_weights_from_disk", update)[0] == 200
             assert drawn(url) == pytest.approx(naive(base, GREEDY["prompt"], 6)[1], abs=1e-12)

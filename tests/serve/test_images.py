@@ -24,7 +24,7 @@ from dtrain.data.text.tokenizer import Tokenizer as DtrainTokenizer
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.generate import image_problem
 from dtrain.models.common.config import is_in_vision_tower
-from dtrain.rl.remote.publish import mark
+from dtrain.rl.remote.publish import write_marker
 from tests import pictures
 from tests.data.images.makers import CLIP, encoded, picture, png_that_claims
 from tests.models.oracle import VOCAB, save
@@ -236,7 +236,7 @@ def test_an_update_may_leave_the_tower_out_as_a_whole(made, tmp_path):
             written = tmp_path / f"step-{step}"
             written.mkdir()
             save_file(held, written / "model.safetensors", metadata={"format": "pt"})
-            mark(written)
+            write_marker(written)
             named = {"names": list(held), "shapes": [list(tensor.shape) for tensor in held.values()]}
             checked = ask(url, "/check_weights", {**named, "dtypes": ["float32"] * len(held)})
             return ask(url, "/update_weights_from_disk", {"model_path": str(written)}), checked

@@ -18,7 +18,7 @@ from dtrain.commands.serve.answers import TextStream
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.publish import mark
+from dtrain.rl.remote.publish import write_marker
 from tests.serve.serving import Process, ask, controlled, events, make_model, naive, wait_until
 from tests.tiny import VOCAB
 
@@ -279,7 +279,7 @@ def test_weights_from_directories_once_they_are_whole(model, root):
         status, answer = ask(process.url, "/update_weights_from_disk", body)
         assert status == 409 and "no marker" in answer["error"]["message"]
         assert choice()["token_ids"] == naive(model, PROMPT, 12)[0]
-        mark(other)
+        write_marker(other)
         status, answer = ask(process.url, "/update_weights_from_disk", body)
         assert status == 200 and answer["success"] and answer["weight_version"] == 7
         assert ask(process.url, "/health")[1]["weight_version"] == 7
@@ -289,7 +289,7 @@ def test_weights_from_directories_once_they_are_whole(model, root):
 
         wrong = make_model(root, 3, "wrong")
         (wrong / "model.safetensors").write_bytes(b"no weights")
-        mark(wrong)
+        write_marker(wrong)
         status, answer = ask(process.url, "/update_weights_from_disk", {"model_path": str(wrong)})
         assert status == 400 and "damaged" in answer["error"]["message"]
         assert choice()["token_ids"] == expected[0]
@@ -297,7 +297,7 @@ def test_weights_from_directories_once_they_are_whole(model, root):
 
         make_model(shared, 4, ".writing").rename(shared / "step-8")
         (shared / "step-9").mkdir()  # being written
-        mark(shared / "step-8")
+        write_marker(shared / "step-8")
         wait_until(lambda: ask(process.url, "/health")[1]["weight_version"] == 8)
         assert choice()["token_ids"] == naive(shared / "step-8", PROMPT, 12)[0]
 

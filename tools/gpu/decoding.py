@@ -38,7 +38,7 @@ def decode_rank(
     from dtrain.inference.engine import Engine
     from dtrain.inference.graphs import CudaGraphs, Steps
     from dtrain.inference.request import Request, SamplingParams
-    from dtrain.inference.varlen_decode import choose
+    from dtrain.inference.varlen_decode import choose_varlen_decode
 
     captured = []
 
@@ -51,7 +51,7 @@ def decode_rank(
     model = models.build(models.read_config(recipe.model.directory), torch.bfloat16)
     models.init_weights(model, 0)
     model = model.to(device)
-    flash, note = choose(model.config, torch.bfloat16, device) if with_flash else (None, "")
+    flash, note = choose_varlen_decode(model.config, torch.bfloat16, device) if with_flash else (None, "")
     steps = Steps(model, device, Counting, insists=True) if with_graphs else None
     engine = Engine(model, steps=steps, flash=flash)
     prompts = [[1 + (7 * at + prompt) % 50 for at in range(20 + prompt)] for prompt in range(8)]

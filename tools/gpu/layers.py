@@ -64,7 +64,7 @@ def _planned_seconds(recipe: Recipe, size: int) -> str:
     import torch
 
     from dtrain.base.hardware import board_of
-    from dtrain.commands.plan.hardware import GPUS, estimate
+    from dtrain.commands.plan.hardware import GPUS, estimate_step
     from dtrain.commands.plan.plan import resolve_plan
     from dtrain.commands.plan.step import plan_step
 
@@ -72,7 +72,7 @@ def _planned_seconds(recipe: Recipe, size: int) -> str:
     if board is None:
         return ""
     step = plan_step(resolve_plan(recipe, size, "cuda"))
-    return f" (planned {estimate(step, config.sizes(recipe, size), GPUS[board]).total:.3f})"
+    return f" (planned {estimate_step(step, config.sizes(recipe, size), GPUS[board]).total:.3f})"
 
 
 def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:

@@ -119,12 +119,12 @@ def _elementwise(lines: list[str], board: "Hardware | None", device: "torch.devi
     """Return the bytes a second of an elementwise kernel."""
     import torch
 
-    from dtrain.commands.plan.hardware import BANDWIDTH
+    from dtrain.commands.plan.hardware import USABLE_BANDWIDTH
 
     x = torch.ones(count, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(x)
     rate = 2 * x.nbytes / _seconds(lambda: torch.mul(x, 2, out=out))
-    share = f", {rate / board.bandwidth:.0%} of the board's; plan takes {BANDWIDTH:.0%}" if board else ""
+    share = f", {rate / board.bandwidth:.0%} of the board's; plan takes {USABLE_BANDWIDTH:.0%}" if board else ""
     lines.append(f"ok  elementwise: {rate / 1e12:.2f} TB/s{share}")
     return rate
 
@@ -188,7 +188,7 @@ def links_rank(rank: int, size: int, most: int) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from dtrain.commands.plan.hardware import BANDWIDTH
+    from dtrain.commands.plan.hardware import USABLE_BANDWIDTH
 
     device = torch.device("cuda", rank)
     board = _board(rank)
@@ -200,7 +200,7 @@ def links_rank(rank: int, size: int, most: int) -> list[str]:
         ("reduce-scatter", lambda: dist.reduce_scatter_tensor(part, whole)),
     ):
         rate = whole.nbytes * (size - 1) / size / _seconds(message)
-        share = f", {rate / board.inside:.0%} of the board's; plan takes {BANDWIDTH:.0%}" if board else ""
+        share = f", {rate / board.inside:.0%} of the board's; plan takes {USABLE_BANDWIDTH:.0%}" if board else ""
         lines.append(f"ok  {name} of {whole.nbytes / 2**20:,.0f} MiB on {size}: {rate / 1e9:,.0f} GB/s{share}")
     return lines
 

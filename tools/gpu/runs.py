@@ -123,10 +123,10 @@ def proof_rank(
     import torch
 
     from dtrain.attention.packing import Flash
-    from dtrain.attention.varlen import prove
+    from dtrain.attention.varlen import check_varlen
 
     device = torch.device("cuda", rank)
-    return prove(
+    return check_varlen(
         Flash(), heads=8, key_heads=2, head_dim=head_dim, value_dim=value_dim, window=window, dtype=torch.bfloat16,
         device=device, exchange=exchange,
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """The gated delta rule by the kernels of flash-linear-attention (package fla-core,
-https://github.com/fla-org/flash-linear-attention), on CUDA in half precision, if `prove` finds their numbers right.
+https://github.com/fla-org/flash-linear-attention), on CUDA in half precision, if `check_flash_delta` finds their
+numbers right.
 
 Only the inputs are saved for the backward, as in `chunks`, so that both take the same memory in a plan. Letters are
 those of `layer`. A `LinearMask` has R rows of L tokens.
 
-`prove` checks the kernels on a device before they are used there. Packed rows, plain rows and pieces of context
-parallel are compared with `chunks` in float32, forward and backward. For the pieces, this process computes the pieces
-of all ranks.
+`check_flash_delta` checks the kernels on a device before they are used there. Packed rows, plain rows and pieces of
+context parallel are compared with `chunks` in float32, forward and backward. For the pieces, this process computes the
+pieces of all ranks.
 """
 
 import sys
@@ -21,7 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.attention.linear.chunks import chunked, head_groups
 from dtrain.attention.linear.context import Pieces
-from dtrain.attention.varlen import UNSUPPORTED, differentiated, documents_of, does_not_run
+from dtrain.attention.varlen import UNSUPPORTED, documents_of, does_not_run, with_gradients
+
+_LENGTHS = ((1, 61, 66, 64), (150, 42))  # documents of two rows of 192 tokens; the last one of each row is padding
+_TOLERANCE = 0.02  # relative error of a document's results: several times the error of the kernels in bfloat16
 
 
 class Borders(NamedTuple):
@@ -196,7 +200,7 @@ class _Flash(torch.autograd.Function):
         return *results, None, None, None
 
 
-def installed() -> FlashDelta | str:
+def installed_flash_delta() -> FlashDelta | str:
     """Return the rule computed by the installed library, or the reason why it cannot be used."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -209,11 +213,7 @@ def installed() -> FlashDelta | str:
     return FlashDelta(chunk_gated_delta_rule)
 
 
-_LENGTHS = ((1, 61, 66, 64), (150, 42))  # documents of two rows of 192 tokens; the last one of each row is padding
-_TOLERANCE = 0.02  # relative error of a document's results: several times the error of the kernels in bfloat16
-
-
-def prove(
+def check_flash_delta(
     rule: FlashDelta,
     *,
     key_heads: int,
@@ -276,13 +276,13 @@ def prove(
         checks.append(("pieces of rows", in_pieces, segments, real))
     for name, function, of_row, is_real in checks:
         try:
-            results = differentiated(function, parts, grad)
+            results = with_gradients(function, parts, grad)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except _failures() as error:
             return does_not_run("flash-linear-attention", error)
         wide = [part.float() for part in parts]
-        truth = differentiated(partial(_exact, of_row, is_real), wide, grad.float())
+        truth = with_gradients(partial(_exact, of_row, is_real), wide, grad.float())
         cuts = begins if of_row is not None else [[0], [0]]
         for result, expected in zip(results, truth, strict=True):
             for row, begins_of_row in enumerate(cuts):

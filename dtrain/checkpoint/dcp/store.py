@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dtrain.base.errors import UserError, first, in_words
+from dtrain.base.errors import UserError, first_few, in_words
 from dtrain.base.files import Record, checksum, publish, set_aside, write_new
 from dtrain.base.json_files import OWN, digest, loads, read_json
 from dtrain.base.ranks import Ranks
@@ -59,42 +59,12 @@ Beside = Callable[[Path, Sizes, Callable[[str], Tensor]], Mapping[str, Record]]
 """What rank 0 writes into a step's directory, from the tensors that the step holds: given the directory, their sizes
 and dtypes by name, and a function that reads one, it returns the records of its files, by their names there."""
 
+# What torch.load raises for a file that torch.save did not write, beside what the file system does.
+_FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
+
 
 class Damaged(UserError):
     """A file of a published step is missing, or not as it was saved."""
-
-
-def step_of(path: Path) -> int | None:
-    """N for a path whose last part is `step-N`, else None."""
-    match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else None
-
-
-def locate(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> tuple["CheckpointStore", int]:
-    """Find the store and the step that a user means by a path. Collective over `ranks`.
-
-    Args:
-        path: A `step-N` directory, a `checkpoints` directory, or a run's directory. The last two mean the newest step.
-        ranks: Default: all.
-        key: The recipe's key that has the path, for messages.
-
-    Raises:
-        UserError: If there is no whole step.
-    """
-    given = f"{key}={path}" if key else str(path)
-    path = Path(path)
-    named = step_of(path.absolute())
-    if named is not None:
-        store = CheckpointStore(path.absolute().parent, ranks)
-        faults = store.ranks.first(lambda: store.faults(named))
-        if faults:
-            raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
-        return store, named
-    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
-    newest = store.latest()
-    if newest is None:
-        raise UserError(f"{given}: no whole checkpoint there (looked for step-N directories in {store.directory})")
-    return store, newest
 
 
 class CheckpointStore:
@@ -196,7 +166,7 @@ class CheckpointStore:
     def read_state(self, step: int) -> dict[str, Any]:
         """The `state` of a step; no tensor is read. No collective."""
         self._verify(step, [STATE])
-        return _read(self.path(step) / STATE)
+        return _read_own_json(self.path(step) / STATE)
 
     def read_rank_state(self, step: int) -> tuple[dict[str, Any] | None, int]:
         """A `rank_state` for this rank, and which copy of it this is: rank r gets that of rank r % saved, copy
@@ -207,7 +177,7 @@ class CheckpointStore:
         if name not in manifest["files"]:
             return None, 0
         self._verify(step, [name])
-        return _read(self.path(step) / name), self.ranks.rank // saved
+        return _read_own_json(self.path(step) / name), self.ranks.rank // saved
 
     def identity(self, step: int) -> str:
         """A digest of what the tensors of a step hold, by the checksums of their files. No collective."""
@@ -357,7 +327,7 @@ class CheckpointStore:
                 wrong.append(f"{self.path(step) / name}: damaged, its checksum does not match")
             elif name.endswith(".json"):  # a file may be as it was written, and nothing that dtrain writes
                 try:
-                    _ = self._table(step) if name == TABLE else _read(self.path(step) / name)
+                    _ = self._table(step) if name == TABLE else _read_own_json(self.path(step) / name)
                 except UserError as error:
                     wrong.append(str(error))
         return wrong
@@ -392,7 +362,7 @@ class CheckpointStore:
         if not only:
             problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
         if problems:
-            raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *first(problems)]))
+            raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *first_few(problems)]))
         return pieces
 
     def _read(self, step: int, pieces: dict[str, Piece], table: Table) -> None:
@@ -417,11 +387,40 @@ class CheckpointStore:
             raise UserError(f"{path} could not be {done}:\n{lines}") from failure
 
 
-# What torch.load raises for a file that torch.save did not write, beside what the file system does.
-_FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
+def locate(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> tuple[CheckpointStore, int]:
+    """Find the store and the step that a user means by a path. Collective over `ranks`.
+
+    Args:
+        path: A `step-N` directory, a `checkpoints` directory, or a run's directory. The last two mean the newest step.
+        ranks: Default: all.
+        key: The recipe's key that has the path, for messages.
+
+    Raises:
+        UserError: If there is no whole step.
+    """
+    given = f"{key}={path}" if key else str(path)
+    path = Path(path)
+    named = step_of(path.absolute())
+    if named is not None:
+        store = CheckpointStore(path.absolute().parent, ranks)
+        faults = store.ranks.first(lambda: store.faults(named))
+        if faults:
+            raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
+        return store, named
+    store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path, ranks)
+    newest = store.latest()
+    if newest is None:
+        raise UserError(f"{given}: no whole checkpoint there (looked for step-N directories in {store.directory})")
+    return store, newest
 
 
-def _read(path: Path) -> dict[str, Any]:
+def step_of(path: Path) -> int | None:
+    """N for a path whose last part is `step-N`, else None."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _read_own_json(path: Path) -> dict[str, Any]:
     return read_json(path, most=OWN, constants=True)
 
 

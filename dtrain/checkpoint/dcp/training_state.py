@@ -34,50 +34,6 @@ from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.placement import local_tensor
 
-
-def random_state() -> dict[str, Any]:
-    """The state of every generator of this process, as JSON."""
-    version, words, gauss = random.getstate()
-    state = {"python": [version, list(words), gauss], "torch": _to_text(torch.get_rng_state())}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = _to_text(torch.cuda.get_rng_state())
-    return state
-
-
-def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
-    """Put the generators of this process into `state` (copy 0), or into one derived from it. CUDA, where this process
-    has it and the state does not, is seeded from the CPU's. UserError for what `random_state` has not written."""
-    try:
-        version, words, gauss = state["python"]
-        cpu = _from_text(state["torch"])
-        cuda = _from_text(state["cuda"]) if "cuda" in state else None
-        if copy == 0:
-            random.setstate((version, tuple(words), gauss))
-            torch.set_rng_state(cpu)
-        else:
-            random.seed(_seed(state["torch"], copy, "python"))
-            torch.default_generator.manual_seed(_seed(state["torch"], copy, "torch"))
-        if torch.cuda.is_available():
-            if copy == 0 and cuda is not None:
-                torch.cuda.set_rng_state(cuda)
-            else:
-                torch.cuda.manual_seed(_seed(state["torch"], copy, "cuda"))
-    except (KeyError, TypeError, ValueError, RuntimeError, binascii.Error) as error:
-        raise UserError(f"the checkpoint's random state is damaged ({error})") from error
-
-
-def _seed(text: str, copy: int, generator: str) -> int:
-    return int.from_bytes(digest(generator, copy, text), "big") >> 1
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-
-
 SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
 _SCALAR = (bool, int, float, str, type(None))
 
@@ -289,3 +245,46 @@ def _like(built: Any, saved: Any) -> Any:
     if isinstance(built, tuple) and isinstance(saved, list) and len(built) == len(saved):
         return tuple(_like(*pair) for pair in zip(built, saved, strict=True))
     return saved
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator of this process, as JSON."""
+    version, words, gauss = random.getstate()
+    state = {"python": [version, list(words), gauss], "torch": _bytes_to_text(torch.get_rng_state())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _bytes_to_text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_random_state(state: dict[str, Any], copy: int = 0) -> None:
+    """Put the generators of this process into `state` (copy 0), or into one derived from it. CUDA, where this process
+    has it and the state does not, is seeded from the CPU's. UserError for what `random_state` has not written."""
+    try:
+        version, words, gauss = state["python"]
+        cpu = _text_to_bytes(state["torch"])
+        cuda = _text_to_bytes(state["cuda"]) if "cuda" in state else None
+        if copy == 0:
+            random.setstate((version, tuple(words), gauss))
+            torch.set_rng_state(cpu)
+        else:
+            random.seed(_seed_of_copy(state["torch"], copy, "python"))
+            torch.default_generator.manual_seed(_seed_of_copy(state["torch"], copy, "torch"))
+        if torch.cuda.is_available():
+            if copy == 0 and cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+            else:
+                torch.cuda.manual_seed(_seed_of_copy(state["torch"], copy, "cuda"))
+    except (KeyError, TypeError, ValueError, RuntimeError, binascii.Error) as error:
+        raise UserError(f"the checkpoint's random state is damaged ({error})") from error
+
+
+def _seed_of_copy(text: str, copy: int, generator: str) -> int:
+    return int.from_bytes(digest(generator, copy, text), "big") >> 1
+
+
+def _bytes_to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _text_to_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -23,14 +23,108 @@ from dtrain.checkpoint.gguf.families import INSTEAD, add_sizes, architecture_of,
 from dtrain.checkpoint.gguf.tokenizer import Vocabulary, add_vocabulary, general_name, read_vocabulary
 from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find
 from dtrain.checkpoint.huggingface.file_rows import joints
-from dtrain.checkpoint.huggingface.merged import WholeWeight, folded
+from dtrain.checkpoint.huggingface.merged import WholeWeight, fold_scale
 from dtrain.checkpoint.huggingface.read import candidate_names
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 
 TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "q8_0": torch.float32}
 """Types of a file's matrices -> what their values are rounded to before they are written."""
-_BLOCK = 32  # values of a row that q8_0 gives one scale
+_Q8_BLOCK = 32  # values of a row that q8_0 gives one scale
+
+_HEAD = "lm_head"
+
+
+def export_gguf(
+    source: str | Path, out: str | Path, kind: str = "f16", form: str | None = None, original_base: bool = False
+) -> str:
+    """Write one GGUF file `out` from `source`, which is as of `huggingface.export.export`, as are form, original_base.
+    Returns lines that say what was read, and what of it the file or llama.cpp does not have.
+
+    kind: the type of matrices, "f16", "bf16", "f32" or "q8_0" (blocks of 32 values in 8 bits with a scale); vectors
+    are float32. A merged weight is rounded once, to it. An adapter alone is for a file of its base: llama.cpp's --lora.
+    Of a multimodal model the text part is written.
+
+    Memory: one tensor. No process group is needed or used. UserError, before weights are read, for an architecture, a
+    tokenizer or an adapter that llama.cpp does not compute as dtrain does; `out` is whole or absent.
+    """
+    out = Path(out)
+    check_output(out, kind)
+    content = find(Path(source), None, form, original_base)
+    if isinstance(content, AdapterAlone):
+        return _write_adapter(content, out, kind, is_folded=form == "folded")
+    return _write_model(content, out, kind)
+
+
+def _write_model(content: WholeModel, out: Path, kind: str) -> str:
+    config, layout = content.model.config, content.layout
+    arch, file = architecture_of(config), _text_config(layout.config)
+    directories = [layout.source, *layout.companions]
+    tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER).is_file()), layout.source)
+    has_template = (path for path in reversed(directories) if any(map(is_chat_template, companions_in(path))))
+    template = next(has_template, tokenizer)
+    vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
+    names = _gguf_names(content.model, arch)
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in rotary_tensors(arch, config, file).items():
+        tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
+    vision = [own for own in model_tensors(content.model) if is_in_vision_tower(own)]
+    left_out = {name for own in vision for name in candidate_names(content.model, [own])}
+    for entry in content.entries:
+        if entry.names[0] in left_out:
+            continue
+        text_name, name = names[entry.names[0]]
+        if name not in tensors:  # files may have a tied head beside its embedding
+            read = partial(_read_for_llama_cpp, entry, text_name, content.model, arch)
+            tensors[name] = GgufTensor(name, entry.shape, type_of(entry.shape, kind), read)
+    with gguf_writer(out, arch) as writer:
+        writer.add_type("model")
+        if (title := general_name(out.stem, vocabulary)) is not None:
+            writer.add_name(title)
+        _add_file_type(writer, kind)
+        add_sizes(writer, arch, config, file)
+        add_vocabulary(writer, vocabulary)
+        write_tensors(writer, list(tensors.values()))
+    return "\n".join([content.description, *_missing_part_notes(content.model, arch, vocabulary)])
+
+
+def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool) -> str:
+    """Write llama.cpp's file of a LoRA, whose scale is one alpha over each layer's rank; where a layer has another, or
+    all are folded, it is multiplied into B."""
+    adapter = content.adapter
+    arch, config = architecture_of(adapter.model.config), adapter.model.config
+    adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
+    if of_tower := [name for name in adapter.adapted if is_in_vision_tower(name)]:
+        raise UserError(f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {INSTEAD}")
+    if _HEAD in adapter.adapted and config.tie_word_embeddings:
+        raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")
+    rank = max(layer.rank for layer in adapter.adapted.values())
+    alpha = float(rank) if is_folded else adapter.config.alpha
+
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        module, _, part = name.rpartition(".")
+        layer, tensor = adapter.adapted[module], adapter.stored(name).float()
+        if is_folded:
+            tensor = fold_scale(name, tensor, rank, layer.scale)
+        elif part == "lora_B":
+            tensor = tensor * (layer.scale * layer.rank / alpha)
+        return (changed(arch, config, f"{module}.weight", tensor) if part == "lora_B" else tensor).to(dtype)
+
+    tensors = []
+    for module, layer in adapter.adapted.items():
+        weight = gguf_name(f"{module}.weight", arch, config.num_hidden_layers)
+        for part in ("lora_A", "lora_B"):
+            name = f"{module}.{part}"
+            shape = adapter.padded_shape(name, rank if is_folded else layer.rank)
+            tensors.append(GgufTensor(f"{weight}.{part.lower()}", shape, type_of(shape, kind), partial(read, name)))
+    with gguf_writer(out, arch) as writer:
+        writer.add_type("adapter")
+        writer.add_name(out.stem)
+        _add_file_type(writer, kind)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", alpha)
+        write_tensors(writer, tensors)
+    return f"{content.description}, its scale folded into B" if is_folded else content.description
 
 
 @dataclass(frozen=True)
@@ -48,10 +142,10 @@ def type_of(shape: Sequence[int], kind: str) -> str:
     its rows into blocks."""
     if len(shape) == 1:
         return "f32"
-    return "f16" if kind == "q8_0" and shape[-1] % _BLOCK else kind
+    return "f16" if kind == "q8_0" and shape[-1] % _Q8_BLOCK else kind
 
 
-def check_place(out: Path, kind: str) -> None:
+def check_output(out: Path, kind: str) -> None:
     """Raise UserError where no file of type `kind` could be written to `out`, which is not there yet."""
     if kind not in TYPES:
         raise UserError(f"--type {kind}: choose one of {', '.join(TYPES)}")
@@ -64,7 +158,7 @@ def check_place(out: Path, kind: str) -> None:
 
 
 @contextmanager
-def writing(out: Path, arch: str) -> Iterator[Any]:
+def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
     """Return a GGUFWriter of a file that gets the name `out` when the block ends without an error, and is gone when it
     ends with one. UserError where the disk does not take it."""
     from gguf import GGUFWriter
@@ -106,63 +200,7 @@ def write_tensors(writer: Any, tensors: Sequence[GgufTensor]) -> None:
         writer.write_tensor_data(quantize(values, GGMLQuantizationType[tensor.kind.upper()]))
 
 
-_HEAD = "lm_head"
-
-
-def export_gguf(
-    source: str | Path, out: str | Path, kind: str = "f16", form: str | None = None, original_base: bool = False
-) -> str:
-    """Write one GGUF file `out` from `source`, which is as of `huggingface.export.export`, as are form, original_base.
-    Returns lines that say what was read, and what of it the file or llama.cpp does not have.
-
-    kind: the type of matrices, "f16", "bf16", "f32" or "q8_0" (blocks of 32 values in 8 bits with a scale); vectors
-    are float32. A merged weight is rounded once, to it. An adapter alone is for a file of its base: llama.cpp's --lora.
-    Of a multimodal model the text part is written.
-
-    Memory: one tensor. No process group is needed or used. UserError, before weights are read, for an architecture, a
-    tokenizer or an adapter that llama.cpp does not compute as dtrain does; `out` is whole or absent.
-    """
-    out = Path(out)
-    check_place(out, kind)
-    content = find(Path(source), None, form, original_base)
-    if isinstance(content, AdapterAlone):
-        return _write_adapter(content, out, kind, is_folded=form == "folded")
-    return _write_model(content, out, kind)
-
-
-def _write_model(content: WholeModel, out: Path, kind: str) -> str:
-    config, layout = content.model.config, content.layout
-    arch, file = architecture_of(config), _text_config(layout.config)
-    directories = [layout.source, *layout.companions]
-    tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER).is_file()), layout.source)
-    has_template = (path for path in reversed(directories) if any(map(is_chat_template, companions_in(path))))
-    template = next(has_template, tokenizer)
-    vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
-    names = _gguf_names(content.model, arch)
-    tensors: dict[str, GgufTensor] = {}
-    for name, tensor in rotary_tensors(arch, config, file).items():
-        tensors[name] = GgufTensor(name, tensor.shape, "f32", tensor.to)
-    vision = [own for own in model_tensors(content.model) if is_in_vision_tower(own)]
-    left_out = {name for own in vision for name in candidate_names(content.model, [own])}
-    for entry in content.entries:
-        if entry.names[0] in left_out:
-            continue
-        text_name, name = names[entry.names[0]]
-        if name not in tensors:  # files may have a tied head beside its embedding
-            read = partial(_read, entry, text_name, content.model, arch)
-            tensors[name] = GgufTensor(name, entry.shape, type_of(entry.shape, kind), read)
-    with writing(out, arch) as writer:
-        writer.add_type("model")
-        if (title := general_name(out.stem, vocabulary)) is not None:
-            writer.add_name(title)
-        _add_file_type(writer, kind)
-        add_sizes(writer, arch, config, file)
-        add_vocabulary(writer, vocabulary)
-        write_tensors(writer, list(tensors.values()))
-    return "\n".join([content.description, *_notes(content.model, arch, vocabulary)])
-
-
-def _notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
+def _missing_part_notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> list[str]:
     """Lines that name the parts of a model that the file or llama.cpp does not have."""
     notes = list(vocabulary.notes)
     if model.config.is_text_tower:
@@ -209,7 +247,7 @@ def gguf_name(name: str, arch: str, layers: int) -> str:
     return f"{gguf_module}.{parameter}"
 
 
-def _read(entry: WholeWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
+def _read_for_llama_cpp(entry: WholeWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
     """The tensor `name` [its shape] as llama.cpp reads it, rounded to `dtype`. No collective."""
     return changed(arch, model.config, name, entry.read(dtype).to(dtype))
 
@@ -220,42 +258,3 @@ def _add_file_type(writer: Any, kind: str) -> None:
     writer.add_file_type(LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     if kind == "q8_0":
         writer.add_quantization_version(GGML_QUANT_VERSION)
-
-
-def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool) -> str:
-    """Write llama.cpp's file of a LoRA, whose scale is one alpha over each layer's rank; where a layer has another, or
-    all are folded, it is multiplied into B."""
-    adapter = content.adapter
-    arch, config = architecture_of(adapter.model.config), adapter.model.config
-    adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
-    if of_tower := [name for name in adapter.adapted if is_in_vision_tower(name)]:
-        raise UserError(f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {INSTEAD}")
-    if _HEAD in adapter.adapted and config.tie_word_embeddings:
-        raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")
-    rank = max(layer.rank for layer in adapter.adapted.values())
-    alpha = float(rank) if is_folded else adapter.config.alpha
-
-    def read(name: str, dtype: torch.dtype) -> Tensor:
-        module, _, part = name.rpartition(".")
-        layer, tensor = adapter.adapted[module], adapter.stored(name).float()
-        if is_folded:
-            tensor = folded(name, tensor, rank, layer.scale)
-        elif part == "lora_B":
-            tensor = tensor * (layer.scale * layer.rank / alpha)
-        return (changed(arch, config, f"{module}.weight", tensor) if part == "lora_B" else tensor).to(dtype)
-
-    tensors = []
-    for module, layer in adapter.adapted.items():
-        weight = gguf_name(f"{module}.weight", arch, config.num_hidden_layers)
-        for part in ("lora_A", "lora_B"):
-            name = f"{module}.{part}"
-            shape = adapter.padded_shape(name, rank if is_folded else layer.rank)
-            tensors.append(GgufTensor(f"{weight}.{part.lower()}", shape, type_of(shape, kind), partial(read, name)))
-    with writing(out, arch) as writer:
-        writer.add_type("adapter")
-        writer.add_name(out.stem)
-        _add_file_type(writer, kind)
-        writer.add_string("adapter.type", "lora")
-        writer.add_float32("adapter.lora.alpha", alpha)
-        write_tensors(writer, tensors)
-    return f"{content.description}, its scale folded into B" if is_folded else content.description

@@ -25,10 +25,10 @@ from dtrain.checkpoint.huggingface.merged import (
     step_around,
     stored_weight,
     trained_beside,
-    wider,
+    widen_exact,
 )
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, WeightFiles
+from dtrain.checkpoint.huggingface.safetensor_files import DTYPES_BY_NAME, WeightFiles
 from dtrain.checkpoint.huggingface.write import Layout, layout_of, write_entries
 from dtrain.checkpoint.peft.config import ADAPTER, BASE, base_of
 from dtrain.checkpoint.peft.export import StoredAdapter
@@ -78,9 +78,9 @@ def export(
     `model.path`, which must hold what it held then. Memory: one tensor. No process group is needed or used. UserError
     where something is missing or damaged; `out` is whole or absent.
     """
-    if dtype is not None and dtype not in BY_NAME:
-        raise UserError(f"--dtype {dtype}: choose one of {', '.join(BY_NAME)}")
-    wanted = BY_NAME[dtype] if dtype is not None else None
+    if dtype is not None and dtype not in DTYPES_BY_NAME:
+        raise UserError(f"--dtype {dtype}: choose one of {', '.join(DTYPES_BY_NAME)}")
+    wanted = DTYPES_BY_NAME[dtype] if dtype is not None else None
     content = find(Path(source), wanted, form, original_base)
     if isinstance(content, WholeModel):
         write_entries(content.model, content.entries, content.layout, Path(out), ranks=Ranks(alone=True))
@@ -107,7 +107,7 @@ def find(source: Path, dtype: torch.dtype | None, form: str | None, original_bas
         places, exact = check_fit(model, files), exact_names(model)
         kept = {places[name].name for name in exact}
         names = dict.fromkeys(name for rows in places.values() for name in rows.names)
-        entries = [stored_weight(files, name, dtype and wider(dtype, name in kept)) for name in names]
+        entries = [stored_weight(files, name, dtype and widen_exact(dtype, name in kept)) for name in names]
         return WholeModel(f"weights of {source}", model, layout, entries)
     return _find_step(*locate(step or source, Ranks(alone=True)), dtype, form, original_base)
 

@@ -1,9 +1,11 @@
 """Full weights of a model with its adapters merged, one tensor at a time, and the base weights of an adapter.
 
-The model's own weights are read and not written; only `merge_in_place` changes them. `base_weights` finds the base of
-an adapter, or of frozen parameters, on one process, and reads its weights as they were in training. A run that freezes
-weights holds them in the dtype that it computes in, or in 4 bits; its steps leave them out, for the files at its
-model.path have them. What they hold is compared with what the run read.
+`whole_weights` gives the weights of a model in memory. They are read and not written; only `merge_in_place` changes
+the model.
+
+`BaseWeights` reads the weights that a run has frozen, on one process, from the files at its model.path: a run's steps
+leave them out. They are read as they were in training, in the dtype that the run computed in or in 4 bits. `RunFacts`
+finds these files by the run's config.yaml, and compares their content with what the run read.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +36,15 @@ from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import BY_NAME, CARRIED, WeightFiles, weight_files
+from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES_BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.peft.config import ADAPTER
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import Router
 from dtrain.parallel.placement import on_its_device
 from dtrain.parallel.tensor import exact_modules
+
+_MOST_RECIPE_ENTRIES = 100_000  # entries, with what aliases repeat
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,8 @@ class WholeWeight:
 
     def in_file(self, name: str, dtype: torch.dtype | None) -> "WholeWeight":
         """The tensor `name` of a file, in `dtype`; None: its own."""
-        own = self.dtype if dtype is None or not self.dtype.is_floating_point else wider(dtype, self.exact)
+        own = self.dtype if dtype is None or not self.dtype.is_floating_point else widen_exact(dtype, self.exact)
         return replace(self, names=[name], dtype=own)
-
-
-def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
-    """The tensor `name` of `files`, to be written in `dtype` or its own."""
-    stored = files.stored[name]
-    if (own := CARRIED.get(stored.kind)) is None:
-        raise UserError(f"{files.directory}: {name} is {stored.kind}, which dtrain does not copy")
-    return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
 
 
 def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
@@ -87,10 +83,10 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
             continue
         if layer is not None and (parameter == CODES or (parameter == "weight" and layer.wrapper is not None)):
             name = f"{module}.weight"
-            weights[name] = _of_layer(layer, name)
+            weights[name] = _adapted_weight(layer, name)
         else:
             tensor = tensors[name]
-            read, is_sharded = partial(_cast, tensor), isinstance(tensor, DTensor)
+            read, is_sharded = partial(_gather_as, tensor), isinstance(tensor, DTensor)
             weights[name] = WholeWeight(names, tensor.shape, tensor.dtype, read, is_sharded, name in exact)
     return in_files(model, weights)
 
@@ -103,94 +99,12 @@ def in_files(model: nn.Module | ModelConfig, weights: Mapping[str, WholeWeight])
     for fused in joints(model, weights):
         first = weights[fused.parts[0]]
         if fused.expert is None:
-            whole[fused.name] = _joined(fused, [weights[part] for part in fused.parts])
+            whole[fused.name] = _join_parts(fused, [weights[part] for part in fused.parts])
         else:
             stack = stacks.setdefault(fused.parts[0], _ExpertStack(first))
             read = partial(stack.matrix, fused.expert)
             whole[fused.name] = replace(first, names=[fused.name], shape=first.shape[1:], read=read)
     return whole
-
-
-def exact_names(model: nn.Module) -> set[str]:
-    """The names in `model` of parameters and buffers that are held, and written, in float32 at least."""
-    names: set[str] = set()
-    for module_name, module in exact_modules(model).items():
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        names.update(f"{module_name}.{name}" for name, _ in tensors)
-    return names
-
-
-def wider(dtype: torch.dtype, exact: bool) -> torch.dtype:
-    """`dtype`, or where a tensor is `exact` float32 at least."""
-    return torch.promote_types(dtype, torch.float32) if exact else dtype
-
-
-@torch.no_grad()
-def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """W + s·B·A of W [.., out, in], A [.., r, in] and B [.., out, r], of DoRA each row m / ‖row‖ times that, m [out]:
-    [.., out, in], computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
-    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
-    if magnitude is not None:
-        norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
-        merged = (magnitude.to(wide) / norms)[:, None] * merged
-    return merged.to(dtype)
-
-
-def folded(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
-    """A layer's A [r, in] or B [out, r], the parameter `name`, as in an adapter of scale 1 and a rank of r or more: the
-    scale is in B, and zeros fill both up, to [rank, in] and [out, rank]. No collective."""
-    if name.endswith(".lora_A"):
-        return F.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
-    return F.pad(tensor * scale, (0, rank - tensor.shape[1]))
-
-
-@torch.no_grad()
-def merge_in_place(model: CausalLM) -> bool:
-    """Merge the adapters of `model`, whole on one device, into its weights [.., out, in], and take them out; a merged
-    weight that was in 4 bits is a whole one from here on. Returns whether it had any. No collective."""
-    layers = adapted_layers(model)
-    for name, layer in layers.items():
-        weight = _of_layer(layer, name)
-        whole = weight.read(weight.dtype)
-        if holds_codes(layer):
-            del layer.weight_storage  # that of its class is left
-            for parameter in PARTS:
-                del layer._parameters[parameter]
-            layer.weight = nn.Parameter(whole, requires_grad=False)
-        else:
-            layer.weight.copy_(whole)
-    remove_adapters(model)
-    model.adapters = None
-    return bool(layers)
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """`tensor`, [any shape], whole. One all-gather for each dimension of a mesh that shards it."""
-    tensor = on_its_device(tensor)
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # One after another, FSDP's first, which cut last: torch warns of several in one call.
-    for dim, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Replicate):
-            whole = [Replicate() if index == dim else held for index, held in enumerate(tensor.placements)]
-            tensor = tensor.redistribute(placements=whole)
-    return tensor.to_local()
-
-
-def _joined(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
-    """Return the weight that joins `parts`. Every rank joins them, those too that do not keep the whole."""
-    name = fused.name
-    if len(parts) == 1 and not fused.transposed:
-        return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
-
-    def read(dtype: torch.dtype) -> Tensor:
-        return fused.join([part.read(dtype) for part in parts])
-
-    shape = torch.Size(fused.shape([part.shape for part in parts]))
-    is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
-    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
 
 
 class _ExpertStack:
@@ -208,11 +122,22 @@ class _ExpertStack:
         return self._whole[dtype].pop()[number]
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
+def _join_parts(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
+    """Return the weight that joins `parts`. Every rank joins them, those too that do not keep the whole."""
+    name = fused.name
+    if len(parts) == 1 and not fused.transposed:
+        return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
+
+    def read(dtype: torch.dtype) -> Tensor:
+        return fused.join([part.read(dtype) for part in parts])
+
+    shape = torch.Size(fused.shape([part.shape for part in parts]))
+    is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
 
 
-def _of_layer(layer: Adapted, name: str) -> WholeWeight:
+def _adapted_weight(layer: Adapted, name: str) -> WholeWeight:
     def read(dtype: torch.dtype) -> Tensor:
         weight = gathered(layer.weight) if isinstance(layer, Router) else layer.matrix(gathered)
         if layer.wrapper is None:
@@ -220,7 +145,7 @@ def _of_layer(layer: Adapted, name: str) -> WholeWeight:
         has_magnitude = isinstance(layer.wrapper, Adapter) and layer.wrapper.dora
         magnitude = gathered(layer.get_parameter("lora_magnitude")) if has_magnitude else None
         a, b = gathered(layer.get_parameter("lora_A")), gathered(layer.get_parameter("lora_B"))
-        return merge(weight, a, b, layer.wrapper.scale, magnitude, dtype)
+        return merge_adapter(weight, a, b, layer.wrapper.scale, magnitude, dtype)
 
     if not isinstance(layer, Router) and isinstance(layer.weight_storage, NF4Weight):
         is_sharded = isinstance(layer.get_parameter(CODES), DTensor)
@@ -228,86 +153,85 @@ def _of_layer(layer: Adapted, name: str) -> WholeWeight:
     return WholeWeight([name], layer.weight.shape, layer.weight.dtype, read, isinstance(layer.weight, DTensor))
 
 
-_RECIPE_PARTS = 100_000  # entries, with what aliases repeat
+def _gather_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts of a run's model from its config.yaml. path: model.path, or of an id the directory in the hub's cache;
-    freezes: whether some of its weights are not trained."""
-
-    file: Path
-    path: Path | None = None
-    scratch: bool = False
-    freezes: bool = False
-    nf4: bool = False
-    dtype: torch.dtype | None = None  # of computation, where the recipe names one
-
-    @classmethod
-    def of(cls, run: Path) -> "RunFacts":
-        """Return the facts of the directory `run`, none without a config.yaml. UserError for a damaged one."""
-        file = run / "config.yaml"
-        if not file.is_file():
-            return cls(file)
-        text = read_text(file)
-        try:
-            check_shape(yaml.load(text, Loader=yaml.BaseLoader), _RECIPE_PARTS)
-            recipe = OmegaConf.create(text)
-            keys = "model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze"
-            path, init, dtype, lora, *chosen = (  # of an environment that is gone, perhaps
-                OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys
-            )
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-            raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
-        model_path = None
-        if path and isinstance(path, str):  # a directory, or the id that it has, or had, in the cache
-            name = path if hub.is_id(path) else hub.id_of(Path(path))
-            model_path = Path(path)
-            if name is not None and not (model_path / CONFIG).is_file():
-                model_path = hub.cached(name) or model_path
-        is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
-        return cls(file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, BY_NAME.get(dtype))
-
-    def base(self, state: dict[str, Any]) -> Path:
-        """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
-        if self.path is None or not has_weights(self.path):
-            fetch = ""
-            if self.path is not None and (name := hub.id_of(self.path)):
-                fetch = f", or run `dtrain download {name}`"
-            if self.path is not None and not self.path.is_absolute():
-                fetch += ", or go to the directory that the run was started in, for this path is relative"
-            raise UserError(
-                f"{self.file}: the run's steps hold what it trained alone, and there are no weights at model.path="
-                f"{self.path}, which has the others: put that model there again{fetch}"
-            )
-        wanted = state.get("identities", {}).get("model.weights")
-        if wanted is not None and digest(digests(weight_files(self.path), ranks=Ranks(alone=True))) != wanted:
-            raise UserError(
-                f"{self.file}: merging onto a base that differs: the weights at model.path={self.path} are not those "
-                "that this run trained on: put these there again"
-            )
-        return self.path
-
-    def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
-        return BY_NAME.get(state.get("dtype", "")) or self.dtype
+def gathered(tensor: Tensor) -> Tensor:
+    """`tensor`, [any shape], whole. One all-gather for each dimension of a mesh that shards it."""
+    tensor = on_its_device(tensor)
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One after another, FSDP's first, which cut last: torch warns of several in one call.
+    for dim, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            whole = [Replicate() if index == dim else held for index, held in enumerate(tensor.placements)]
+            tensor = tensor.redistribute(placements=whole)
+    return tensor.to_local()
 
 
-def step_around(adapter: Path) -> Path | None:
-    """The step of a run that has the directory `adapter` as its adapter; None where it lies elsewhere."""
-    step = adapter.absolute().parent
-    has_run = (step.parent.parent / "config.yaml").is_file()
-    return step if adapter.absolute().name == ADAPTER and (step / MANIFEST).is_file() and has_run else None
+@torch.no_grad()
+def merge_adapter(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """W + s·B·A of W [.., out, in], A [.., r, in] and B [.., out, r], of DoRA each row m / ‖row‖ times that, m [out]:
+    [.., out, in], computed in max(float32, theirs), in PEFT's order, and rounded once, to `dtype`. No collective."""
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    merged = weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale
+    if magnitude is not None:
+        norms = torch.linalg.norm(merged, dim=1).clamp_(min=torch.finfo(wide).tiny)  # a row of zeros stays one
+        merged = (magnitude.to(wide) / norms)[:, None] * merged
+    return merged.to(dtype)
 
 
-def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
-    """Return what the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in
-    4 bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
-    run = adapter.absolute().parent
-    if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
-        return False, None
-    facts, store = RunFacts.of(run), CheckpointStore(run / "checkpoints", Ranks(alone=True))
-    step = store.latest()
-    return facts.nf4, facts.trained_in({} if step is None else store.read_state(step))
+@torch.no_grad()
+def merge_in_place(model: CausalLM) -> bool:
+    """Merge the adapters of `model`, whole on one device, into its weights [.., out, in], and take them out; a merged
+    weight that was in 4 bits is a whole one from here on. Returns whether it had any. No collective."""
+    layers = adapted_layers(model)
+    for name, layer in layers.items():
+        weight = _adapted_weight(layer, name)
+        whole = weight.read(weight.dtype)
+        if holds_codes(layer):
+            del layer.weight_storage  # that of its class is left
+            for parameter in PARTS:
+                del layer._parameters[parameter]
+            layer.weight = nn.Parameter(whole, requires_grad=False)
+        else:
+            layer.weight.copy_(whole)
+    remove_adapters(model)
+    model.adapters = None
+    return bool(layers)
+
+
+def fold_scale(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
+    """A layer's A [r, in] or B [out, r], the parameter `name`, as in an adapter of scale 1 and a rank of r or more: the
+    scale is in B, and zeros fill both up, to [rank, in] and [out, rank]. No collective."""
+    if name.endswith(".lora_A"):
+        return F.pad(tensor, (0, 0, 0, rank - tensor.shape[0]))
+    return F.pad(tensor * scale, (0, rank - tensor.shape[1]))
+
+
+def exact_names(model: nn.Module) -> set[str]:
+    """The names in `model` of parameters and buffers that are held, and written, in float32 at least."""
+    names: set[str] = set()
+    for module_name, module in exact_modules(model).items():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        names.update(f"{module_name}.{name}" for name, _ in tensors)
+    return names
+
+
+def widen_exact(dtype: torch.dtype, exact: bool) -> torch.dtype:
+    """`dtype`, or where a tensor is `exact` float32 at least."""
+    return torch.promote_types(dtype, torch.float32) if exact else dtype
+
+
+def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
+    """The tensor `name` of `files`, to be written in `dtype` or its own."""
+    stored = files.stored[name]
+    if (own := CARRIED.get(stored.kind)) is None:
+        raise UserError(f"{files.directory}: {name} is {stored.kind}, which dtrain does not copy")
+    return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
 
 
 class BaseWeights:
@@ -351,4 +275,85 @@ class BaseWeights:
             quantized.fill(self.files, source, *parts.values())
             return held.matrix(parts.__getitem__)
         stored = source.read(self.files)
-        return stored if self.dtype is None else stored.to(wider(self.dtype, name in self._exact))
+        return stored if self.dtype is None else stored.to(widen_exact(self.dtype, name in self._exact))
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run's model from its config.yaml. path: model.path, or of an id the directory in the hub's cache;
+    freezes: whether some of its weights are not trained."""
+
+    file: Path
+    path: Path | None = None
+    scratch: bool = False
+    freezes: bool = False
+    nf4: bool = False
+    dtype: torch.dtype | None = None  # of computation, where the recipe names one
+
+    @classmethod
+    def of(cls, run: Path) -> "RunFacts":
+        """Return the facts of the directory `run`, none without a config.yaml. UserError for a damaged one."""
+        file = run / "config.yaml"
+        if not file.is_file():
+            return cls(file)
+        text = read_text(file)
+        try:
+            check_shape(yaml.load(text, Loader=yaml.BaseLoader), _MOST_RECIPE_ENTRIES)
+            recipe = OmegaConf.create(text)
+            keys = "model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze"
+            path, init, dtype, lora, *chosen = (  # of an environment that is gone, perhaps
+                OmegaConf.select(recipe, key, throw_on_resolution_failure=False) for key in keys
+            )
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+            raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
+        model_path = None
+        if path and isinstance(path, str):  # a directory, or the id that it has, or had, in the cache
+            name = path if hub.is_id(path) else hub.id_of(Path(path))
+            model_path = Path(path)
+            if name is not None and not (model_path / CONFIG).is_file():
+                model_path = hub.cached(name) or model_path
+        is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
+        return cls(
+            file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, DTYPES_BY_NAME.get(dtype)
+        )
+
+    def base(self, state: dict[str, Any]) -> Path:
+        """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
+        if self.path is None or not has_weights(self.path):
+            fetch = ""
+            if self.path is not None and (name := hub.id_of(self.path)):
+                fetch = f", or run `dtrain download {name}`"
+            if self.path is not None and not self.path.is_absolute():
+                fetch += ", or go to the directory that the run was started in, for this path is relative"
+            raise UserError(
+                f"{self.file}: the run's steps hold what it trained alone, and there are no weights at model.path="
+                f"{self.path}, which has the others: put that model there again{fetch}"
+            )
+        wanted = state.get("identities", {}).get("model.weights")
+        if wanted is not None and digest(digests(weight_files(self.path), ranks=Ranks(alone=True))) != wanted:
+            raise UserError(
+                f"{self.file}: merging onto a base that differs: the weights at model.path={self.path} are not those "
+                "that this run trained on: put these there again"
+            )
+        return self.path
+
+    def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
+        return DTYPES_BY_NAME.get(state.get("dtype", "")) or self.dtype
+
+
+def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
+    """Return what the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in
+    4 bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
+    run = adapter.absolute().parent
+    if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
+        return False, None
+    facts, store = RunFacts.of(run), CheckpointStore(run / "checkpoints", Ranks(alone=True))
+    step = store.latest()
+    return facts.nf4, facts.trained_in({} if step is None else store.read_state(step))
+
+
+def step_around(adapter: Path) -> Path | None:
+    """The step of a run that has the directory `adapter` as its adapter; None where it lies elsewhere."""
+    step = adapter.absolute().parent
+    has_run = (step.parent.parent / "config.yaml").is_file()
+    return step if adapter.absolute().name == ADAPTER and (step / MANIFEST).is_file() and has_run else None

@@ -11,7 +11,7 @@ from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.checkpoint.peft.tensors import outputs_in
-from dtrain.models.building import build, linears
+from dtrain.models.building import build, linear_shapes
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 
@@ -37,7 +37,7 @@ def from_pretrained(
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
     config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels, vision)
     model = build_with_adapters(config, adapter, dtype, "meta")
-    hold_in_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linears(config)))
+    hold_in_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linear_shapes(config)))
     _fill(model, base, device)
     read_adapter(model, path)
     return model

@@ -19,8 +19,8 @@ from dtrain.adapters.nf4 import BLOCK, LEVELS, held_by_nf4, quantize, quantize_w
 from dtrain.base.model_directory import has_weights
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
-from dtrain.models.building import linears
-from dtrain.models.common.config_fields import skips
+from dtrain.models.building import linear_shapes
+from dtrain.models.common.config_fields import is_skipped
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor
 
@@ -50,12 +50,12 @@ def hold_in_4_bits(
     are all `held_by_nf4` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that
     are trained whole. The headers are read; no collective.
     """
-    of_config = held_by_nf4(model.config) if model.config.unquantized is None else linears(model.config)
+    of_config = held_by_nf4(model.config) if model.config.unquantized is None else linear_shapes(model.config)
     names, skipped = [name for name in of_config if name not in except_for], model.config.unquantized
     if skipped is None:
         names = names if nf4 else []
     elif not has_weights(directory):
-        names = [name for name in names if not skips(skipped, name)]
+        names = [name for name in names if not is_skipped(skipped, name)]
     else:
         stored = WeightFiles(directory).stored
         in_files = {name: model.checkpoint_names(f"{name}.weight") for name in names}

@@ -27,7 +27,79 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # What an export carries of parts that dtrain does not train, beside these.
 CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 CARRIED |= {"BOOL": torch.bool}
-BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
+
+_LOW_BIT_SUFFIXES = ("_blocks", "_scale_inv")  # names of tensors beside others
+_ROWS_COMPARED = 4096  # of two tensors that are compared
+
+_MXFP4_BLOCKS, _MXFP4_SCALES, _FP8_SCALES = "_blocks", "_scales", "_scale_inv"
+_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
+_MXFP4_GROUP = 32  # values of mxfp4 that share an exponent
+_FP8_BLOCK_SIDE = 128  # of a block of fp8
+
+
+class WeightFiles:
+    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`; weights in mxfp4 and in
+    fp8 by blocks are bfloat16 there (`packed`). Reads the headers only.
+    UserError, naming the file, for a directory without weights, a file of the index that is missing in the directory, a
+    file that is cut short or damaged, and a tensor that is missing in its file."""
+
+    def __init__(self, directory: Path, single: str = SINGLE):
+        self.directory = directory
+        self.stored: dict[str, Stored] = {}
+        for file, names in _weight_file_names(directory, single).items():
+            self._add(directory / file, names)
+        if any(name.endswith(_LOW_BIT_SUFFIXES) for name in self.stored):
+            replace_low_bit_weights(self.stored)
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """(A slice of) tensor `name`, [any shape], as `stored` has it. The file is mapped for this one tensor only, so
+        that the process holds its pages no longer than that. No collective."""
+        return self.stored[name].read(slices)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
+        shape = self.stored[name].shape
+        if shape != self.stored[other].shape:
+            return True
+        parts = ((slice(start, start + _ROWS_COMPARED),) for start in range(0, shape[0], _ROWS_COMPARED))
+        return any(not self.read(name, part).double().equal(self.read(other, part).double()) for part in parts)
+
+    def _add(self, path: Path, names: Sequence[str]) -> None:
+        with opened(path) as file:
+            held = set(file.keys())
+            missing = sorted(set(names or held) - held)
+            if missing:
+                raise UserError(
+                    f"{path} is missing {len(missing)} tensors that {INDEX} places there, first {missing[0]}"
+                )
+            for name in names or sorted(held):
+                entry = file.get_slice(name)
+                self.stored[name] = Stored(path, name, tuple(entry.get_shape()), entry.get_dtype())
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
+    files = _weight_file_names(directory)
+    return [directory / name for name in ([SINGLE] if SINGLE in files else [INDEX, *sorted(files)])]
+
+
+def _weight_file_names(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]]:
+    """Return `files_of_weights`. Raises UserError where there are none."""
+    if (files := files_of_weights(directory, single)) is not None:
+        return files
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory")
+    if any(directory.glob("pytorch_model*.bin")):
+        raise UserError(
+            f"{directory} has its weights as pytorch_model.bin, a pickle, which dtrain does not open. Convert it with "
+            'transformers, once: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\" "
+            "and copy the tokenizer's files along"
+        )
+    others = sorted(path.name for path in directory.glob("*.safetensors"))
+    listing = f"; it has {', '.join(others[:5])}" if others else ""
+    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}{listing}")
 
 
 @dataclass(frozen=True)
@@ -63,29 +135,23 @@ def opened(path: Path) -> Iterator:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
 
-_BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
-_GROUP = 32  # values of mxfp4 that share an exponent
-_SIDE = 128  # of a block of fp8
-
-
-def unpack(stored: dict[str, Stored]) -> None:
+def replace_low_bit_weights(stored: dict[str, Stored]) -> None:
     """Put one bfloat16 tensor in the place of each weight in few bits, and its scales, that `stored` has by name. What
     is in no such form stays, for the reader to refuse."""
     for name, entry in list(stored.items()):
-        base = name.removesuffix(_BLOCKS)
-        scales, inverse = stored.get(f"{base}{_SCALES}"), stored.get(f"{name}{_INVERSE}")
+        base = name.removesuffix(_MXFP4_BLOCKS)
+        scales, inverse = stored.get(f"{base}{_MXFP4_SCALES}"), stored.get(f"{name}{_FP8_SCALES}")
         if base != name and scales is not None and base not in stored and _is_mxfp4(entry, scales):
             experts, rows, groups, _ = entry.shape
-            del stored[name], stored[f"{base}{_SCALES}"]
-            stored[base] = MxFp4(entry.file, base, (experts, groups * _GROUP, rows), "BF16", entry, scales)
+            del stored[name], stored[f"{base}{_MXFP4_SCALES}"]
+            stored[base] = MxFp4(entry.file, base, (experts, groups * _MXFP4_GROUP, rows), "BF16", entry, scales)
         elif inverse is not None and _is_fp8(entry, inverse):
-            del stored[f"{name}{_INVERSE}"]
+            del stored[f"{name}{_FP8_SCALES}"]
             stored[name] = BlockFp8(entry.file, name, entry.shape, "BF16", entry, inverse)
 
 
 def _is_mxfp4(blocks: Stored, scales: Stored) -> bool:
-    is_shaped = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP // 2 and blocks.shape[:3] == scales.shape
+    is_shaped = len(blocks.shape) == 4 and blocks.shape[3] == _MXFP4_GROUP // 2 and blocks.shape[:3] == scales.shape
     return is_shaped and blocks.kind == scales.kind == "U8"
 
 
@@ -93,12 +159,12 @@ def _is_fp8(weight: Stored, scales: Stored) -> bool:
     if len(weight.shape) < 2:
         return False
     *lead, rows, columns = weight.shape
-    wanted = (*lead, -(-rows // _SIDE), -(-columns // _SIDE))
+    wanted = (*lead, -(-rows // _FP8_BLOCK_SIDE), -(-columns // _FP8_BLOCK_SIDE))
     return weight.kind == "F8_E4M3" and scales.kind in ("F32", "BF16") and scales.shape == wanted
 
 
 @dataclass(frozen=True)
-class _Packed(Stored):
+class _LowBitWeight(Stored):
     """A weight [shape] in few bits. values, scales: as the file has them."""
 
     values: Stored
@@ -110,17 +176,17 @@ class _Packed(Stored):
         return [slice(*part.indices(size)[:2]) for part, size in zip(given, self.shape, strict=True)]
 
 
-class MxFp4(_Packed):
+class MxFp4(_LowBitWeight):
     """A stack of experts [E, in, out] in mxfp4."""
 
     def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
         """Override `Stored.read`: bfloat16. Beside the result the memory of one expert's slice."""
         experts, inner, outer = self._slices(slices)
-        groups = slice(inner.start // _GROUP, -(-inner.stop // _GROUP))
-        within = slice(inner.start - groups.start * _GROUP, inner.stop - groups.start * _GROUP)
+        groups = slice(inner.start // _MXFP4_GROUP, -(-inner.stop // _MXFP4_GROUP))
+        within = slice(inner.start - groups.start * _MXFP4_GROUP, inner.stop - groups.start * _MXFP4_GROUP)
         sizes = (part.stop - part.start for part in (experts, inner, outer))
         whole = torch.empty(*sizes, dtype=torch.bfloat16)
-        pairs = _pairs()
+        pairs = _fp4_pairs()
         with opened(self.values.file) as of_values, opened(self.scales.file) as of_scales:
             blocks, scales = of_values.get_slice(self.values.name), of_scales.get_slice(self.scales.name)
             for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
@@ -132,90 +198,22 @@ class MxFp4(_Packed):
         return whole
 
 
-class BlockFp8(_Packed):
+class BlockFp8(_LowBitWeight):
     """Matrices [.., out, in] in fp8."""
 
     def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
         """Override `Stored.read`: bfloat16. A few times the memory of the slice."""
         *lead, rows, columns = self._slices(slices)
-        blocks = [slice(part.start // _SIDE, -(-part.stop // _SIDE)) for part in (rows, columns)]
+        blocks = [slice(part.start // _FP8_BLOCK_SIDE, -(-part.stop // _FP8_BLOCK_SIDE)) for part in (rows, columns)]
         factors = self.scales.read((*lead, *blocks)).float()
         for dim, part in ((-2, rows), (-1, columns)):
-            of_each = torch.arange(part.start, part.stop) // _SIDE - part.start // _SIDE
+            of_each = torch.arange(part.start, part.stop) // _FP8_BLOCK_SIDE - part.start // _FP8_BLOCK_SIDE
             factors = factors.index_select(dim, of_each)
         return (self.values.read((*lead, rows, columns)).float() * factors).bfloat16()
 
 
-def _pairs() -> Tensor:
+def _fp4_pairs() -> Tensor:
     """[256, 2] float32: the values of a byte's halves, the low one first."""
-    magnitudes = torch.tensor(_VALUES)
+    magnitudes = torch.tensor(_FP4_MAGNITUDES)
     values = torch.cat([magnitudes, -magnitudes])
     return torch.cartesian_prod(values, values).flip(1)
-
-
-_OF_FEW_BITS = ("_blocks", "_scale_inv")  # names of tensors beside others
-_ROWS = 4096  # of two tensors that are compared
-
-
-class WeightFiles:
-    """The tensors of `directory`, a `single` file or what the index lists, by name in `stored`; weights in mxfp4 and in
-    fp8 by blocks are bfloat16 there (`packed`). Reads the headers only.
-    UserError, naming the file, for a directory without weights, a file of the index that is missing in the directory, a
-    file that is cut short or damaged, and a tensor that is missing in its file."""
-
-    def __init__(self, directory: Path, single: str = SINGLE):
-        self.directory = directory
-        self.stored: dict[str, Stored] = {}
-        for file, names in _files(directory, single).items():
-            self._add(directory / file, names)
-        if any(name.endswith(_OF_FEW_BITS) for name in self.stored):
-            unpack(self.stored)
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """(A slice of) tensor `name`, [any shape], as `stored` has it. The file is mapped for this one tensor only, so
-        that the process holds its pages no longer than that. No collective."""
-        return self.stored[name].read(slices)
-
-    def differ(self, name: str, other: str) -> bool:
-        """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
-        shape = self.stored[name].shape
-        if shape != self.stored[other].shape:
-            return True
-        parts = ((slice(start, start + _ROWS),) for start in range(0, shape[0], _ROWS))
-        return any(not self.read(name, part).double().equal(self.read(other, part).double()) for part in parts)
-
-    def _add(self, path: Path, names: Sequence[str]) -> None:
-        with opened(path) as file:
-            held = set(file.keys())
-            missing = sorted(set(names or held) - held)
-            if missing:
-                raise UserError(
-                    f"{path} is missing {len(missing)} tensors that {INDEX} places there, first {missing[0]}"
-                )
-            for name in names or sorted(held):
-                entry = file.get_slice(name)
-                self.stored[name] = Stored(path, name, tuple(entry.get_shape()), entry.get_dtype())
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
-    files = _files(directory)
-    return [directory / name for name in ([SINGLE] if SINGLE in files else [INDEX, *sorted(files)])]
-
-
-def _files(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]]:
-    """Return `files_of_weights`. Raises UserError where there are none."""
-    if (files := files_of_weights(directory, single)) is not None:
-        return files
-    if not directory.is_dir():
-        raise UserError(f"{directory} is no directory")
-    if any(directory.glob("pytorch_model*.bin")):
-        raise UserError(
-            f"{directory} has its weights as pytorch_model.bin, a pickle, which dtrain does not open. Convert it with "
-            'transformers, once: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{directory}').save_pretrained('{directory}-safetensors')\" "
-            "and copy the tokenizer's files along"
-        )
-    others = sorted(path.name for path in directory.glob("*.safetensors"))
-    listing = f"; it has {', '.join(others[:5])}" if others else ""
-    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}{listing}")

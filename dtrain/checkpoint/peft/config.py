@@ -1,7 +1,8 @@
 """Reading and writing of PEFT's adapter_config.json. Imports no torch.
 
-The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. A field of the file is either used (`_USED`),
-known to change no number (`_FREE`), or refused by its name. All problems are reported together.
+The layout: https://huggingface.co/docs/peft/developer_guides/checkpoint. A field of the file is either used
+(`_USED_FIELDS`), known to change no number (`_FREE_FIELDS`), or refused by its name. All problems are reported
+together.
 
 The base model that the file names is compared with the model of the run: by its path, its id, or its content.
 """
@@ -43,7 +44,7 @@ from dtrain.models.registry import FAMILIES
 
 ADAPTER = "adapter"  # the folder of a step
 BASE = "base_model_name_or_path"
-_LONGEST = 200  # characters of a value that messages show
+_LONGEST_SHOWN = 200  # characters of a value that messages show
 
 # Model types whose experts PEFT converts when it loads an adapter, and the names that it takes for experts' matrices:
 # peft.utils.transformers_weight_conversion (_MOE_TARGET_MODULE_MAPPING) with transformers.conversion_mapping. The types
@@ -64,7 +65,7 @@ EXPERT_NAMES_OF_PEFT = {
 }
 
 # Fields that change no number of a trained adapter, for example how it was initialised and where it came from.
-_FREE = frozenset(
+_FREE_FIELDS = frozenset(
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode "
     "loftq_config lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config".split()
 )
@@ -74,6 +75,13 @@ _CONVERT = (
     "save_pretrained(..., path_initial_model_for_weight_conversion=...), which gives an adapter of the unchanged base"
 )
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that only set A and B
+
+_COMPARED_BYTES = 4096  # bytes of a tensor; training changes some of them
+
+# PEFT's names for the fields of an AdapterConfig that a recipe may set too.
+_PEFT_NAMES = {"rank": "r", "alpha": "lora_alpha", "target": "target_modules", "parameters": "target_parameters"}
+_PEFT_NAMES |= {"exclude": "exclude_modules", "rslora": "use_rslora", "dora": "use_dora"}
+_PEFT_NAMES |= {name: name for name in ("rank_pattern", "alpha_pattern", "modules_to_save")}
 
 
 def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
@@ -89,7 +97,7 @@ def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
     if section.get("path") is None:
         return AdapterConfig.of(section)
     file = Path(section["path"]) / ADAPTER_CONFIG
-    config, problems = _read(Path(section["path"]))
+    config, problems = _read_config(Path(section["path"]))
     if config is None:
         raise UserError("\n".join(problems))
     dropout = section.get("dropout") or config.dropout
@@ -115,7 +123,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
         section: The keys of `lora` that the recipe sets.
         model: The config of the model.
     """
-    from dtrain.models.building import adaptable  # loads torch
+    from dtrain.models.building import adaptable_shapes  # loads torch
 
     directory = Path(section["path"])
     try:
@@ -123,7 +131,7 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
         stored = tensors.stored_shapes(directory)
     except UserError as error:
         return [Problem("lora.path", line) for line in str(error).splitlines()]
-    problem = config.dropout_problem(adaptable(model))
+    problem = config.dropout_problem(adaptable_shapes(model))
     if problem:
         return [Problem("lora.path", f"{directory / ADAPTER_CONFIG}: {problem}")]
     ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
@@ -136,6 +144,124 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
 
     lines = tensors.mismatches(directory, stored, wanted, is_optional, model=model)
     return [Problem("lora.path", line) for line in lines]
+
+
+def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json.
+
+    `target_modules` are the last parts of the adapted layers' names, such as `q_proj`, if no other layer ends so.
+    Otherwise they are full names. `target_parameters` have two parts, such as `experts.gate_up_proj`. Patterns are
+    written as the adapter has them, if their order makes no difference, because PEFT sorts them.
+
+    Args:
+        config: The adapter.
+        model: The config of the adapted model.
+        base: The name or directory of the model, or None.
+    """
+    from dtrain.models.building import adaptable_shapes, module_names  # loads torch
+
+    layers = adaptable_shapes(model)
+    known = [name for name in layers if is_parameter(name)]
+    names = [name for name in layers if not is_parameter(name)]
+    single, adapted = config.adapted_parameters(known), config.adapted(names)
+    ends = sorted({name.rpartition(".")[2] for name in adapted})
+    outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
+    # A vision tower has layers with the same last names, so layers of a text tower get their full names.
+    are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
+    targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
+    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
+        targets = sorted(parameter_name(outer[name]) for name in single)
+    by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
+    saved = list(config.modules_to_save)
+    if model.is_text_tower:
+        saved = sorted(in_tower(name) for name in config.saved(module_names(model)))
+        # PEFT saves all of a module, and finds none within it.
+        saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
+        BASE: base,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": _integer_if_whole(config.alpha),
+        "lora_dropout": config.dropout,
+        "target_modules": ends if are_ends else sorted(outer[name] for name in adapted),
+        "target_parameters": targets or None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
+        "alpha_pattern": _patterns(
+            {key: _integer_if_whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, by_ours
+        ),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "modules_to_save": saved or None,
+        "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
+        "bias": "none",
+        "lora_bias": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
+
+
+def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
+    """Return the adapted layers that PEFT drops when it loads the adapter's files.
+
+    transformers 5 stores the experts of a layer as one stacked parameter. PEFT (0.21) therefore replaces every target
+    with the name of an expert's matrix by the stack, and looks only at that name. In a model that has dense layers too,
+    such as Qwen3-MoE with `mlp_only_layers`, these have the same names. For example, with a target of
+    `model.layers.0.mlp.gate_proj`, a dense layer, PEFT adapts the experts of all layers anew and drops the saved
+    adapter of layer 0. No value of `target_modules` avoids this.
+    """
+    from dtrain.models.building import adaptable_shapes  # loads torch
+
+    family = FAMILIES.get(model.architecture)
+    if family is None:
+        return []
+    expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset())
+    misread = []
+    for name in config.adapted(adaptable_shapes(model)):
+        if not is_parameter(name) and name.rpartition(".")[2] in expert_names:
+            misread.append(name)
+    return misread
+
+
+def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
+    """Return an error if PEFT would read the adapter's files wrongly (see `misread_layers`), or None."""
+    layers = misread_layers(config, model)
+    if not layers:
+        return None
+    matrix = layers[0].rpartition(".")[2]
+    model_type = FAMILIES[model.architecture].model_type
+    return (
+        f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type {model_type} it takes "
+        f"{matrix} for a matrix of experts"
+    )
+
+
+def base_problems(directory: Path, model: Path) -> list[Problem]:
+    """Check that the adapter in `directory` was trained on the model in the directory `model`."""
+    if _is_base(directory, model) is not False:
+        return []
+    base = base_of(directory)
+    text = f"{directory / ADAPTER_CONFIG}: {BASE} is {_base_name(directory)}, and model.path={model} has other weights"
+    fix = f"Set model.path={base}, or write {model} there if the adapter was trained on it"
+    return [Problem("lora.path", text, fix)]
+
+
+def base_notes(directory: Path, model: Path) -> list[str]:
+    """Return notes for the user where it cannot be known that the adapter in `directory` is of `model`."""
+    try:
+        if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
+            return []
+        name = _base_name(directory)
+    except UserError:  # a problem that others tell
+        return []
+    reason = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
+    return [
+        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be told "
+        "here, and on another one the adapter means nothing"
+    ]
 
 
 def base_of(directory: Path) -> Path:
@@ -157,97 +283,6 @@ def base_of(directory: Path) -> Path:
             f"`dtrain download {name}` fetches it, or write its directory there"
         )
     return cached
-
-
-def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
-
-    `target_modules` are the last parts of the adapted layers' names, such as `q_proj`, if no other layer ends so.
-    Otherwise they are full names. `target_parameters` have two parts, such as `experts.gate_up_proj`. Patterns are
-    written as the adapter has them, if their order makes no difference, because PEFT sorts them.
-
-    Args:
-        config: The adapter.
-        model: The config of the adapted model.
-        base: The name or directory of the model, or None.
-    """
-    from dtrain.models.building import adaptable, modules  # loads torch
-
-    layers = adaptable(model)
-    known = [name for name in layers if is_parameter(name)]
-    names = [name for name in layers if not is_parameter(name)]
-    single, adapted = config.adapted_parameters(known), config.adapted(names)
-    ends = sorted({name.rpartition(".")[2] for name in adapted})
-    outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
-    # A vision tower has layers with the same last names, so layers of a text tower get their full names.
-    are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
-    targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
-    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
-        targets = sorted(parameter_name(outer[name]) for name in single)
-    by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
-    saved = list(config.modules_to_save)
-    if model.is_text_tower:
-        saved = sorted(in_tower(name) for name in config.saved(modules(model)))
-        # PEFT saves all of a module, and finds none within it.
-        saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
-        BASE: base,
-        "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": _whole(config.alpha),
-        "lora_dropout": config.dropout,
-        "target_modules": ends if are_ends else sorted(outer[name] for name in adapted),
-        "target_parameters": targets or None,
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "rank_pattern": _patterns(config.rank_pattern, config.rank, by_ours),
-        "alpha_pattern": _patterns({key: _whole(v) for key, v in config.alpha_pattern.items()}, config.alpha, by_ours),
-        "use_rslora": config.rslora,
-        "use_dora": config.dora,
-        "modules_to_save": saved or None,
-        "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
-        "bias": "none",
-        "lora_bias": False,
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-    }
-
-
-def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
-    """Return the adapted layers that PEFT drops when it loads the adapter's files.
-
-    transformers 5 stores the experts of a layer as one stacked parameter. PEFT (0.21) therefore replaces every target
-    with the name of an expert's matrix by the stack, and looks only at that name. In a model that has dense layers too,
-    such as Qwen3-MoE with `mlp_only_layers`, these have the same names. For example, with a target of
-    `model.layers.0.mlp.gate_proj`, a dense layer, PEFT adapts the experts of all layers anew and drops the saved
-    adapter of layer 0. No value of `target_modules` avoids this.
-    """
-    from dtrain.models.building import adaptable  # loads torch
-
-    family = FAMILIES.get(model.architecture)
-    if family is None:
-        return []
-    expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset())
-    misread = []
-    for name in config.adapted(adaptable(model)):
-        if not is_parameter(name) and name.rpartition(".")[2] in expert_names:
-            misread.append(name)
-    return misread
-
-
-def misread_problem(config: AdapterConfig, model: ModelConfig) -> str | None:
-    """Return an error if PEFT would read the adapter's files wrongly (see `misread_layers`), or None."""
-    layers = misread_layers(config, model)
-    if not layers:
-        return None
-    matrix = layers[0].rpartition(".")[2]
-    model_type = FAMILIES[model.architecture].model_type
-    return (
-        f"PEFT drops the adapter of {layers[0]} when it loads these files: in models of type {model_type} it takes "
-        f"{matrix} for a matrix of experts"
-    )
 
 
 def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str, str]) -> dict[str, Any]:
@@ -274,12 +309,12 @@ def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str,
     return dict(patterns) if is_unchanged else pattern_by_layer
 
 
-def _whole(number: float) -> float:
+def _integer_if_whole(number: float) -> float:
     """Return an integer where the number is one, which is what PEFT declares."""
     return int(number) if number == int(number) else number
 
 
-def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
+def _read_config(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     """Read adapter_config.json. Return the adapter, or None if it cannot be read, and a list of problems."""
     file = directory / ADAPTER_CONFIG
     if not file.is_file():
@@ -291,18 +326,18 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
         content = read_json(file)
     except UserError as error:
         return None, [str(error)]
-    fields = {key: content.pop(key, default) for key, (default, _, _) in _USED.items()}
+    fields = {key: content.pop(key, default) for key, (default, _, _) in _USED_FIELDS.items()}
     problems = []
-    for key, (_, is_valid, description) in _USED.items():
+    for key, (_, is_valid, description) in _USED_FIELDS.items():
         value = fields[key]
         if not is_valid(value):
             text = repr(value)
-            if len(text) > _LONGEST:
-                text = f"{text[:_LONGEST]}..."
-            problems.append(f"{file}: {key} is {text}, and must be {description}{_reason(key, value)}")
+            if len(text) > _LONGEST_SHOWN:
+                text = f"{text[:_LONGEST_SHOWN]}..."
+            problems.append(f"{file}: {key} is {text}, and must be {description}{_pattern_error_of(key, value)}")
     # An unknown field, for example of a later PEFT, may change numbers unless its value is empty or off.
     for key, value in content.items():
-        if key not in _FREE and value not in (None, False, [], {}, ""):
+        if key not in _FREE_FIELDS and value not in (None, False, [], {}, ""):
             problems.append(f"{file}: {key}={value!r} is not supported: {_MERGE}")
     if not fields["target_modules"] and not (_is_names(fields["target_parameters"]) and fields["target_parameters"]):
         problems.append(f"{file}: target_modules must be {_LAYERS}")
@@ -314,7 +349,7 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     with suppress(UserError):  # reported when the tensors are read
         names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
     is_of_tower = any(out_of_tower(name) != name or is_in_vision_tower(name) for name in names)
-    config = _config(fields, is_of_tower=is_of_tower)
+    config = _config_of_fields(fields, is_of_tower=is_of_tower)
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
@@ -329,15 +364,9 @@ def _read(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     return config, problems
 
 
-# PEFT's names for the fields of an AdapterConfig that a recipe may set too.
-_NAMES = {"rank": "r", "alpha": "lora_alpha", "target": "target_modules", "parameters": "target_parameters"}
-_NAMES |= {"exclude": "exclude_modules", "rslora": "use_rslora", "dora": "use_dora"}
-_NAMES |= {name: name for name in ("rank_pattern", "alpha_pattern", "modules_to_save")}
-
-
-def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
+def _config_of_fields(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
     values: dict[str, Any] = {"target": (), "dropout": fields["lora_dropout"] or 0.0, "in_tower": is_of_tower}
-    for name, peft_name in _NAMES.items():
+    for name, peft_name in _PEFT_NAMES.items():
         value = fields[peft_name]
         if value not in (None, "", [], {}):
             values[name] = tuple(value) if isinstance(value, list) else value
@@ -347,7 +376,7 @@ def _config(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
     return AdapterConfig(**values)
 
 
-def _reason(key: str, value: Any) -> str:
+def _pattern_error_of(key: str, value: Any) -> str:
     """Return the error of the first invalid regular expression in a field, in parentheses, or an empty text."""
     patterns = []
     if isinstance(value, str) and key.endswith("_modules"):
@@ -371,13 +400,13 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
     from_recipe = AdapterConfig.of(section)
     defaults = AdapterConfig()
     problems = []
-    for field, peft_name in _NAMES.items():
+    for field, peft_name in _PEFT_NAMES.items():
         key = "target" if field == "parameters" else field
         if key not in section:
             continue
         value = getattr(from_recipe, field)
         file_value = getattr(config, field)
-        if _same(value, file_value) or _same(value, getattr(defaults, field)):
+        if _same_values(value, file_value) or _same_values(value, getattr(defaults, field)):
             continue
         problems.append(
             f"lora.{key} is {_as_list(value)}, and {peft_name} of {Path(section['path']) / ADAPTER_CONFIG} is "
@@ -386,7 +415,7 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
     return problems
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_values(one: Any, other: Any) -> bool:
     """Compare two values of an AdapterConfig. The order of names in a tuple does not matter."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return set(one) == set(other)
@@ -427,10 +456,54 @@ def _means_layers(value: Any) -> bool:
     return any(re.fullmatch(pattern, "model.layers.0.self_attn.q_proj") for pattern in valid_patterns)
 
 
+def _is_base(directory: Path, model: Path) -> bool | None:
+    """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
+    name = _base_name(directory)
+    if name and name in (str(model), hub.id_of(model)):
+        return True
+    try:
+        base = base_of(directory)
+        return True if base.resolve() == model.resolve() else _same_weights(base, model)
+    except UserError:
+        return None
+
+
+def _same_weights(base: Path, model: Path) -> bool | None:
+    """Compare a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
+    first, second = dict(_tensor_ranges(base)), dict(_tensor_ranges(model))
+    both = [name for name in first if name in second and first[name][0] == second[name][0]]
+    if any(_middle_bytes(*first[name]) != _middle_bytes(*second[name]) for name in both):
+        return False
+    return True if both and len(both) == len(first) == len(second) else None
+
+
+def _base_name(directory: Path) -> Any:
+    return read_json(directory / ADAPTER_CONFIG).get(BASE)
+
+
+def _tensor_ranges(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
+    """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
+    for file in files_of_weights(directory) or ():
+        entries, start = read_header(directory / file)
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            yield name, ((entry["dtype"], tuple(entry["shape"]), end - begin), directory / file, start + begin)
+
+
+def _middle_bytes(kind: tuple, file: Path, begin: int) -> bytes:
+    size = kind[2]
+    try:
+        with file.open("rb") as stream:
+            stream.seek(begin + max(0, size - _COMPARED_BYTES) // 2)
+            return stream.read(min(size, _COMPARED_BYTES))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from error
+
+
 _LAYERS = "a list of names of layers, or a regular expression for them"
 _KNOWN = "which is `layers` in the models that dtrain knows"
 # Fields, each with its default in PEFT, a check of its value, and a description of valid values with the fix.
-_USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+_USED_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
     "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
     "r": (8, lambda v: is_natural(v) and v > 0, "a whole number, at least 1"),
@@ -457,75 +530,3 @@ _USED: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "bias": ("none", lambda v: v in (None, "none"), f"none: {_MERGE}"),
     "init_lora_weights": (True, lambda v: v in _STARTS, f"true, false, gaussian, orthogonal or eva: {_CONVERT}"),
 }
-
-
-_COMPARED = 4096  # bytes of a tensor; training changes some of them
-
-
-def base_problems(directory: Path, model: Path) -> list[Problem]:
-    """Check that the adapter in `directory` was trained on the model in the directory `model`."""
-    if _is_base(directory, model) is not False:
-        return []
-    base = base_of(directory)
-    text = f"{directory / ADAPTER_CONFIG}: {BASE} is {_named(directory)}, and model.path={model} has other weights"
-    fix = f"Set model.path={base}, or write {model} there if the adapter was trained on it"
-    return [Problem("lora.path", text, fix)]
-
-
-def base_notes(directory: Path, model: Path) -> list[str]:
-    """Return notes for the user where it cannot be known that the adapter in `directory` is of `model`."""
-    try:
-        if not is_adapter_directory(directory) or _is_base(directory, model) is not None:
-            return []
-        name = _named(directory)
-    except UserError:  # a problem that others tell
-        return []
-    reason = f"{BASE} is {name}" if name else f"it names no base ({BASE})"
-    return [
-        f"note: {directory / ADAPTER_CONFIG}: {reason}; whether that is the model at model.path={model} cannot be told "
-        "here, and on another one the adapter means nothing"
-    ]
-
-
-def _named(directory: Path) -> Any:
-    return read_json(directory / ADAPTER_CONFIG).get(BASE)
-
-
-def _is_base(directory: Path, model: Path) -> bool | None:
-    """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
-    name = _named(directory)
-    if name and name in (str(model), hub.id_of(model)):
-        return True
-    try:
-        base = base_of(directory)
-        return True if base.resolve() == model.resolve() else _same_weights(base, model)
-    except UserError:
-        return None
-
-
-def _same_weights(base: Path, model: Path) -> bool | None:
-    """Compare a part of each tensor that both hold in the same form. Raises UserError for files that cannot be read."""
-    first, second = dict(_tensors(base)), dict(_tensors(model))
-    both = [name for name in first if name in second and first[name][0] == second[name][0]]
-    if any(_part(*first[name]) != _part(*second[name]) for name in both):
-        return False
-    return True if both and len(both) == len(first) == len(second) else None
-
-
-def _tensors(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
-    """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
-    for file in files_of_weights(directory) or ():
-        entries, start = read_header(directory / file)
-        for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            yield name, ((entry["dtype"], tuple(entry["shape"]), end - begin), directory / file, start + begin)
-
-
-def _part(kind: tuple, file: Path, begin: int) -> bytes:
-    size = kind[2]
-    try:
-        with file.open("rb") as stream:
-            stream.seek(begin + max(0, size - _COMPARED) // 2)
-            return stream.read(min(size, _COMPARED))
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}") from error

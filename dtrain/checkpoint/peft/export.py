@@ -16,14 +16,14 @@ from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import Sizes
 from dtrain.checkpoint.huggingface.file_rows import joints, places
-from dtrain.checkpoint.huggingface.merged import WholeWeight, folded, merge, stored_weight
+from dtrain.checkpoint.huggingface.merged import WholeWeight, fold_scale, merge_adapter, stored_weight
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
 from dtrain.checkpoint.peft.config import BASE, misread_problem, read_adapter_config
 from dtrain.checkpoint.peft.files import AdapterFiles, adapter_weights
 from dtrain.checkpoint.peft.tensors import adapter_shapes, peft_names
-from dtrain.models.building import adaptable, linears
+from dtrain.models.building import adaptable_shapes, linear_shapes
 from dtrain.models.common.decoder import CausalLM
 
 
@@ -34,8 +34,8 @@ class StoredAdapter:
 
     def __init__(self, directory: Path, model: CausalLM):
         self.directory, self.model, self.config = directory, model, read_adapter_config(directory)
-        self.adapted = self.config.adapted(adaptable(model.config))
-        self.whole = tuple(self.config.saved(linears(model.config)))
+        self.adapted = self.config.adapted(adaptable_shapes(model.config))
+        self.whole = tuple(self.config.saved(linear_shapes(model.config)))
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         wanted = adapter_shapes(self.config, model.config, self.parameters)
         self.files = adapter_weights(directory, wanted, model.config)
@@ -70,7 +70,7 @@ class StoredAdapter:
             return base().to(dtype)
         a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
         magnitude = self.read(f"{module}.lora_magnitude") if self.config.dora else None
-        return merge(base(), a, b, layer.scale, magnitude, dtype)
+        return merge_adapter(base(), a, b, layer.scale, magnitude, dtype)
 
     def copy(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write it to the directory `out` as it is, in `dtype` or its own.
@@ -100,7 +100,7 @@ class StoredAdapter:
 
         def read(name: str) -> Tensor:
             scale = self.adapted[name.rpartition(".")[0]].scale
-            return folded(name, self.stored(name).to(sizes[name][1]), rank, scale)
+            return fold_scale(name, self.stored(name).to(sizes[name][1]), rank, scale)
 
         _write(out, form.entries(sizes, read, dtype), form.finish, companions)
 

@@ -14,7 +14,7 @@ from dtrain.adapters.config import (
     out_of_tower,
     shapes_of,
 )
-from dtrain.base.errors import UserError, first
+from dtrain.base.errors import UserError, first_few
 from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
 from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
 from dtrain.models.common.config import STACKS, ModelConfig
@@ -97,7 +97,7 @@ def mismatches(
         elif stored[name] != shape:
             shapes.append(f"shape: {name} is {list(stored[name])}, the model has {list(shape)}")
     unexpected = [f"unexpected: {name}{_hint(name)}" for name in sorted(stored.keys() - wanted) if not free(name)]
-    problems = [problem for group in (missing, shapes, unexpected) for problem in first(group, by_kind=True)]
+    problems = [problem for group in (missing, shapes, unexpected) for problem in first_few(group, by_kind=True)]
     return [f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?" for problem in problems]
 
 
@@ -136,9 +136,9 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """PEFT's names and the shapes of an adapter's tensors, for a model with these parameters of its own: those of
     adapted layers, and what is trained whole."""
-    from dtrain.models.building import adaptable  # loads torch
+    from dtrain.models.building import adaptable_shapes  # loads torch
 
-    shapes = adaptable(model)
+    shapes = adaptable_shapes(model)
     wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
     for name, layer in config.adapted(shapes).items():
         for part, shape in shapes_of(shapes[name], layer.rank, config.dora).items():

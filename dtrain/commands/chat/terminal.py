@@ -28,6 +28,15 @@ from dtrain.training.metrics.terminal import printable
 
 SWITCHES = ("enable_thinking", "thinking")  # the names of this variable in chat templates
 
+HELP = """/again            draw the last answer anew
+/reset            begin a new conversation
+/system TEXT      the system message of a new conversation; without TEXT none
+/image PATH       an image, in front of the next message
+/thinking on|off  whether the model thinks first
+/adapter on|off   with the adapter of --adapter, or without
+/exit             or Ctrl-D; Ctrl-C ends an answer
+A line that ends with \\ goes on in the next one."""
+
 
 @dataclass
 class Conversation:
@@ -123,16 +132,6 @@ class Conversation:
         request = Request(prompt.ids, sampling, self.seed, sample_index=self.drawn, images=images)
         self.engine.check(request, "the conversation")
         return request
-
-
-HELP = """/again            draw the last answer anew
-/reset            begin a new conversation
-/system TEXT      the system message of a new conversation; without TEXT none
-/image PATH       an image, in front of the next message
-/thinking on|off  whether the model thinks first
-/adapter on|off   with the adapter of --adapter, or without
-/exit             or Ctrl-D; Ctrl-C ends an answer
-A line that ends with \\ goes on in the next one."""
 
 
 def talk(arguments: Namespace) -> None:

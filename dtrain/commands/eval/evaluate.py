@@ -18,7 +18,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.merged import step_around
 from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
 from dtrain.data.images.reader import ImageReader
-from dtrain.data.sources.files import resolve
+from dtrain.data.sources.files import find_files
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load, model_files
 from dtrain.inference.request import Completion, Request, SamplingParams
@@ -61,7 +61,7 @@ def evaluate(arguments: Namespace) -> Report:
 
     arguments: the command's. Raises UserError.
     """
-    out, files = arguments.out, resolve(arguments.data, "DATA")
+    out, files = arguments.out, find_files(arguments.data, "DATA")
     rewards = [read_reward(text) for text in arguments.reward or [usual_reward(files)]]
     device = choose_device(arguments.device)
     if out is not None and not out.parent.is_dir():

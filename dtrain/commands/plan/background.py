@@ -11,12 +11,12 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.plan.children import Child
 from dtrain.commands.plan.choose import Choice, TooLarge, choose
-from dtrain.commands.plan.hardware import GPUS, USABLE, gib, hardware_of
+from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, gib, hardware_of
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.report import too_much
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Recipe
-from dtrain.recipe.world import changed, open_keys
+from dtrain.recipe.world import open_keys, replace_keys
 
 PLAN_SECONDS = 120.0  # that a run waits for its plan, before it reads weights
 _BEHIND_THE_RUN = 5  # of `os.nice`
@@ -95,14 +95,14 @@ def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
             choice = replace(choice, lines=(*choice.lines, *lines))
             return Peak(f"planned peak {gib(choice.peak)}", choice.peak, choice=choice)
         hardware = next(iter(GPUS.values()))
-        plan = make_plan(changed(recipe, values or {}), world_size, hardware)
+        plan = make_plan(replace_keys(recipe, values or {}), world_size, hardware)
         device = facts_queue.get() if values is None else None
         if device is not None and torch.bfloat16 not in (own := hardware_of(device)[0]).arithmetic:
             plan = make_plan(recipe, world_size, own)  # without flash attention
         peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
-        if device is None or plan.step.peak <= device.memory * USABLE:
+        if device is None or plan.step.peak <= device.memory * USABLE_MEMORY:
             return peak
-        return peak._replace(too_much=too_much(replace(plan, budget=int(device.memory * USABLE))))
+        return peak._replace(too_much=too_much(replace(plan, budget=int(device.memory * USABLE_MEMORY))))
     except TooLarge as error:
         return Peak(str(error), too_much=str(error))
     except UserError as error:  # for what a plan does not cover, offloading for example

@@ -16,14 +16,14 @@ from math import inf
 from typing import Any
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.base.hardware import host_memory, num_cores
-from dtrain.commands.plan.hardware import GPUS, USABLE, Hardware, estimate, gib
+from dtrain.base.hardware import free_host_memory, num_cores
+from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, Hardware, estimate_step, gib
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
 from dtrain.policy.build import longest_row_under_mask
 from dtrain.recipe import Recipe, sizes
 from dtrain.recipe.schema import Lora
-from dtrain.recipe.world import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, changed, open_keys
+from dtrain.recipe.world import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, open_keys, replace_keys
 from dtrain.training.sizing import Sizing
 from dtrain.training.step_spec import StepSpec
 
@@ -73,9 +73,11 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
     if not open_keys(recipe):
         return make_plan(recipe, world_size, hardware, budget)
     is_cpu = recipe.launch.device == "cpu"
-    memory = host_memory(world_size) if is_cpu else int((hardware.budget if budget is None else budget) / USABLE)
+    memory = (
+        free_host_memory(world_size) if is_cpu else int((hardware.budget if budget is None else budget) / USABLE_MEMORY)
+    )
     choice = choose(resolve_plan(recipe, world_size, "cpu" if is_cpu else "cuda", hardware), memory, hardware)
-    plan = make_plan(changed(recipe, choice.values), world_size, hardware, budget)
+    plan = make_plan(replace_keys(recipe, choice.values), world_size, hardware, budget)
     return replace(plan, chosen=choice.lines)
 
 
@@ -96,7 +98,7 @@ class _Search:
     def _has_a_kernel(self, micro: int) -> bool:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
         recipe, device = self.spec.recipe, self.spec.world.device_type
-        length = self.spec.method_class(changed(recipe, {MICRO_BATCH: micro})).longest_row()
+        length = self.spec.method_class(replace_keys(recipe, {MICRO_BATCH: micro})).longest_row()
         longest = longest_row_under_mask(recipe, self.spec.precision, device) if device == "cuda" else None
         return micro == 1 or longest is None or length <= longest
 
@@ -144,11 +146,11 @@ class _Search:
         yield {"train.tile": "all"}
 
     def _refused(self, values: Values) -> bool:
-        return bool(problems(changed(self.spec.recipe, values), self.world_size))
+        return bool(problems(replace_keys(self.spec.recipe, values), self.world_size))
 
     def _at(self, spec: StepSpec, values: Values, micro: int) -> StepSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
-        recipe = changed(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
+        recipe = replace_keys(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
         return with_keys(spec, recipe, sizes(recipe, spec.world.size))
 
     def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
@@ -161,7 +163,7 @@ class _Search:
         return [self.known[key] for key in keys]
 
     def _time(self, step: Step, spec: StepSpec) -> float:
-        time = estimate(step, spec.sizes, self.hardware)
+        time = estimate_step(step, spec.sizes, self.hardware)
         return max(time.total, step.kernels * LAUNCH + time.exposed + time.optimizer)
 
     def _fits(self, step: Step) -> bool:
@@ -236,7 +238,7 @@ class _Search:
         if not self.is_gpu:
             return max([micro for micro in self.micros if micro <= USUAL_ROWS], default=tried.micro)
         spec = self._at(self.spec, tried.values, tried.micro)
-        time, passes = estimate(tried.step, spec.sizes, self.hardware), spec.sizes.accumulation
+        time, passes = estimate_step(tried.step, spec.sizes, self.hardware), spec.sizes.accumulation
         of_row = (time.arithmetic + time.memory) / (passes * tried.micro)
         of_pass = max(time.hidden, tried.step.kernels * LAUNCH) / passes
         return next((micro for micro in self.micros if micro * of_row >= HIDING * of_pass), self.rows)
@@ -274,7 +276,7 @@ class _Search:
             [("lora={}", replace(recipe, lora=lora), world)] if recipe.lora is None else [],
             [("lora.quantize=nf4", replace(recipe, lora=nf4), world)] if nf4 != recipe.lora else [],
             [
-                (f"data.max_length={length // part}", changed(recipe, {"data.max_length": length // part}), world)
+                (f"data.max_length={length // part}", replace_keys(recipe, {"data.max_length": length // part}), world)
                 for part in (2, 4, 8)
                 if max(held, always + (peak - always) / part ** (2 if has_mask else 1)) <= self.budget
             ],
@@ -284,7 +286,7 @@ class _Search:
             for overrides, other, ranks in group:
                 with suppress(RecipeError):
                     spec = resolve_plan(
-                        changed(other, values),
+                        replace_keys(other, values),
                         ranks,
                         self.spec.world.device_type,
                         self.hardware if self.is_gpu else None,

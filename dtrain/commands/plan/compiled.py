@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtrain.base.torch_functions import in_backward, storage_key
 from dtrain.commands.plan.memory import Allocation, OpOverload
-from dtrain.memory.activation_checkpointing import KEPT_COMPILED
+from dtrain.memory.activation_checkpointing import STORED_COMPILED
 
 
 class CompiledRegions:
@@ -117,7 +117,7 @@ class Sources:
             if key in inputs:  # written in place
                 self._sources[self._numbers[key]] |= sources - {self._numbers[key]}
             else:
-                self._add(key, sources, tensor if func in KEPT_COMPILED else None)
+                self._add(key, sources, tensor if func in STORED_COMPILED else None)
 
     def _add(self, key: int, sources: set[int], kept: Tensor | None) -> None:
         number = self._numbers[key] = len(self._sources)

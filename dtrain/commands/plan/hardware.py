@@ -1,10 +1,10 @@
 """Devices of base/gpus.toml, and the estimate of a step's time by their numbers alone.
 
-The estimate: matrix products at what they `reach` of the peak, everything else at `BANDWIDTH` of the memory's, what
-FSDP and replicas send and what activations move to the host and back beside the computing, what tp sends after it, what
-cp sends beside the products that come before the wait for it; each message takes its bytes' time and a hop's for each
-rank of its ring. The optimizer's step takes no less than what it has on the host needs to come; it goes back at the
-same time. Attention counts hidden pairs too: of a causal row a kernel that `reach`es 60% so computes at 30% of the
+The estimate: matrix products at what they `reach` of the peak, everything else at `USABLE_BANDWIDTH` of the memory's,
+what FSDP and replicas send and what activations move to the host and back beside the computing, what tp sends after it,
+what cp sends beside the products that come before the wait for it; each message takes its bytes' time and a hop's for
+each rank of its ring. The optimizer's step takes no less than what it has on the host needs to come; it goes back at
+the same time. Attention counts hidden pairs too: of a causal row a kernel that `reach`es 60% so computes at 30% of the
 peak. Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap
 with computing.
 
@@ -24,20 +24,11 @@ from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Sizes
 
+USABLE_BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
+HOP_SECONDS = {True: 1e-6, False: 5e-6}  # seconds from rank to rank of a ring, inside a node and between nodes
+USABLE_MEMORY = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator's gaps take the rest
 
-def gib(size: float) -> str:
-    if size < 2**13:
-        return f"{size:,.0f} B"
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
-
-
-def seconds(time: float) -> str:
-    return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"
-
-
-BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
-HOP = {True: 1e-6, False: 5e-6}  # seconds from rank to rank of a ring, inside a node and between nodes
-USABLE = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator's gaps take the rest
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -58,10 +49,7 @@ class Hardware:
     @property
     def budget(self) -> int:
         """The bytes that tensors may take."""
-        return int(self.memory_gib * USABLE * 2**30)
-
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        return int(self.memory_gib * USABLE_MEMORY * 2**30)
 
 
 def _hardware(board: Mapping[str, Any]) -> Hardware:
@@ -87,7 +75,7 @@ def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Time:
+class StepTime:
     """Seconds of an optimizer step. arithmetic: matrix products; memory: all other operations; optimizer: its step;
     hidden: sent beside the computing; exposed: sent after it; host: activations to host memory and back, beside the
     computing."""
@@ -105,14 +93,14 @@ class Time:
         return max(computing, self.hidden, self.host) + self.exposed + self.optimizer
 
 
-def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
+def estimate_step(step: Step, sizes: Sizes, hardware: Hardware) -> StepTime:
     """Return the estimated time of `step` on every rank of `sizes`."""
 
     def products(flops: float, dtype: torch.dtype) -> float:
         return flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
 
     arithmetic = sum(products(flops, dtype) for dtype, flops in step.flops.items())
-    memory = step.moved / (hardware.bandwidth * BANDWIDTH)
+    memory = step.moved / (hardware.bandwidth * USABLE_BANDWIDTH)
     touched = 2 * step.parameters + step.gradients + 2 * step.state
     hidden = exposed = 0.0
     for collective, (count, size) in step.traffic.items():
@@ -123,10 +111,10 @@ def estimate(step: Step, sizes: Sizes, hardware: Hardware) -> Time:
             computed = (products(flops, dtype) for (of, dtype), flops in step.behind.items() if of == collective)
             beside = min(seconds, sum(computed))
         hidden, exposed = hidden + beside, exposed + seconds - beside
-    copies = step.offloaded / (hardware.host * BANDWIDTH)
-    visits = step.visiting / (hardware.host * BANDWIDTH)  # to the device, and back at the same time
-    optimizer = max(touched / (hardware.bandwidth * BANDWIDTH), visits)
-    return Time(arithmetic, memory, optimizer, hidden, exposed, copies)
+    copies = step.offloaded / (hardware.host * USABLE_BANDWIDTH)
+    visits = step.visiting / (hardware.host * USABLE_BANDWIDTH)  # to the device, and back at the same time
+    optimizer = max(touched / (hardware.bandwidth * USABLE_BANDWIDTH), visits)
+    return StepTime(arithmetic, memory, optimizer, hidden, exposed, copies)
 
 
 def wire_time(
@@ -145,8 +133,10 @@ def wire_time(
     if stride * group > per_node:
         bandwidth = min(bandwidth, hardware.between * max(1, per_node // stride))
     between = min(ranks, max(1, ranks * stride // per_node)) if ranks * stride > per_node else 0
-    seconds = (rounds * (ranks - 1) or 1) * (HOP[False] * between + HOP[True] * (ranks - between)) / ranks
-    return sent / (bandwidth * BANDWIDTH) + count * seconds
+    seconds = (
+        (rounds * (ranks - 1) or 1) * (HOP_SECONDS[False] * between + HOP_SECONDS[True] * (ranks - between)) / ranks
+    )
+    return sent / (bandwidth * USABLE_BANDWIDTH) + count * seconds
 
 
 def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
@@ -160,3 +150,13 @@ def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
         "dp_replicate": (sizes.tp * sizes.cp * sizes.dp_shard, sizes.dp_replicate),
     }
     return strides.get(dimension, (1, sizes.world_size))
+
+
+def gib(size: float) -> str:
+    if size < 2**13:
+        return f"{size:,.0f} B"
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def seconds(time: float) -> str:
+    return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtrain.base.errors import Problem
-from dtrain.commands.plan.hardware import Hardware, Time, estimate
+from dtrain.commands.plan.hardware import Hardware, StepTime, estimate_step
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.world import LARGEST_AUTO, changed
+from dtrain.recipe.world import LARGEST_AUTO, replace_keys
 from dtrain.training.preflight import shapes
 from dtrain.training.step_spec import StepSpec, config_of, resolve_step
 
@@ -37,7 +37,7 @@ class Plan:
     hardware: Hardware
     budget: int
     step: Step
-    time: Time
+    time: StepTime
     table: Mapping[str, str]
     total_parameters: int
     trained_parameters: int
@@ -75,7 +75,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         hardware=hardware,
         budget=hardware.budget if budget is None else budget,
         step=step,
-        time=estimate(step, spec.sizes, hardware),
+        time=estimate_step(step, spec.sizes, hardware),
         table=facts.tensor_parallel_styles(),
         total_parameters=facts.weights.total,
         trained_parameters=facts.weights.trained,
@@ -119,9 +119,9 @@ def _assumed(spec: StepSpec) -> Iterator[str]:
 def ready(recipe: Recipe) -> Recipe:
     """Return `recipe` with missing keys filled in that a step's size does not depend on: the data, and the length."""
     if not recipe.data.train.path and not recipe.data.train.sources:
-        recipe = changed(recipe, {"data.train": replace(recipe.data.train, path="data.jsonl")})
+        recipe = replace_keys(recipe, {"data.train": replace(recipe.data.train, path="data.jsonl")})
     if recipe.train.steps is None and recipe.train.epochs is None:
-        recipe = changed(recipe, {"train.steps": 1})
+        recipe = replace_keys(recipe, {"train.steps": 1})
     return recipe
 
 
@@ -143,7 +143,7 @@ def _unplanned_problems(recipe: Recipe) -> list[Problem]:
 def with_mesh(recipe: Recipe, world: Sizes) -> Recipe:
     """Return `recipe` on the mesh and with the micro-batch of `world`."""
     mesh = {f"parallel.{name}": size for name, size in world.shape.items()}
-    return changed(recipe, mesh | {"train.micro_batch": world.micro_batch})
+    return replace_keys(recipe, mesh | {"train.micro_batch": world.micro_batch})
 
 
 def with_keys(spec: StepSpec, recipe: Recipe, sizes: Sizes) -> StepSpec:

@@ -10,7 +10,7 @@ from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.checkpoint.dcp.retention import planned_saves_line
 from dtrain.commands.plan.choose import chosen_plan
-from dtrain.commands.plan.hardware import BANDWIDTH, GPUS, gib, seconds
+from dtrain.commands.plan.hardware import GPUS, USABLE_BANDWIDTH, gib, seconds
 from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
 from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
 from dtrain.launch.devices import with_processes
@@ -241,7 +241,7 @@ def _time(plan: Plan, step_time: float | None) -> str:
             _table(
                 [
                     ("  matrix products", seconds(time.arithmetic), f"at {plan.hardware.reach:.0%} of the peak"),
-                    ("  everything else", seconds(time.memory), f"at {BANDWIDTH:.0%} of the memory's bandwidth"),
+                    ("  everything else", seconds(time.memory), f"at {USABLE_BANDWIDTH:.0%} of the memory's bandwidth"),
                     ("  messages, hidden", seconds(time.hidden), "beside these, as far as they last"),
                     *(moving if time.host else []),
                     ("  messages, exposed", seconds(time.exposed), "while nothing computes"),

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.commands.plan.hardware import Time, estimate, wire_time
+from dtrain.commands.plan.hardware import StepTime, estimate_step, wire_time
 from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.recipe import Recipe, Sizes, sizes
-from dtrain.recipe.world import USUAL, as_overrides, changed, value_of
+from dtrain.recipe.world import USUAL, as_overrides, replace_keys, value_of_key
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Candidate:
 
     sizes: Sizes
     step: Step
-    time: Time
+    time: StepTime
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
         step = plan_step(with_keys(spec, with_mesh(spec.recipe, world), world))
-        candidate = Candidate(world, step, estimate(step, world, plan.hardware))
+        candidate = Candidate(world, step, estimate_step(step, world, plan.hardware))
         (fitting if step.peak <= plan.budget else too_large).append(candidate)
     counts["peak exceeds the budget"] = len(too_large)
     counts["fit"] = len(fitting)
@@ -128,7 +128,7 @@ def smallest_change(plan: Plan) -> tuple[str, Step] | None:
     """
     closed, spec = ClosedForms(plan), plan.spec
     for overrides, ranks in _changes(spec.recipe, spec.world.size, plan.hardware.per_node):
-        recipe = changed(spec.recipe, overrides)
+        recipe = replace_keys(spec.recipe, overrides)
         if problems(recipe, ranks):
             continue
         world = sizes(recipe, ranks)
@@ -164,7 +164,7 @@ def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[d
             yield base | kinds[-1], world_size
     base |= kinds[-1] if kinds else {}
     for key, value in (("train.tile", "all"), ("train.activation_offload", True)):
-        if value_of(recipe, key) == USUAL[key]:
+        if value_of_key(recipe, key) == USUAL[key]:
             base |= {key: value}
             yield base, world_size
     if parallel.dp_shard != -1:

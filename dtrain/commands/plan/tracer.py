@@ -33,7 +33,7 @@ from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.placement import bytes_of, local_tensor
 from dtrain.policy import Policy, StepObserver
 
-_KINDS = {
+_COLLECTIVE_KINDS = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
     "all_gather_into_tensor": "all-gather",
@@ -44,7 +44,31 @@ _KINDS = {
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",
 }
-_SILENT = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
+_NO_MESSAGE = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
+
+_aten = torch.ops.aten
+_FLOPS = {
+    **flop_registry,
+    _aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+# Their backwards: q and k as [tokens, heads, hd], and how many documents.
+_FLASH_BACKWARD = {
+    torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
+    _aten._scaled_dot_product_flash_attention_backward: lambda args: (
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in args[1:3]),
+        len(args[1]),
+    ),
+}
+# Operations that compute nothing.
+_NO_COMPUTE = (
+    "aten::empty",
+    "aten::detach",
+    "aten::_local_scalar",
+    "aten::lift",
+    "fsdp::record_grad_output_stream",
+)
 
 
 class Collective(NamedTuple):
@@ -72,10 +96,10 @@ class CollectiveReader:
         model."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return None
-        name = _name(func).split("::")[1]
-        if name in _SILENT:
+        name = _operation_name(func).split("::")[1]
+        if name in _NO_MESSAGE:
             return None
-        kind = _KINDS.get(name, name)
+        kind = _COLLECTIVE_KINDS.get(name, name)
         tensors = tensors_in(args)
         if name == "all_gather_into_tensor":
             tensors = [out]
@@ -84,7 +108,7 @@ class CollectiveReader:
         elif name in ("_reduce_scatter_base_", "alltoall_base_"):
             tensors = tensors[1:]
         size = sum(tensor.nbytes for tensor in tensors)
-        group = _group(args)
+        group = _group_of(args)
         dimension = self._dimension(group.group_name, func.namespace == "c10d", kind, in_pass)
         return Collective(dimension, kind, group.size(), not any(tensor.is_meta for tensor in tensors)), size
 
@@ -100,37 +124,18 @@ class CollectiveReader:
         return "dp_replicate" if in_pass and kind == "all-reduce" and group == self._replicate else "all"
 
 
-def _name(func: OpOverload) -> str:
+def _operation_name(func: OpOverload) -> str:
     """Return the name of an operation without its overload, as "aten::add"."""
     return func.name().split(".")[0]
 
 
-def _group(args: tuple) -> dist.ProcessGroup:
+def _group_of(args: tuple) -> dist.ProcessGroup:
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # the operation's other object: which reduction it is
                 return dist.ProcessGroup.unbox(argument)
     name = next(argument for argument in reversed(args) if isinstance(argument, str))
     return dist.distributed_c10d._resolve_process_group(GroupName(name))
-
-
-_aten = torch.ops.aten
-_FLOPS = {
-    **flop_registry,
-    _aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * rows.numel() * matrices.shape[-1],
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
-# Their backwards: q and k as [tokens, heads, hd], and how many documents.
-_FLASH_BACKWARD = {
-    torch.ops.torch_attn._varlen_attn_backward: lambda args: (args[1], args[2], len(args[6]) - 1),
-    _aten._scaled_dot_product_flash_attention_backward: lambda args: (
-        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in args[1:3]),
-        len(args[1]),
-    ),
-}
-# Compute nothing.
-_FREE = ("aten::empty", "aten::detach", "aten::_local_scalar", "aten::lift", "fsdp::record_grad_output_stream")
 
 
 class Tracer(MetaKernels):
@@ -273,7 +278,7 @@ class Tracer(MetaKernels):
 @cache
 def _moves(func: OpOverload) -> bool:
     """Return whether an operation reads and writes its tensors, and computes something of them."""
-    return func.namespace in ("aten", "fsdp") and not _name(func).startswith(_FREE)
+    return func.namespace in ("aten", "fsdp") and not _operation_name(func).startswith(_NO_COMPUTE)
 
 
 class PlanObserver(StepObserver):
@@ -356,8 +361,8 @@ class PlanObserver(StepObserver):
         """Leave the operations of a fused optimizer step out of the traced costs.
 
         On the device such a step reads and writes each of its tensors once, while the trace has an operation for each
-        line of its formula. `hardware.estimate` computes its time from the bytes of these tensors. The operations of an
-        optimizer that is not fused are counted one by one, in addition.
+        line of its formula. `hardware.estimate_step` computes its time from the bytes of these tensors. The operations
+        of an optimizer that is not fused are counted one by one, in addition.
         """
         updater = policy.updater
         assert updater is not None, "init_optimizer comes first"

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain.commands.report.page import MARK, page, plotly, state
+    from dtrain.commands.report.page import MARK, page, page_state, plotly
     from dtrain.commands.report.run_files import open_runs
 
     if arguments.live:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
             with out.open("rb") as file:
                 if MARK.encode() not in file.read(1000):
                     raise UserError(f"-o {out} is there already and is no report of dtrain's; choose another name")
-        text = page(*state(runs, arguments.answers), library)
+        text = page(*page_state(runs, arguments.answers), library)
         replace_text(out, text)
     except OSError as error:
         raise UserError(f"-o {in_words(error)}") from error

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest
-from dtrain.commands.report.page import page, state
+from dtrain.commands.report.page import page, page_state
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.commands.web import listen, make_server
 
@@ -58,7 +58,7 @@ class Following:
             return self._state
         is_new = [run.look() for run in self._runs]
         if self._state is None or any(is_new):
-            self._state = state(self._runs, self._answers)
+            self._state = page_state(self._runs, self._answers)
             self._mark = digest(*self._state)[:16]
         self._rests_until = time.monotonic() + RESTS * (time.monotonic() - began)
         return self._state

@@ -23,63 +23,14 @@ from dtrain.base.errors import UserError
 from dtrain.commands.report import charts, sections
 from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.data.images.files import read_image, upright
+from dtrain.data.images.files import read_image, upright_image
 from dtrain.training.metrics.records import ImageOfPrompt
 from dtrain.training.metrics.terminal import printable
 
-SIDE = 256  # pixels of a thumbnail's longer side, at most
-QUALITY = 80  # of JPEG
-MOST = 64  # thumbnails on a page
-MOST_BYTES = 4 << 20  # of all of them
-
-
-class Picture(NamedTuple):
-    """Image of a prompt on the page. uri: its thumbnail; None where its name stands alone."""
-
-    name: str
-    uri: str | None
-
-
-class Pictures:
-    """Thumbnails of a page. What its bounds leave out is shown by name, as is a file that is gone, is no longer the
-    image that the run read, or cannot be decoded."""
-
-    def __init__(self) -> None:
-        self._uris: dict[ImageOfPrompt, str | None] = {}
-        self._count = self._bytes = 0
-
-    def of(self, images: Sequence[ImageOfPrompt]) -> list[Picture]:
-        """Return the pictures of a prompt's images."""
-        return [Picture(image.name, self._taken(image)) for image in images]
-
-    def _taken(self, image: ImageOfPrompt) -> str | None:
-        """Return the thumbnail of `image` where the page has room for it."""
-        if image.path is None or self._count >= MOST:
-            return None
-        if image not in self._uris:
-            self._uris[image] = thumbnail(image)
-        uri = self._uris[image]
-        if uri is None or self._bytes + len(uri) > MOST_BYTES:
-            return None
-        self._count, self._bytes = self._count + 1, self._bytes + len(uri)
-        return uri
-
-
-def thumbnail(image: ImageOfPrompt) -> str | None:
-    """Return the thumbnail of an image with a path as a data URI; None where its file cannot be read or shown, is
-    another one by its digest, or Pillow is not installed."""
-    try:
-        file = read_image(Path(str(image.path)), Path())
-        if file.digest != image.digest:
-            return None
-        small = upright(file.data, file.name)
-    except UserError:
-        return None
-    small.thumbnail((SIDE, SIDE))
-    jpeg = BytesIO()
-    small.save(jpeg, "JPEG", quality=QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"
-
+THUMBNAIL_SIDE = 256  # pixels of a thumbnail's longer side, at most
+JPEG_QUALITY = 80  # of JPEG
+MOST_THUMBNAILS = 64  # thumbnails on a page
+MOST_THUMBNAIL_BYTES = 4 << 20  # of all of them
 
 MARK = '<meta name="generator" content="dtrain report">'
 _FILES = Path(__file__).parent
@@ -113,16 +64,20 @@ _TEMPLATES.filters |= {"commas": "{:,}".format, "cut": cut, "key_of": sections.k
 _TEMPLATES.filters["as_yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
 
 
-def plotly() -> str:
-    """Return plotly's own offline file. Raises UserError if it is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UserError("the page's charts need plotly, which is not installed: pip install 'dtrain[report]'") from None
-    return get_plotlyjs()
+def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "") -> str:
+    """Return the page of `page_state`. library: the text of `plotly`. seen: of a page that is live, the mark of that
+    state."""
+    style, code = ((_FILES / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    scripts = [_script(library), _script(code)]
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    sound = {"mark": MARK, "style": style, "data": embedded(data), "library": scripts[0], "script": scripts[1]}
+    sound["hashes"] = " ".join(f"'sha256-{digest}'" for digest in digests)
+    values = {"seen": seen, "names": data["runs"], "titles": _TITLES, "sections": html, "version": __version__}
+    values |= {name: Markup(text) for name, text in sound.items()}
+    return _TEMPLATES.get_template("page.html").render(values, made=time.strftime("%Y-%m-%d %H:%M"))
 
 
-def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[str, str]]:
+def page_state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the data for the page's script, and the HTML of each section, "" for an empty one."""
     data, lengths = charts.drawn(runs), charts.lengths(runs)
     prompts, num_prompts = sections.prompts(runs, answers)
@@ -136,17 +91,13 @@ def state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[
     return {**data, "charts": data["charts"] + lengths}, html
 
 
-def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "") -> str:
-    """Return the page of `state`. library: the text of `plotly`. seen: of a page that is live, the mark of that
-    state."""
-    style, code = ((_FILES / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    scripts = [_script(library), _script(code)]
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    sound = {"mark": MARK, "style": style, "data": embedded(data), "library": scripts[0], "script": scripts[1]}
-    sound["hashes"] = " ".join(f"'sha256-{digest}'" for digest in digests)
-    values = {"seen": seen, "names": data["runs"], "titles": _TITLES, "sections": html, "version": __version__}
-    values |= {name: Markup(text) for name, text in sound.items()}
-    return _TEMPLATES.get_template("page.html").render(values, made=time.strftime("%Y-%m-%d %H:%M"))
+def plotly() -> str:
+    """Return plotly's own offline file. Raises UserError if it is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("the page's charts need plotly, which is not installed: pip install 'dtrain[report]'") from None
+    return get_plotlyjs()
 
 
 def embedded(data: Any) -> str:
@@ -158,3 +109,51 @@ def embedded(data: Any) -> str:
 def _script(text: str) -> str:
     """Return a script as a browser sees it in a page, so that its digest is right."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script")
+
+
+class Picture(NamedTuple):
+    """Image of a prompt on the page. uri: its thumbnail; None where its name stands alone."""
+
+    name: str
+    uri: str | None
+
+
+class Pictures:
+    """Thumbnails of a page. What its bounds leave out is shown by name, as is a file that is gone, is no longer the
+    image that the run read, or cannot be decoded."""
+
+    def __init__(self) -> None:
+        self._uris: dict[ImageOfPrompt, str | None] = {}
+        self._count = self._bytes = 0
+
+    def of(self, images: Sequence[ImageOfPrompt]) -> list[Picture]:
+        """Return the pictures of a prompt's images."""
+        return [Picture(image.name, self._taken(image)) for image in images]
+
+    def _taken(self, image: ImageOfPrompt) -> str | None:
+        """Return the thumbnail of `image` where the page has room for it."""
+        if image.path is None or self._count >= MOST_THUMBNAILS:
+            return None
+        if image not in self._uris:
+            self._uris[image] = thumbnail(image)
+        uri = self._uris[image]
+        if uri is None or self._bytes + len(uri) > MOST_THUMBNAIL_BYTES:
+            return None
+        self._count, self._bytes = self._count + 1, self._bytes + len(uri)
+        return uri
+
+
+def thumbnail(image: ImageOfPrompt) -> str | None:
+    """Return the thumbnail of an image with a path as a data URI; None where its file cannot be read or shown, is
+    another one by its digest, or Pillow is not installed."""
+    try:
+        file = read_image(Path(str(image.path)), Path())
+        if file.digest != image.digest:
+            return None
+        small = upright_image(file.data, file.name)
+    except UserError:
+        return None
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    jpeg = BytesIO()
+    small.save(jpeg, "JPEG", quality=JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg.getvalue()).decode()}"

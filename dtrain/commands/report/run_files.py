@@ -40,7 +40,7 @@ class RunFiles:
     def __init__(self, directory: Path, name: str):
         self.directory, self.name = directory, name
         self.samples, self.evals = Answers(directory / SAMPLES), Answers(directory / EVALS)
-        self.metrics = records.Lines(directory / METRICS)
+        self.metrics = records.NewLines(directory / METRICS)
         self._times = self.damaged = 0
         self.curves: dict[str, Curve] = {}
         self.recipe: dict[str, Any] = {}

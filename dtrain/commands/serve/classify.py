@@ -15,7 +15,7 @@ from dtrain.commands.serve.protocol import IGNORED, MESSAGE, TEXT, ApiError, Fie
 from dtrain.commands.serve.routes import Routes
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.pairs import PairEncoder
-from dtrain.inference.engine import rate
+from dtrain.inference.engine import classify_rows
 from dtrain.models.common.decoder import CausalLM
 
 TOGETHER = 1 << 14  # tokens of one forward, beyond a single text
@@ -47,7 +47,7 @@ class Classifier:
         with self._turn:
             if self._closing:
                 raise ApiError(503, "the server is ending")
-            return rate(self.model, rows, TOGETHER)
+            return classify_rows(self.model, rows, TOGETHER)
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Take no more work in, and wait `grace` seconds at most for running work. Return whether that ended."""

@@ -124,7 +124,6 @@ TEXT = Field(str, most=4096)
 COUNT = Field(int, most=2**31 - 1)
 IGNORED = Field()  # changes nothing in the answer
 
-
 MOST_REQUESTS = 4096  # of one call
 MOST_CHARACTERS = 256  # of a prompt's text, for each token that the context holds
 SEED_LIMIT = 2**63

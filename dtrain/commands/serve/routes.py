@@ -6,14 +6,14 @@ from typing import Any
 
 from dtrain.commands.serve.protocol import IGNORED, ApiError, Ask, Field, Parser, Table
 from dtrain.commands.serve.updates import (
-    BUCKET,
-    CHECKSUMS,
-    FROM_DISK,
-    GROUP_NAME,
-    LOAD,
-    MEETING,
-    TENSORS,
-    UNLOAD,
+    BUCKET_FIELDS,
+    CHECKSUM_FIELDS,
+    FROM_DISK_FIELDS,
+    GROUP_NAME_FIELD,
+    LOAD_ADAPTER_FIELDS,
+    MEETING_FIELDS,
+    TENSOR_FIELDS,
+    UNLOAD_ADAPTER_FIELDS,
     Adapters,
     Updates,
 )
@@ -75,14 +75,14 @@ class Service(Routes):
             "/pause_generation": (PAUSE, self.pause),
             "/continue_generation": ({}, self.resume),
             "/flush_cache": ({"timeout": IGNORED}, self.flush),
-            "/update_weights_from_disk": (FROM_DISK, updates.from_disk),
-            "/init_weights_update_group": (MEETING, updates.meet),
-            "/destroy_weights_update_group": (GROUP_NAME, updates.part),
-            "/update_weights_from_distributed": (BUCKET, updates.receive),
-            "/check_weights": (TENSORS, updates.check),
-            "/weight_checker": (CHECKSUMS, updates.checksums),
-            "/v1/load_lora_adapter": (LOAD, self.adapters.load),
-            "/v1/unload_lora_adapter": (UNLOAD, self.adapters.unload),
+            "/update_weights_from_disk": (FROM_DISK_FIELDS, updates.from_disk),
+            "/init_weights_update_group": (MEETING_FIELDS, updates.meet),
+            "/destroy_weights_update_group": (GROUP_NAME_FIELD, updates.part),
+            "/update_weights_from_distributed": (BUCKET_FIELDS, updates.receive),
+            "/check_weights": (TENSOR_FIELDS, updates.check),
+            "/weight_checker": (CHECKSUM_FIELDS, updates.checksums),
+            "/v1/load_lora_adapter": (LOAD_ADAPTER_FIELDS, self.adapters.load),
+            "/v1/unload_lora_adapter": (UNLOAD_ADAPTER_FIELDS, self.adapters.unload),
         }
 
     def health(self) -> dict[str, Any]:

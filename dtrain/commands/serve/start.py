@@ -28,7 +28,7 @@ from dtrain.data.formats.pairs import PairEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
 from dtrain.rl.remote.http_client import read_key
-from dtrain.rl.remote.publish import mark_of, newest
+from dtrain.rl.remote.publish import newest_whole_step, read_marker
 
 WATCH_SECONDS = 1.0  # between looks at a shared directory, and at whether both threads are alive
 
@@ -93,12 +93,12 @@ class Follower:
         self._seen: tuple[int, str] | None = None
 
     def look(self) -> None:
-        latest = newest(self.shared)
+        latest = newest_whole_step(self.shared)
         if latest is None:
             return
         version, directory = latest
         with suppress(FileNotFoundError):  # it was pruned just now
-            seen = version, mark_of(directory)
+            seen = version, read_marker(directory)
             if self._seen == seen:
                 return
             self._seen = seen

@@ -37,8 +37,8 @@ from dtrain.commands.serve.protocol import COUNT, FLAG, IGNORED, TEXT, ApiError,
 from dtrain.commands.serve.worker import HALF, MODES, EngineThread, Mode
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
-from dtrain.policy.weights import GROUP, Info, WeightReceiver
-from dtrain.rl.remote.publish import is_whole, version_of
+from dtrain.policy.weights import WEIGHT_GROUP, WeightInfo, WeightReceiver
+from dtrain.rl.remote.publish import is_whole_step, version_of
 
 DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
@@ -50,27 +50,48 @@ def _version(value: Any, name: str) -> int:
     return Field(int, most=2**63 - 1).read(value, name)
 
 
-VERSION = Field(use=_version)
-GROUP_NAME: Table = {"group_name": Field(str, GROUP, most=256)}
-TENSORS: Table = {
+VERSION_FIELD = Field(use=_version)
+GROUP_NAME_FIELD: Table = {"group_name": Field(str, WEIGHT_GROUP, most=256)}
+TENSOR_FIELDS: Table = {
     "names": Field(list, [], of=TEXT),
     "dtypes": Field(list, [], of=Field(among=tuple(DTYPES))),
     "shapes": Field(list, [], of=Field(list, of=Field(int))),
 }
-UPDATE: Table = {
-    "weight_version": VERSION,
+UPDATE_FIELDS: Table = {
+    "weight_version": VERSION_FIELD,
     "mode": Field(str, "keep", among=MODES),
     "abort_all_requests": FLAG,
     **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), IGNORED),  # SGLang's
 }
-FROM_DISK: Table = {**UPDATE, "model_path": Field(str, "", most=4096), "load_format": IGNORED}
-BUCKET: Table = {**UPDATE, **TENSORS, **GROUP_NAME, "load_format": Field(among=("flattened_bucket",))}
-CHECKSUMS: Table = {"action": Field(among=("checksum",))}
-MEETING: Table = {
+FROM_DISK_FIELDS: Table = {**UPDATE_FIELDS, "model_path": Field(str, "", most=4096), "load_format": IGNORED}
+BUCKET_FIELDS: Table = {
+    **UPDATE_FIELDS,
+    **TENSOR_FIELDS,
+    **GROUP_NAME_FIELD,
+    "load_format": Field(among=("flattened_bucket",)),
+}
+CHECKSUM_FIELDS: Table = {"action": Field(among=("checksum",))}
+MEETING_FIELDS: Table = {
     **dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), COUNT),
     "master_address": TEXT,
     "backend": Field(among=("gloo", "nccl")),
-    **GROUP_NAME,
+    **GROUP_NAME_FIELD,
+}
+
+LOAD_ADAPTER_FIELDS: Table = {
+    "lora_name": Field(str, "", most=256),
+    "lora_path": Field(str, "", most=4096),
+    "load_inplace": FLAG,
+    "base_model_name": IGNORED,
+    "is_3d_lora_weight": Field(among=(False,)),
+    "weight_version": VERSION_FIELD,
+    "mode": Field(str, "keep", among=MODES),
+}
+# An adapter that goes takes nothing that is under way with it along by default.
+UNLOAD_ADAPTER_FIELDS: Table = {
+    "lora_name": Field(str, "", most=256),
+    "lora_int_id": IGNORED,
+    "mode": Field(str, "wait", among=("wait", "abort")),
 }
 
 
@@ -111,7 +132,7 @@ class Updates:
 
     def load(self, directory: Path, version: int | None = None, mode: Mode = "keep") -> None:
         """Read a whole directory. Nothing changes where it is not whole (409) or does not fit (UserError)."""
-        if not is_whole(directory):
+        if not is_whole_step(directory):
             raise ApiError(409, f"{directory} has no marker: it is being written; ask again when it is whole")
         version = version_of(directory) if version is None else version
 
@@ -200,11 +221,11 @@ class Updates:
         """Return the body that answers an update."""
         return {"success": True, "message": message, "weight_version": self.worker.version}
 
-    def _info(self, fields: Mapping[str, Any]) -> Info:
-        names, dtypes, shapes = (fields[key] for key in TENSORS)
+    def _info(self, fields: Mapping[str, Any]) -> WeightInfo:
+        names, dtypes, shapes = (fields[key] for key in TENSOR_FIELDS)
         if not len(set(names)) == len(names) == len(dtypes) == len(shapes) > 0:
             raise ApiError(400, "names, each once, dtypes and shapes must be lists of one length, not empty", "names")
-        info: Info = {}
+        info: WeightInfo = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             if name not in self._tensors:
                 raise ApiError(400, f"the model has no tensor {name!r}", "names")
@@ -213,64 +234,6 @@ class Updates:
                 raise ApiError(400, f"{name} is {shape}, the model has {own}", "shapes")
             info[name] = (torch.Size(shape), DTYPES[dtype])
         return info
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Tensor of the model, or the tensors that a name joins."""
-
-    parts: list[Tensor]
-    joint: FusedWeight
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.joint.shape([part.shape for part in self.parts]))
-
-    def fill(self, tensor: Tensor) -> None:
-        """Copy a tensor of their shape into them."""
-        for part, rows in zip(self.parts, self.joint.split(tensor, self.parts), strict=True):
-            part.copy_(rows)
-
-
-def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
-    """Return the model's tensors under all names that it and checkpoints know them by, a tied one under both."""
-    names, tensors = aliases(model), model_tensors(model)
-    by_name: dict[str, _Parts] = {}
-    for joint in joints(model, tensors):
-        data = [tensors[part].detach() for part in joint.parts]
-        data = data if joint.expert is None else [data[0][joint.expert]]
-        for name in names.get(joint.name, [joint.name]):
-            by_name.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
-    return by_name
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
-
-
-def _mode(fields: Mapping[str, Any]) -> Mode:
-    return "abort" if fields["abort_all_requests"] else fields["mode"]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-LOAD: Table = {
-    "lora_name": Field(str, "", most=256),
-    "lora_path": Field(str, "", most=4096),
-    "load_inplace": FLAG,
-    "base_model_name": IGNORED,
-    "is_3d_lora_weight": Field(among=(False,)),
-    "weight_version": VERSION,
-    "mode": Field(str, "keep", among=MODES),
-}
-# An adapter that goes takes nothing that is under way with it along by default.
-UNLOAD: Table = {
-    "lora_name": Field(str, "", most=256),
-    "lora_int_id": IGNORED,
-    "mode": Field(str, "wait", among=("wait", "abort")),
-}
 
 
 class Adapters:
@@ -369,3 +332,44 @@ def read_beside(model: CausalLM, directory: Path) -> CausalLM:
                 layer._parameters[name] = held[meta]
     read_adapter(beside, directory)
     return beside
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Tensor of the model, or the tensors that a name joins."""
+
+    parts: list[Tensor]
+    joint: FusedWeight
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.joint.shape([part.shape for part in self.parts]))
+
+    def fill(self, tensor: Tensor) -> None:
+        """Copy a tensor of their shape into them."""
+        for part, rows in zip(self.parts, self.joint.split(tensor, self.parts), strict=True):
+            part.copy_(rows)
+
+
+def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
+    """Return the model's tensors under all names that it and checkpoints know them by, a tied one under both."""
+    names, tensors = aliases(model), model_tensors(model)
+    by_name: dict[str, _Parts] = {}
+    for joint in joints(model, tensors):
+        data = [tensors[part].detach() for part in joint.parts]
+        data = data if joint.expert is None else [data[0][joint.expert]]
+        for name in names.get(joint.name, [joint.name]):
+            by_name.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
+    return by_name
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _mode(fields: Mapping[str, Any]) -> Mode:
+    return "abort" if fields["abort_all_requests"] else fields["mode"]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -25,6 +25,30 @@ MAX_PIXELS_KEY = "data.image_max_pixels"
 _RESAMPLES = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _OTHER_RESAMPLES = {0: "nearest", 1: "lanczos", 4: "box", 5: "hamming"}
 
+BUDGETS = (70, 140, 280, 560, 1120)  # image tokens that Gemma 4 was trained with
+_GEMMA3_MEAN = (0.5, 0.5, 0.5)  # mean and standard deviation of Gemma 3
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # of Qwen2-VL
+
+
+def read_processor(directory: str | Path, max_pixels: int | None = None) -> ImageProcessor:
+    """Return the image processor of a model's directory in Hugging Face format.
+
+    It reads processor_config.json (`image_processor`) or preprocessor_config.json, config.json, and texts of special
+    tokens in tokenizer_config.json, which `check_tokens` of the result compares with the vocabulary.
+    max_pixels: a bound on the pixels of a resized image that lowers the processor's own.
+    Raises UserError that names the file and every field that dtrain does not have, or that does not fit config.json.
+    """
+    files = ProcessorFiles(Path(directory).expanduser())
+    written = files.fields.get("image_processor_type")
+    kind = _PROCESSOR_OF_MODEL_TYPE.get(str(files.model.get("model_type"))) if written is None else written
+    name = kind.removesuffix("Fast").removesuffix("Pil") if isinstance(kind, str) else ""  # transformers' variants
+    if name not in _READERS:
+        raise UserError(
+            f"{files.file}: image_processor_type {shown(kind)} is not implemented; there are: {', '.join(_READERS)}"
+        )
+    return _READERS[name](files, max_pixels)
+
 
 class ProcessorFiles:
     """Fields of the files of a model's directory, and the problems that they have.
@@ -150,12 +174,6 @@ def _processor_fields(directory: Path) -> tuple[Path, Mapping[str, Any], Mapping
             "read; copy them from the model"
         )
     return directory / PREPROCESSOR, read_json(directory / PREPROCESSOR), outer
-
-
-BUDGETS = (70, 140, 280, 560, 1120)  # image tokens that Gemma 4 was trained with
-_HALF = (0.5, 0.5, 0.5)  # mean and standard deviation of Gemma 3
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # of Qwen2-VL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +305,7 @@ def _read_gemma3(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Process
     files.must_equal("image_seq_length", count, files.model, "mm_tokens_per_image")
     if size % patch:
         fields.problem(f"size {size} is not a multiple of the tower's patch_size {patch}")
-    values = files.values("bilinear", _HALF, _HALF)
+    values = files.values("bilinear", _GEMMA3_MEAN, _GEMMA3_MEAN)
     begin, image, end = files.image_texts("<start_of_image>", "<image_soft_token>", "<end_of_image>")
     tokens = ImageTokens(begin, f"\n\n{begin}", image, f"{end}\n\n", files.image_token_id())
     files.refuse()
@@ -364,31 +382,12 @@ def _read_gemma4(files: ProcessorFiles, max_pixels: int | None) -> Gemma4Process
     )
 
 
-_KINDS = {
+_READERS = {
     "Qwen2VLImageProcessor": _read_qwen2_vl,
     "Qwen2_5_VLImageProcessor": _read_qwen2_vl,  # of the first files of Qwen2.5-VL
     "Gemma3ImageProcessor": _read_gemma3,
     "Gemma4ImageProcessor": _read_gemma4,
 }
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-_MODEL_TYPES = dict.fromkeys(_QWEN, "Qwen2VLImageProcessor")
-_MODEL_TYPES |= {"gemma3": "Gemma3ImageProcessor", "gemma4": "Gemma4ImageProcessor"}
-
-
-def read_processor(directory: str | Path, max_pixels: int | None = None) -> ImageProcessor:
-    """Return the image processor of a model's directory in Hugging Face format.
-
-    It reads processor_config.json (`image_processor`) or preprocessor_config.json, config.json, and texts of special
-    tokens in tokenizer_config.json, which `check_tokens` of the result compares with the vocabulary.
-    max_pixels: a bound on the pixels of a resized image that lowers the processor's own.
-    Raises UserError that names the file and every field that dtrain does not have, or that does not fit config.json.
-    """
-    files = ProcessorFiles(Path(directory).expanduser())
-    written = files.fields.get("image_processor_type")
-    kind = _MODEL_TYPES.get(str(files.model.get("model_type"))) if written is None else written
-    name = kind.removesuffix("Fast").removesuffix("Pil") if isinstance(kind, str) else ""  # transformers' variants
-    if name not in _KINDS:
-        raise UserError(
-            f"{files.file}: image_processor_type {shown(kind)} is not implemented; there are: {', '.join(_KINDS)}"
-        )
-    return _KINDS[name](files, max_pixels)
+_QWEN_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_PROCESSOR_OF_MODEL_TYPE = dict.fromkeys(_QWEN_MODEL_TYPES, "Qwen2VLImageProcessor")
+_PROCESSOR_OF_MODEL_TYPE |= {"gemma3": "Gemma3ImageProcessor", "gemma4": "Gemma4ImageProcessor"}

@@ -3,10 +3,10 @@
 Formats are JPEG, PNG, GIF, WebP, BMP, TIFF and AVIF. A row writes an image as a path, a `file://` or data URI, a URL,
 bytes, or `{"bytes", "path"}`. An image is identified by the SHA-256 of its bytes, never by its path.
 
-A data set's images are first only opened, which reads their headers, and decoded when a batch needs them. `header` and
-`verify` find the mistakes that Pillow can see without decoding (an unknown format, too many pixels, a PNG whose
-checksums are wrong); a file that is cut short elsewhere is found by `decode`. Torch and Pillow are imported when they
-are used, because both are optional for a run without images.
+A data set's images are first only opened, which reads their headers, and decoded when a batch needs them.
+`read_image_header` and `verify_image` find the mistakes that Pillow can see without decoding (an unknown format, too
+many pixels, a PNG whose checksums are wrong); a file that is cut short elsewhere is found by `decode_image`. Torch and
+Pillow are imported when they are used, because both are optional for a run without images.
 """
 
 import base64
@@ -71,168 +71,16 @@ _OTHER_FILES = (
     (b"%pdf", "it is a PDF; save its page as PNG"),
 )
 
+MOST_FILE_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it
+LONGEST_NAME = 80  # characters of an image's name in a message
 
-class Header(NamedTuple):
+
+class ImageHeader(NamedTuple):
     """Height and width of the upright image in pixels, and notes that are printed once for all images."""
 
     height: int
     width: int
     notes: tuple[str, ...]
-
-
-def header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> Header:
-    """Return an image's size after its EXIF orientation, without decoding its pixels.
-
-    A PNG that has its EXIF data after its pixels is decoded, because Pillow finds that data only then.
-
-    Args:
-        data: The bytes of the image's file.
-        name: The image's name in error messages.
-        most_pixels: The largest number of pixels that is accepted.
-
-    Raises:
-        UserError: If the bytes are not an image, the image is larger than `most_pixels`, one side is more than 200
-            times the other, or Pillow is not installed.
-    """
-    image = _open(data, name)
-    width, height = image.size
-    if image.format == "TIFF":
-        # Whether Pillow has already turned `size` depends on its release; the tags always hold the stored size.
-        width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]  # type: ignore[attr-defined]
-    if width * height > most_pixels:
-        raise UserError(
-            f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
-            f"{most_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MOST_PIXELS_KEY}"
-        )
-    if max(width, height) > MOST_ASPECT * min(width, height):
-        raise UserError(
-            f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
-        )
-    notes = []
-    with _as_user_error(name):
-        swaps_sides = _orientation(image, data) >= 5
-        # The second frame of an MPO file is a camera's preview.
-        if image.format != "MPO" and getattr(image, "is_animated", False):
-            notes.append(ANIMATED)
-    if image.mode == "CMYK":
-        notes.append(CMYK)
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        notes.append(DEEP)
-    if swaps_sides:
-        height, width = width, height
-    return Header(height, width, tuple(notes))
-
-
-def verify(data: bytes, name: str) -> None:
-    """Raise UserError if Pillow can tell, without decoding it, that an image's file is damaged.
-
-    Pillow compares the checksums of a PNG. For other formats, it checks no more than `header` does.
-    """
-    image = _open(data, name)
-    with _as_user_error(name):
-        image.verify()
-
-
-def decode(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
-    """Return the upright image as RGB, uint8 [3, H, W], of the height and width that `header` returns."""
-    import torch
-
-    rgb = upright(data, name, most_pixels)
-    values = bytearray(rgb.tobytes())
-    return torch.frombuffer(values, dtype=torch.uint8).view(rgb.height, rgb.width, 3).permute(2, 0, 1).contiguous()
-
-
-def upright(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
-    """Return the image in RGB, turned by its EXIF orientation.
-
-    The first frame of an animation is used, and transparent pixels are placed on white. Other modes are converted as
-    Pillow converts them, which is what transformers' processors do with Pillow's images.
-
-    Raises:
-        UserError: As `header`, and if the file is cut short or damaged.
-    """
-    height, width, _ = header(data, name, most_pixels)
-    image = _open(data, name)
-    from PIL import ImageOps
-
-    with _as_user_error(name):
-        image.load()
-        turned = ImageOps.exif_transpose(image)
-        has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
-        rgb = _on_white(turned) if has_alpha else turned.convert("RGB")
-    if rgb.size != (width, height):
-        raise UserError(
-            f"{name}: the image is damaged: it has {rgb.width} × {rgb.height} pixels, and {width} × {height} by its "
-            "header; save it anew"
-        )
-    return rgb
-
-
-def _open(data: bytes, name: str) -> "ImageFile":
-    """Open the image with Pillow, which reads its header."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise UserError("images need Pillow, which is not installed: pip install 'dtrain[images]'") from error
-    Image.init()
-    installed = [kind for kind in _FORMATS if kind in Image.OPEN]  # AVIF came with Pillow 11.3
-    try:
-        return Image.open(BytesIO(data), formats=installed)
-    except UnidentifiedImageError as error:
-        explanation = _other_file(data) or "is the file complete?"
-        kinds = ", ".join(installed)
-        raise UserError(f"{name}: Pillow cannot read this file as an image ({kinds}): {explanation}") from error
-    except Image.DecompressionBombError as error:
-        raise UserError(f"{name}: the image has more pixels than Pillow opens ({error}); shrink it") from error
-    except _DAMAGED as error:
-        raise UserError(f"{name}: the image is damaged ({_text_of(error)}); is the file complete?") from error
-
-
-def _other_file(data: bytes) -> str:
-    """Return what a file that is not an image is, and the fix, by its first bytes; "" if they are unknown."""
-    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    for beginning, explanation in _OTHER_FILES:
-        if start.startswith(beginning):
-            return explanation
-    if data[4:8] == b"ftyp":
-        return "it looks like HEIC or a video; save it as JPEG"
-    return ""
-
-
-def _orientation(image: "ImageFile", data: bytes) -> int:
-    """Return EXIF's orientation, 1 to 8; 1 if there is none that can be read."""
-    if image.format == "TIFF":
-        value = image.tag_v2.get(_ORIENTATION, 1)  # type: ignore[attr-defined]
-    elif image.format == "PNG" and not any(chunk in data for chunk in _PNG_EXIF_CHUNKS):
-        value = 1  # getexif would decode a PNG without EXIF data in search of it
-    else:
-        value = image.getexif().get(_ORIENTATION, 1)
-    return value if value in range(1, 9) else 1
-
-
-def _on_white(image: "Image") -> "Image":
-    from PIL import Image
-
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image.convert("RGBA"))
-    return white.convert("RGB")
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-@contextmanager
-def _as_user_error(name: str) -> Iterator[None]:
-    """Convert Pillow's errors in the block to a UserError."""
-    try:
-        yield
-    except _DAMAGED as error:
-        raise UserError(f"{name}: the image is torn ({_text_of(error)}); is the file complete?") from error
-
-
-MOST_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it
-LONGEST_NAME = 80  # characters of an image's name in a message
 
 
 @dataclass(frozen=True)
@@ -253,13 +101,13 @@ class ImageBytes:
         """SHA-256 of the bytes, in hex: the image's identity."""
         return hashlib.sha256(self.data).hexdigest()
 
-    def header(self, most_pixels: int = MOST_PIXELS) -> Header:
+    def header(self, most_pixels: int = MOST_PIXELS) -> ImageHeader:
         """Return the size of the upright image, from its header alone; see `decoding.header`."""
-        return header(self.data, self.name, most_pixels)
+        return read_image_header(self.data, self.name, most_pixels)
 
     def decode(self, most_pixels: int = MOST_PIXELS) -> "Tensor":
         """Return the upright image as RGB, uint8 [3, H, W]; see `decoding.decode`."""
-        return decode(self.data, self.name, most_pixels)
+        return decode_image(self.data, self.name, most_pixels)
 
 
 @dataclass(frozen=True)
@@ -326,7 +174,7 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
     if isinstance(value, bytes | bytearray | memoryview):
         return _image_bytes("an image", bytes(value))
     if isinstance(value, Path):
-        return _file(value, str(value), directory)
+        return _image_of_path(value, str(value), directory)
     if not isinstance(value, str):
         raise UserError(f"an image must be a path, a URL, a data URI or an object with bytes, not {kind_of(value)}")
     if not value:
@@ -334,10 +182,10 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
     if value[:5].lower() == "data:":
         return _image_bytes(_shortened(value), _data_of_uri(value))
     if value[:7].lower() == "file://":
-        return _file(Path(unquote(urlsplit(value).path)), value, directory)
+        return _image_of_path(Path(unquote(urlsplit(value).path)), value, directory)
     if "://" in value:
-        return _file(_copy(value, cache_dir), value, Path())
-    return _file(Path(value), value, directory)
+        return _image_of_path(_copy_of_url(value, cache_dir), value, Path())
+    return _image_of_path(Path(value), value, directory)
 
 
 def _image_bytes(name: str, data: bytes, path: Path | None = None) -> ImageBytes:
@@ -346,7 +194,7 @@ def _image_bytes(name: str, data: bytes, path: Path | None = None) -> ImageBytes
     return ImageBytes(name, data, path)
 
 
-def _file(path: Path, written: str, directory: Path | None) -> ImageBytes:
+def _image_of_path(path: Path, written: str, directory: Path | None) -> ImageBytes:
     name = _shortened(written)
     if directory is None:
         raise UserError(f"{name}: images are not read from paths here; send the image itself, as a data URI")
@@ -355,8 +203,8 @@ def _file(path: Path, written: str, directory: Path | None) -> ImageBytes:
         status = full.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{name}: this is a directory or a device, not the file of an image")
-        if status.st_size > MOST_BYTES:
-            raise UserError(f"{name}: the file is larger than {MOST_BYTES >> 30} GiB; is it an image?")
+        if status.st_size > MOST_FILE_BYTES:
+            raise UserError(f"{name}: the file is larger than {MOST_FILE_BYTES >> 30} GiB; is it an image?")
         return _image_bytes(name, full.read_bytes(), full.absolute())
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         hint = "; an image in base64 begins with data:image/png;base64," if len(written) > 255 else ""
@@ -375,7 +223,7 @@ def _data_of_uri(uri: str) -> bytes:
         raise UserError(f"{_shortened(uri)}: the data URI is not whole base64 ({error}); write it anew") from error
 
 
-def _copy(url: str, cache_dir: Path | None) -> Path:
+def _copy_of_url(url: str, cache_dir: Path | None) -> Path:
     if cache_dir is None:
         raise UserError(f"{_shortened(url)}: images are not fetched from URLs here; copy the file, and name its path")
     from dtrain.data.sources import urls  # it loads fsspec
@@ -388,3 +236,154 @@ def _copy(url: str, cache_dir: Path | None) -> Path:
 
 def _shortened(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
+
+
+def read_image_header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> ImageHeader:
+    """Return an image's size after its EXIF orientation, without decoding its pixels.
+
+    A PNG that has its EXIF data after its pixels is decoded, because Pillow finds that data only then.
+
+    Args:
+        data: The bytes of the image's file.
+        name: The image's name in error messages.
+        most_pixels: The largest number of pixels that is accepted.
+
+    Raises:
+        UserError: If the bytes are not an image, the image is larger than `most_pixels`, one side is more than 200
+            times the other, or Pillow is not installed.
+    """
+    image = _open_image(data, name)
+    width, height = image.size
+    if image.format == "TIFF":
+        # Whether Pillow has already turned `size` depends on its release; the tags always hold the stored size.
+        width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]  # type: ignore[attr-defined]
+    if width * height > most_pixels:
+        raise UserError(
+            f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
+            f"{most_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MOST_PIXELS_KEY}"
+        )
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise UserError(
+            f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
+        )
+    notes = []
+    with _as_user_error(name):
+        swaps_sides = _orientation(image, data) >= 5
+        # The second frame of an MPO file is a camera's preview.
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            notes.append(ANIMATED)
+    if image.mode == "CMYK":
+        notes.append(CMYK)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        notes.append(DEEP)
+    if swaps_sides:
+        height, width = width, height
+    return ImageHeader(height, width, tuple(notes))
+
+
+def verify_image(data: bytes, name: str) -> None:
+    """Raise UserError if Pillow can tell, without decoding it, that an image's file is damaged.
+
+    Pillow compares the checksums of a PNG. For other formats, it checks no more than `read_image_header` does.
+    """
+    image = _open_image(data, name)
+    with _as_user_error(name):
+        image.verify()
+
+
+def decode_image(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
+    """Return the upright image as RGB, uint8 [3, H, W], of the height and width that `read_image_header` returns."""
+    import torch
+
+    rgb = upright_image(data, name, most_pixels)
+    values = bytearray(rgb.tobytes())
+    return torch.frombuffer(values, dtype=torch.uint8).view(rgb.height, rgb.width, 3).permute(2, 0, 1).contiguous()
+
+
+def upright_image(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
+    """Return the image in RGB, turned by its EXIF orientation.
+
+    The first frame of an animation is used, and transparent pixels are placed on white. Other modes are converted as
+    Pillow converts them, which is what transformers' processors do with Pillow's images.
+
+    Raises:
+        UserError: As `read_image_header`, and if the file is cut short or damaged.
+    """
+    height, width, _ = read_image_header(data, name, most_pixels)
+    image = _open_image(data, name)
+    from PIL import ImageOps
+
+    with _as_user_error(name):
+        image.load()
+        turned = ImageOps.exif_transpose(image)
+        has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
+        rgb = _on_white(turned) if has_alpha else turned.convert("RGB")
+    if rgb.size != (width, height):
+        raise UserError(
+            f"{name}: the image is damaged: it has {rgb.width} × {rgb.height} pixels, and {width} × {height} by its "
+            "header; save it anew"
+        )
+    return rgb
+
+
+def _open_image(data: bytes, name: str) -> "ImageFile":
+    """Open the image with Pillow, which reads its header."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise UserError("images need Pillow, which is not installed: pip install 'dtrain[images]'") from error
+    Image.init()
+    installed = [kind for kind in _FORMATS if kind in Image.OPEN]  # AVIF came with Pillow 11.3
+    try:
+        return Image.open(BytesIO(data), formats=installed)
+    except UnidentifiedImageError as error:
+        explanation = _other_file(data) or "is the file complete?"
+        kinds = ", ".join(installed)
+        raise UserError(f"{name}: Pillow cannot read this file as an image ({kinds}): {explanation}") from error
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{name}: the image has more pixels than Pillow opens ({error}); shrink it") from error
+    except _DAMAGED as error:
+        raise UserError(f"{name}: the image is damaged ({_text_of(error)}); is the file complete?") from error
+
+
+def _other_file(data: bytes) -> str:
+    """Return what a file that is not an image is, and the fix, by its first bytes; "" if they are unknown."""
+    start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for beginning, explanation in _OTHER_FILES:
+        if start.startswith(beginning):
+            return explanation
+    if data[4:8] == b"ftyp":
+        return "it looks like HEIC or a video; save it as JPEG"
+    return ""
+
+
+def _orientation(image: "ImageFile", data: bytes) -> int:
+    """Return EXIF's orientation, 1 to 8; 1 if there is none that can be read."""
+    if image.format == "TIFF":
+        value = image.tag_v2.get(_ORIENTATION, 1)  # type: ignore[attr-defined]
+    elif image.format == "PNG" and not any(chunk in data for chunk in _PNG_EXIF_CHUNKS):
+        value = 1  # getexif would decode a PNG without EXIF data in search of it
+    else:
+        value = image.getexif().get(_ORIENTATION, 1)
+    return value if value in range(1, 9) else 1
+
+
+def _on_white(image: "Image") -> "Image":
+    from PIL import Image
+
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white.convert("RGB")
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+@contextmanager
+def _as_user_error(name: str) -> Iterator[None]:
+    """Convert Pillow's errors in the block to a UserError."""
+    try:
+        yield
+    except _DAMAGED as error:
+        raise UserError(f"{name}: the image is torn ({_text_of(error)}); is the file complete?") from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.images.families import read_processor
-from dtrain.data.images.files import MOST_PIXELS, ImageBytes, ImageRecord, read_image, verify
+from dtrain.data.images.files import MOST_PIXELS, ImageBytes, ImageRecord, read_image, verify_image
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -98,7 +98,7 @@ class ImageReader:
         """Return an image, as of `read_image`, with its layout by its header. Raises UserError, for a torn one too."""
         processor, image = self.processor, read_image(value, directory, self.cache_dir)
         height, width, notes = image.header(self.most_pixels)
-        verify(image.data, image.name)
+        verify_image(image.data, image.name)
         return LaidOutImage(image, processor.layout(height, width), notes)
 
     def read(self, values: Sequence[Any], directory: Path | None) -> list[LaidOutImage]:

@@ -48,7 +48,7 @@ from dtrain.base.hardware import num_cores
 from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranges import plural
-from dtrain.base.ranks import Ranks, digests, view
+from dtrain.base.ranks import Ranks, digests, files_as_seen
 from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
 from dtrain.data.text.dropped_text import DroppedText, describe_dropped_text
@@ -501,7 +501,7 @@ def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
     Collective over `ranks`: six to nine all-gathers of objects.
     """
     damage = _damage(place, ranks)
-    views = ranks.every(lambda: None if damage is None else view([place.parent]))
+    views = ranks.every(lambda: None if damage is None else files_as_seen([place.parent]))
     is_first = views.index(views[ranks.rank]) == ranks.rank  # of those that see this directory
 
     def drop() -> str | None:

@@ -19,7 +19,7 @@ from typing import IO
 from torch import Tensor
 
 from dtrain.base.json_files import LARGE, read_json
-from dtrain.base.ranks import THREADS, Ranks, view
+from dtrain.base.ranks import READ_THREADS, Ranks, files_as_seen
 from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.processor import Layout
 
@@ -94,10 +94,10 @@ def damage_of_images(place: Path, ranks: Ranks) -> str | None:
     None where they are. Collective over `ranks`, which share out the reading: two all-gathers of objects."""
     file = place / FILES
     files = list(read_json(file, most=LARGE).items()) if file.is_file() else []
-    views = ranks.every(lambda: view([file.parent]) if files else "")
+    views = ranks.every(lambda: files_as_seen([file.parent]) if files else "")
     beside = ranks.alike(views)
     mine = files[beside.index(ranks.rank) :: len(beside)]
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPoolExecutor(READ_THREADS) as threads:
         problems = ranks.every(lambda: next(filter(None, threads.map(_damage, mine)), None))
     return next((problems[rank] for rank in beside if problems[rank] is not None), None)
 

@@ -42,10 +42,17 @@ CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
 
+_CALL_COLUMNS = ("tool_calls", "function_call")
+
+_PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
+NO_SPACE = re.compile(r"\S|\Z")
+Stream = io.BufferedReader | gzip.GzipFile
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse` has to read it.
+    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse_row` has to read it.
 
     `size` is the number of bytes of the file that the chunk stands for: a progress bar adds them up to the file's size.
     """
@@ -53,84 +60,6 @@ class Chunk:
     file: str
     rows: list[tuple[int, Any]]
     size: int
-
-
-def refuse_doubled(place: str, names: Sequence[str]) -> None:
-    """Raise UserError where a name stands twice among the columns of a table."""
-    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
-    if doubled:
-        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")
-
-
-_CALLS = ("tool_calls", "function_call")
-
-
-def chunks(file: Path) -> Iterator[tuple[Chunk, bool]]:
-    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about ROW_BYTES, each with a flag: one of its
-    rows may have more. Raises UserError."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as problem:
-        raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            columns = list(table.schema_arrow)
-            _refuse_doubled_fields(file, columns)
-            tools = {column.name for column in columns if _holds_tools(column)}
-            nested = {*tools, *(column.name for column in columns if _holds_calls(column))}
-            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
-            rows_at_once = max(1, min(CHUNK_ROWS, ROW_BYTES * total // max(1, size)))  # images make rows large
-            for batch in table.iter_batches(batch_size=rows_at_once):
-                rows = batch.to_pylist()
-                for row in rows if nested else ():
-                    row |= {name: _without_filled(row[name], name in tools) for name in nested}
-                chunk = Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
-                yield chunk, batch.nbytes > ROW_BYTES
-                line += len(rows)
-    except pyarrow.ArrowException as problem:
-        raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
-
-
-def _inner(field: Any) -> list[Any]:
-    """Return the fields of a field's type: of a struct its keys, of a list its element."""
-    return [field.type.field(index) for index in range(field.type.num_fields)]
-
-
-def _holds_calls(field: Any) -> bool:
-    """Return whether `field` is, or has anywhere within it, the calls of a message."""
-    return field.name in _CALLS or any(map(_holds_calls, _inner(field)))
-
-
-def _holds_tools(field: Any) -> bool:
-    """Return whether the column `field` lists tools: objects with a function, or with a name and parameters."""
-    is_list = hasattr(field.type, "value_type")
-    names = {key.name for element in _inner(field) for key in _inner(element)} if is_list else set()
-    return "function" in names or {"name", "parameters"} <= names
-
-
-def _without_filled(value: Any, within: bool) -> Any:
-    """Return `value` without the nulls of the structs in the calls that it holds; within: of all of its structs."""
-    if isinstance(value, dict):
-        return {
-            name: _without_filled(item, within or name in _CALLS)
-            for name, item in value.items()
-            if item is not None or not within
-        }
-    return [_without_filled(item, within) for item in value] if isinstance(value, list) else value
-
-
-def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
-    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
-    refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
-    for field in fields:
-        _refuse_doubled_fields(file, _inner(field), f"{parent}{field.name}.")
-
-
-_PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
-NO_SPACE = re.compile(r"\S|\Z")
-Stream = io.BufferedReader | gzip.GzipFile
-T = TypeVar("T")
 
 
 def is_url(path: str) -> bool:
@@ -151,7 +80,7 @@ def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
     return urls.files_to_copy(path, key, cache_dir)
 
 
-def entries(split: Any, key: str) -> list[tuple[Any, str]]:
+def source_entries(split: Any, key: str) -> list[tuple[Any, str]]:
     """Return the sources of data.train or data.val, by its field names as attributes, and the key of each."""
     if split.sources:
         return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
@@ -176,7 +105,7 @@ def absent_ids(source: Any, key: str) -> list[tuple[str, Pick]]:
     return absent
 
 
-def resolve(
+def find_files(
     paths: str | Sequence[str], key: str = "data.train.path", source: Any = None, cache_dir: str | Path | None = None
 ) -> list[Path]:
     """Return the files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a
@@ -187,7 +116,7 @@ def resolve(
     Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
     """
     listed = [paths] if isinstance(paths, str) else paths
-    files = [file for path in listed for file in _matches(str(path), key, source, cache_dir)]
+    files = [file for path in listed for file in _files_of_path(str(path), key, source, cache_dir)]
     for file in files:
         kind_of(file, key)
     if not files:
@@ -195,7 +124,7 @@ def resolve(
     return files
 
 
-def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
+def _files_of_path(path: str, key: str, source: Any, cache_dir: str | Path | None) -> list[Path]:
     if is_url(path):
         from dtrain.data.sources import urls  # it loads fsspec
 
@@ -222,10 +151,10 @@ def _matches(path: str, key: str, source: Any, cache_dir: str | Path | None) -> 
         return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
-    raise UserError(f"{key}: there is no file {path}{several or how_to_make(path) or _instead(expanded)}")
+    raise UserError(f"{key}: there is no file {path}{several or how_to_make(path) or _near_file_hint(expanded)}")
 
 
-def _instead(file: Path) -> str:
+def _near_file_hint(file: Path) -> str:
     """Return the hint for a path that leads to no file: the target of a link, or the name that is meant."""
     if file.is_symlink():
         return f": it is a link to {os.readlink(file)}, which is no file"
@@ -251,7 +180,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
     """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
     kind = kind_of(file)
     if kind == "parquet":
-        for chunk, is_large in chunks(file):
+        for chunk, is_large in read_parquet(file):
             for line, row in chunk.rows if is_large else ():
                 _refuse_long(file, line, _text_size(row))
             yield chunk
@@ -266,14 +195,14 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
                 rows = _json_array(file, stream)
             else:
                 rows = _json_lines(file, stream)
-            yield from _chunks(file, rows)
+            yield from _bounded_chunks(file, rows)
         except UnicodeDecodeError as problem:
             raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
         except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
             raise UserError(f"{file}: the file is not a whole gzip file ({problem})") from problem
 
 
-def parse(file: str, line: int, row: Any) -> dict[str, Any]:
+def parse_row(file: str, line: int, row: Any) -> dict[str, Any]:
     """Return a row of a chunk as a dict. Raises UserError with file, line and column of the mistake."""
     if isinstance(row, bytes):
         try:
@@ -282,10 +211,10 @@ def parse(file: str, line: int, row: Any) -> dict[str, Any]:
         except json.JSONDecodeError as problem:
             raise UserError(
                 f"{file}:{line}: this line is not JSON: {problem.msg} (column {problem.colno}); "
-                f"each line of the file must be one whole JSON object{_mend(text, Path(file).name)}"
+                f"each line of the file must be one whole JSON object{_json_mistake_hint(text, Path(file).name)}"
             ) from problem
         except UnicodeDecodeError as problem:
-            raise UserError(f"{file}:{line}: {_no_text(row, problem)}") from problem
+            raise UserError(f"{file}:{line}: {_encoding_hint(row, problem)}") from problem
         except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
             raise UserError(f"{file}:{line}: this line cannot be read: {problem}") from problem
     if not isinstance(row, dict):
@@ -299,7 +228,7 @@ def read_rows(
     """Yield the line of each row, the row with our names of its `columns`, and what `read` makes of it. Raises
     UserError, of `read` too, with file and line in front."""
     for line, raw in chunk.rows:
-        parsed = parse(chunk.file, line, raw)
+        parsed = parse_row(chunk.file, line, raw)
         try:
             row = renamed(parsed, columns) if columns else parsed
             value = read(row)
@@ -308,7 +237,7 @@ def read_rows(
         yield line, row, value
 
 
-def _mend(text: str, name: str) -> str:
+def _json_mistake_hint(text: str, name: str) -> str:
     if text.strip() in ("{", "["):
         return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
     if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
@@ -316,7 +245,7 @@ def _mend(text: str, name: str) -> str:
     return ". It looks like Python's own notation: write it with json.dumps" if text.startswith("{'") else ""
 
 
-def _no_text(row: bytes, problem: UnicodeDecodeError) -> str:
+def _encoding_hint(row: bytes, problem: UnicodeDecodeError) -> str:
     if row.startswith(b"\x1f\x8b"):
         return "the file is gzipped; give it a name that ends in .gz"
     if row.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -326,7 +255,7 @@ def _no_text(row: bytes, problem: UnicodeDecodeError) -> str:
 
 def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
     """Return the line and value of the file's first row; None where it has none."""
-    rows = ((line, parse(chunk.file, line, row)) for chunk in read_chunks(file) for line, row in chunk.rows)
+    rows = ((line, parse_row(chunk.file, line, row)) for chunk in read_chunks(file) for line, row in chunk.rows)
     return next(rows, None)
 
 
@@ -383,7 +312,7 @@ def _first_character(stream: Stream) -> bytes:
     return character
 
 
-def _chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
+def _bounded_chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
     gathered: list[tuple[int, Any]] = []
     size = 0
     for line, row, row_size in rows:
@@ -497,3 +426,72 @@ def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]
             yield start, cells, sum(map(len, cells.values())) + len(cells)
     except csv.Error as problem:
         raise UserError(f"{file}:{reader.line_num}: this is not CSV: {problem}") from problem
+
+
+def read_parquet(file: Path) -> Iterator[tuple[Chunk, bool]]:
+    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about ROW_BYTES, each with a flag: one of its
+    rows may have more. Raises UserError."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as problem:
+        raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            columns = list(table.schema_arrow)
+            _refuse_doubled_fields(file, columns)
+            tools = {column.name for column in columns if _holds_tools(column)}
+            nested = {*tools, *(column.name for column in columns if _holds_calls(column))}
+            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
+            rows_at_once = max(1, min(CHUNK_ROWS, ROW_BYTES * total // max(1, size)))  # images make rows large
+            for batch in table.iter_batches(batch_size=rows_at_once):
+                rows = batch.to_pylist()
+                for row in rows if nested else ():
+                    row |= {name: _without_filled(row[name], name in tools) for name in nested}
+                chunk = Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
+                yield chunk, batch.nbytes > ROW_BYTES
+                line += len(rows)
+    except pyarrow.ArrowException as problem:
+        raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
+
+
+def _inner_fields(field: Any) -> list[Any]:
+    """Return the fields of a field's type: of a struct its keys, of a list its element."""
+    return [field.type.field(index) for index in range(field.type.num_fields)]
+
+
+def _holds_calls(field: Any) -> bool:
+    """Return whether `field` is, or has anywhere within it, the calls of a message."""
+    return field.name in _CALL_COLUMNS or any(map(_holds_calls, _inner_fields(field)))
+
+
+def _holds_tools(field: Any) -> bool:
+    """Return whether the column `field` lists tools: objects with a function, or with a name and parameters."""
+    is_list = hasattr(field.type, "value_type")
+    names = {key.name for element in _inner_fields(field) for key in _inner_fields(element)} if is_list else set()
+    return "function" in names or {"name", "parameters"} <= names
+
+
+def _without_filled(value: Any, within: bool) -> Any:
+    """Return `value` without the nulls of the structs in the calls that it holds; within: of all of its structs."""
+    if isinstance(value, dict):
+        return {
+            name: _without_filled(item, within or name in _CALL_COLUMNS)
+            for name, item in value.items()
+            if item is not None or not within
+        }
+    return [_without_filled(item, within) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
+    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
+    refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
+    for field in fields:
+        _refuse_doubled_fields(file, _inner_fields(field), f"{parent}{field.name}.")
+
+
+def refuse_doubled(place: str, names: Sequence[str]) -> None:
+    """Raise UserError where a name stands twice among the columns of a table."""
+    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")

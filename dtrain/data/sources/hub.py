@@ -34,6 +34,8 @@ SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
 _SHARD = re.compile(r"(.+?)-\d{5}-of-(\d{5})(-[0-9a-f]+)?")
 _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 
+README = "README.md"
+
 
 class Pick(NamedTuple):
     """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
@@ -242,9 +244,6 @@ def _refuse_missing_shards(name: str, files: Sequence[str]) -> None:
     for (folder, stem, total), count in counts.items():
         if count != int(total):
             raise UserError(f"{name}: of {folder}/{stem}-*-of-{total} there are {count} files, not {int(total)}")
-
-
-README = "README.md"
 
 
 @dataclass(frozen=True)

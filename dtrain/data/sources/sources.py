@@ -23,7 +23,7 @@ from dtrain.data.formats.encoder import (
 from dtrain.data.formats.formats import FORMATS, KINDS
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
-from dtrain.data.sources.files import entries, formats_of, read_chunks, resolve
+from dtrain.data.sources.files import find_files, formats_of, read_chunks, source_entries
 from dtrain.data.text.dropped_text import WAY_OUT
 from dtrain.data.text.replies import note_on_ending
 from dtrain.data.text.template import ChatTemplate, choose_template
@@ -238,8 +238,8 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
         raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
     if not split.sources and not split.path:
         raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
-    for source, where in entries(split, key):
-        files = tuple(resolve(source.path, f"{where}.path", source, cache_dir))
+    for source, where in source_entries(split, key):
+        files = tuple(find_files(source.path, f"{where}.path", source, cache_dir))
         weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
             raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")

@@ -20,6 +20,17 @@ from dtrain.data.text.template import ChatTemplate
 
 Parameters = Mapping[str, Mapping[str, Any]]  # by the name of a tool, the JSON schema of its arguments
 
+UNREAD = "unread"  # the name of a call whose name cannot be read
+FAILED = "error: "  # the beginning of a tool's answer where a call gave nothing
+
+_TYPES = {"string": str, "integer": int, "number": int | float, "array": list, "object": dict, "null": type(None)}
+
+MARK, ANSWER = "dtrain calls", "dtrain answers"
+_ARGUMENTS = {"text": MARK, "number": 2, "items": ["a", 'b "c"']}
+_KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "items": {"type": "array"}}
+_PARAMETERS: Parameters = {NAME: {"type": "object", "properties": _KINDS}}
+_ANSWER_MESSAGE = {"role": "tool", "name": NAME, "content": ANSWER}
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -28,10 +39,6 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
-
-
-UNREAD = "unread"  # the name of a call whose name cannot be read
-FAILED = "error: "  # the beginning of a tool's answer where a call gave nothing
 
 
 def read_calls(form: str, text: str, parameters: Parameters) -> list[ToolCall]:
@@ -126,9 +133,6 @@ def _inside(value: Any, schema: Mapping[str, Any], place: str) -> Iterator[str]:
             yield why
 
 
-_TYPES = {"string": str, "integer": int, "number": int | float, "array": list, "object": dict, "null": type(None)}
-
-
 def _is_of(value: Any, kind: str) -> bool:
     if kind == "boolean" or isinstance(value, bool):
         return isinstance(value, bool) and kind == "boolean"
@@ -198,13 +202,6 @@ def _from_text(text: str, schema: Mapping[str, Any]) -> Any:
 
 def _listed(types: str | Sequence[str] | None) -> Sequence[str]:
     return [types] if isinstance(types, str) else types or []
-
-
-MARK, ANSWER = "dtrain calls", "dtrain answers"
-_ARGUMENTS = {"text": MARK, "number": 2, "items": ["a", 'b "c"']}
-_KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "items": {"type": "array"}}
-_PARAMETERS: Parameters = {NAME: {"type": "object", "properties": _KINDS}}
-_ANSWER_MESSAGE = {"role": "tool", "name": NAME, "content": ANSWER}
 
 
 @dataclass(frozen=True)

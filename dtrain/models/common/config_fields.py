@@ -46,6 +46,13 @@ SIZES = {
 }
 DTYPES = ("float64", "float32", "float16", "bfloat16", "auto")
 
+_READABLE_FORMATS = "of quantized weights only bitsandbytes' nf4, mxfp4, and fp8 in blocks of 128 × 128 are read"
+_USE_ORIGINAL = "; use the original checkpoint"
+_USE_SIBLING = (
+    "take the model in bfloat16, by the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-8bit (Qwen, Meta), or with "
+    "-BF16 (Mistral)"
+)
+
 
 class Fields:
     """The fields of one JSON object. A missing or null field takes its default; one of the wrong kind is a problem
@@ -178,25 +185,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_READ = "of quantized weights only bitsandbytes' nf4, mxfp4, and fp8 in blocks of 128 × 128 are read"
-_ORIGINAL = "; use the original checkpoint"
-_SIBLING = (
-    "take the model in bfloat16, by the same name without -FP8, -AWQ, -GPTQ-Int4 or -bnb-8bit (Qwen, Meta), or with "
-    "-BF16 (Mistral)"
-)
-
-
-def _instead(values: dict[str, Any]) -> str:
+def _other_format_hint(values: dict[str, Any]) -> str:
     """Return what to say of weights in a format that is known."""
     method = values.get("quant_method")
     if method == "bitsandbytes" and values.get("load_in_8bit", values.get("_load_in_8bit")):
-        return f"{_ORIGINAL}; bitsandbytes weights in 8 bits are not trained: {_SIBLING}"
+        return f"{_USE_ORIGINAL}; bitsandbytes weights in 8 bits are not trained: {_USE_SIBLING}"
     known = ("fp8", "fbgemm_fp8", "finegrained_fp8", "awq", "gptq", "compressed-tensors", "modelopt", "hqq")
-    return f"{_ORIGINAL}; {method} weights are not trained: {_SIBLING}" if method in known else _ORIGINAL
+    return f"{_USE_ORIGINAL}; {method} weights are not trained: {_USE_SIBLING}" if method in known else _USE_ORIGINAL
 
 
 def _is_unpacked(values: dict[str, Any]) -> bool:
-    """Return whether weights with this section are read as bfloat16 (`checkpoint.huggingface.packed`)."""
+    """Return whether weights with this section are read as bfloat16 (`checkpoint.huggingface.safetensor_files`)."""
     is_fp8 = values.get("quant_method") == "fp8" and values.get("weight_block_size") == [128, 128]
     is_plain = values.get("activation_scheme", "dynamic") == "dynamic" and values.get("fmt", "e4m3") == "e4m3"
     return values.get("quant_method") == "mxfp4" or (is_fp8 and is_plain)
@@ -211,9 +210,11 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
         return None
     kind, storage = values.get("bnb_4bit_quant_type", "fp4"), values.get("bnb_4bit_quant_storage") or "uint8"
     if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
-        problems.append(f"quantization_config {shown(section)}: {_READ}{_instead(values)}")
+        problems.append(f"quantization_config {shown(section)}: {_READABLE_FORMATS}{_other_format_hint(values)}")
     elif kind != "nf4":
-        problems.append(f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READ}{_ORIGINAL}")
+        problems.append(
+            f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READABLE_FORMATS}{_USE_ORIGINAL}"
+        )
     elif storage not in ("uint8", "torch.uint8"):
         problems.append(f"quantization_config has bnb_4bit_quant_storage {shown(storage)}: only uint8 is read")
     patterns = values.get("llm_int8_skip_modules") or []
@@ -223,7 +224,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
     return tuple(patterns)
 
 
-def skips(patterns: Iterable[str], name: str) -> bool:
+def is_skipped(patterns: Iterable[str], name: str) -> bool:
     """Return whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
     beginning up to a dot, as it stands or as a regular expression, or its end."""
     return any(re.fullmatch(_from_start(pattern), name) or name.endswith(pattern) for pattern in patterns)

@@ -1,6 +1,7 @@
 """Everything that belongs to one micro-batch's forward, passed down as an argument.
 
-`Cached` is the interface of a KV cache, and `Images` has the images of the rows, whose features replace embeddings.
+`MicroBatchContext` contains the parts: `Cached` is the interface of a KV cache, `Images` has the images of the rows,
+whose features replace embeddings, and `AdapterContext` is the part that adapters read.
 
 Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
 followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
@@ -34,13 +35,16 @@ Data flow of adapters. A policy scores the same rows with LoRA (dropout 0.1, ste
 4. The wrapper (`adapters.lora.Adapter`, `ParameterAdapter`) reads it. With `enabled=False` it returns the layer's own
    output. Nothing else knows whether adapters take part, so both forwards may be in flight at the same time.
 
-| who | builds or reads | | --- | --- | | `policy/score.py` | builds the context of a micro-batch that is trained or
-scored | | `inference/engine.py` | builds one with a KV cache, and reads the record's choices for routing replay | |
-`parallel/tensor.py` `Stack` | `padded`, `cache` | | `decoder.py` `Decoder` | all fields; makes the layers' contexts | |
-`adapters/lora.py` | `AdapterContext`, which `memory/tiles.py` cuts tile by tile | | `policy/reference.py`,
-`inference/engine.py` | whether the forwards that they stand for have the adapters | | `moe.py` `SparseMLP` |
-`LayerContext.is_real` and `routing`; writes the record | | `memory/activation_offload.py` |
-`LayerContext.shared_values`, which stay on the device |
+| who | builds or reads |
+| --- | --- |
+| `policy/score.py` | builds the context of a micro-batch that is trained or scored |
+| `inference/engine.py` | builds one with a KV cache, and reads the record's choices for routing replay |
+| `parallel/tensor.py` `Stack` | `padded`, `cache` |
+| `decoder.py` `Decoder` | all fields; makes the layers' contexts |
+| `adapters/lora.py` | `AdapterContext`, which `memory/tiles.py` cuts tile by tile |
+| `policy/reference.py`, `inference/engine.py` | whether the forwards that they stand for have the adapters |
+| `moe.py` `SparseMLP` | `LayerContext.is_real` and `routing`; writes the record |
+| `memory/activation_offload.py` | `LayerContext.shared_values`, which stay on the device |
 """
 
 import hashlib
@@ -61,6 +65,12 @@ if TYPE_CHECKING:
 
     from dtrain.attention.linear.layer import LinearMask
     from dtrain.attention.packing import Packing
+
+
+Rotary = tuple[Tensor, ...]  # cosine and sine tables, and further tensors that a family's layers read by position
+
+# Position of tokens that sequence parallel adds: behind every position of every rank, so that no token sees them.
+PADDING_POSITION = 2**30
 
 
 class Cached(Protocol):
@@ -186,12 +196,6 @@ class PlacedFeatures:
 
     def _by_token(self, rows: Tensor, hidden: Tensor) -> Tensor:
         return rows.to(hidden.dtype)[self.index.clamp(min=0)]  # [B, S, D]
-
-
-Rotary = tuple[Tensor, ...]  # cosine and sine tables, and further tensors that a family's layers read by position
-
-# Position of tokens that sequence parallel adds: behind every position of every rank, so that no token sees them.
-PADDING_POSITION = 2**30
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ have the same work. Example: 8 tokens, cp = 2. A query at position p sees p + 1 
     rank 0    chunks 0 and 3    tokens 0 1 6 7    1 + 2 + 7 + 8 = 18 scores
     rank 1    chunks 1 and 2    tokens 2 3 4 5    3 + 4 + 5 + 6 = 18 scores
 
-Training shards full rows in this way, packed or not. The flat batches of `thd` shard each packed sequence separately
-(`positions_of_rank`).
+Training shards full rows in this way, packed or not. The flat batches of `make_cp_batch_for_te` shard each packed
+sequence separately (`positions_of_rank`).
 """
 
 from collections.abc import Collection, Mapping, Sequence

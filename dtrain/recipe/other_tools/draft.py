@@ -31,10 +31,13 @@ Default = TypeVar("Default")
 
 # Keys in whose values "a,b" is a list of two entries.
 _COMMA_LISTS = ("data.train.path", "data.val.path", "lora.target", "lora.modules_to_save", "reward_funcs")
-_NAMES = {"optimizer.name": OPTIMIZERS, "scheduler.name": SCHEDULES}
+_KNOWN_NAMES = {"optimizer.name": OPTIMIZERS, "scheduler.name": SCHEDULES}
 _NO_KEY = "dtrain has no key for it"
 # No size, count or rate is larger, and products of a few of them are still ordinary floats.
-_LARGEST = 10**15
+_LARGEST_NUMBER = 10**15
+
+FILE_READERS = ("json", "csv", "parquet", "arrow", "text")
+"""Names that `load_dataset` accepts in place of a data set. The files are then in `data_files`."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +264,7 @@ class Draft:
         self._read.add(source)
         meaning = meaning_of(key, value)
         if meaning is None:
-            self.lose(source, f"{key} does not take {value}: {spelling.meant(key, value)}", key)
+            self.lose(source, f"{key} does not take {value}: {spelling.our_word_for(key, value)}", key)
             return
         if meaning.remark:
             self.note(f"{source}={value}: {key}={_shown(meaning.value)}, {meaning.remark}")
@@ -282,8 +285,8 @@ class Draft:
         elif key in self.values:
             return
         fitted, problems = self.keys.fit(key, value)
-        if isinstance(value, str) and key in _NAMES and value not in _NAMES[key] and "." not in value:
-            problems = [f"{key}={value} is none of {', '.join(_NAMES[key])}"]
+        if isinstance(value, str) and key in _KNOWN_NAMES and value not in _KNOWN_NAMES[key] and "." not in value:
+            problems = [f"{key}={value} is none of {', '.join(_KNOWN_NAMES[key])}"]
         if key == "method" and problems:
             self.values[key] = value  # dtrain refuses this recipe too, instead of training by another method
         if problems:
@@ -364,7 +367,7 @@ class Draft:
             self._read.add(source)
             return
         key = ""
-        moved = spelling.moved(source, value)
+        moved = spelling.our_key_for(source, value)
         if moved is not None:
             key, value = moved
         elif source in self.keys.names:
@@ -391,7 +394,7 @@ class Draft:
         """List a key that nobody read as lost, unless it changes nothing: switched off, or known to be needless."""
         value = self.file[key]
         is_off = value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {})
-        answer = spelling.answer(key) or _NO_KEY
+        answer = spelling.answer_to_unknown_key(key) or _NO_KEY
         is_needless = answer.startswith("dtrain needs")
         has_no_effect_at_zero = answer.startswith("dtrain does not have") and value == 0
         if not (is_off or is_needless or has_no_effect_at_zero or self._is_switched_off(key)):
@@ -429,7 +432,7 @@ def meaning_of(key: str, value: Any) -> Meaning | None:
     Returns:
         The meaning; the value itself if the table does not have it; None if the table only has advice for it.
     """
-    text = spelling.meant(key, value)
+    text = spelling.our_word_for(key, value)
     if text is None:
         return Meaning(value, {}, "")
     word, _, remark = text.partition(",")
@@ -464,7 +467,7 @@ def number_of(value: Any) -> int | float | None:
         except ValueError:
             return None
     # nan fails this comparison too
-    if not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+    if not isinstance(value, int | float) or not -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
         return None
     return value
 
@@ -490,10 +493,6 @@ def _shown(value: Any) -> str:
         return "null"
     text = str(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-FILE_READERS = ("json", "csv", "parquet", "arrow", "text")
-"""Names that `load_dataset` accepts in place of a data set. The files are then in `data_files`."""
 
 
 @dataclass

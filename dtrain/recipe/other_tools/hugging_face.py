@@ -271,7 +271,7 @@ def convert_rewards(draft: Draft, prefix: str = "") -> None:
         weights.append(float(number))
     rewards = []
     for index, function in enumerate(functions):
-        known = spelling.meant("grpo.rewards.fn", function) or str(function)
+        known = spelling.our_word_for("grpo.rewards.fn", function) or str(function)
         reward: dict[str, Any] = {"fn": known.partition(",")[0]}
         if index < len(weights) and weights[index] != 1:
             reward["weight"] = weights[index]

@@ -27,7 +27,7 @@ class Toolbox:
     """Maker of environments with the same tools, one for each completion.
 
     sources: of each tool (module, function) or the address of its server, and its schema with `name` and `parameters`.
-    form, is_single: `data.text.tool_format.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it
+    form, is_single: `data.text.tool_calls.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it
     says so. Raises UserError for what is no function of these parameters, and a server that has no such tool.
     """
 

@@ -27,8 +27,11 @@ from dtrain.data.text.tool_calls import read_calls
 from dtrain.rl.rewards.catalog import find_verifiers
 from dtrain.rl.worker import shown
 
-MADE = "verifiers"  # the column that says of which environment a row is
-ROW = "row"  # the column of what the environment's own data set says
+ENVIRONMENT_COLUMN = "verifiers"  # the column that says of which environment a row is
+ROW_COLUMN = "row"  # the column of what the environment's own data set says
+
+Message = dict[str, Any]
+CALL_OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")  # what is before the first of them is a turn's text
 
 
 class Tasks:
@@ -56,8 +59,8 @@ class Tasks:
     def __call__(self, row: Mapping[str, Any], seed: int) -> "ScoredTask":
         columns = row["columns"]
         task = None
-        if columns.get(MADE) == self._made:
-            task = self._tasks.get(columns[ROW]["key"])
+        if columns.get(ENVIRONMENT_COLUMN) == self._made:
+            task = self._tasks.get(columns[ROW_COLUMN]["key"])
         if task is None:
             raise UserError(
                 f"the data's row is no task of {json.dumps(self._made)}: write the data anew: "
@@ -80,7 +83,7 @@ class ScoredTask:
 
         for special in self._specials:
             completion = completion.replace(special, "")
-        messages = [*_prompt(self._task), vf.AssistantMessage(content=completion)]
+        messages = [*_task_prompt(self._task), vf.AssistantMessage(content=completion)]
         nodes = []
         for place, message in enumerate(messages):
             is_completion = place == len(messages) - 1
@@ -147,15 +150,17 @@ def task_rows(name: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     rows = []
     for task in load_tasks(name, args):
-        prompt = [{"role": message.role, "content": message.content} for message in _prompt(task)]
+        prompt = [{"role": message.role, "content": message.content} for message in _task_prompt(task)]
         are_texts = all(isinstance(message["content"], str) for message in prompt)
         if not are_texts or not any(message["role"] == "user" for message in prompt):
             raise UserError(f"{name}: task {task.data.idx} has no prompt of text")
-        rows.append({"prompt": prompt, MADE: {"name": name, "args": dict(args)}, ROW: {"key": task.key}})
+        rows.append(
+            {"prompt": prompt, ENVIRONMENT_COLUMN: {"name": name, "args": dict(args)}, ROW_COLUMN: {"key": task.key}}
+        )
     return rows
 
 
-def _prompt(task: Any) -> list[Any]:
+def _task_prompt(task: Any) -> list[Any]:
     import verifiers.v1 as vf
 
     messages = []
@@ -177,11 +182,7 @@ def _needs_runtime(task: Any) -> bool:
     return False
 
 
-Message = dict[str, Any]
-OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")  # what is before the first of them is a turn's text
-
-
-def load(name: str, args: Mapping[str, Any]) -> Any:
+def load_environment_of(name: str, args: Mapping[str, Any]) -> Any:
     """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or
     is of a kind whose rollouts cannot be stepped one by one."""
     find_verifiers(name)
@@ -210,7 +211,10 @@ def has_tasks() -> bool:
 
 
 def open_library(name: str, args: Mapping[str, Any], specials: Sequence[str]) -> "Library | Tasks":
-    """Return the maker of the environments of `grpo.verifiers`. Raises UserError as `load` and `load_tasks`."""
+    """Return the maker of the environments of `grpo.verifiers`.
+
+    Raises UserError as `load_environment_of` and `load_tasks`.
+    """
     find_verifiers(name)
     return Tasks(name, args, specials) if has_tasks() else Library(name, args, specials)
 
@@ -223,7 +227,7 @@ class Library:
 
     def __init__(self, name: str, args: Mapping[str, Any], specials: Sequence[str]):
         self.made: dict[str, Any] = {"name": name, "args": dict(args)}
-        self._environment = load(name, args)
+        self._environment = load_environment_of(name, args)
         self._specials = specials
         self._loop = asyncio.new_event_loop()
 
@@ -234,8 +238,12 @@ class Library:
 
     def __call__(self, row: Mapping[str, Any], seed: int) -> "Played":
         columns = row["columns"]
-        if columns.get(MADE) != self.made:
-            origin = json.dumps(columns[MADE]) if MADE in columns else "no environment of verifiers"
+        if columns.get(ENVIRONMENT_COLUMN) != self.made:
+            origin = (
+                json.dumps(columns[ENVIRONMENT_COLUMN])
+                if ENVIRONMENT_COLUMN in columns
+                else "no environment of verifiers"
+            )
             arguments = f" '{json.dumps(self.made['args'])}'" if self.made["args"] else ""
             raise UserError(
                 f"the data's row is of {origin}, and the run of {json.dumps(self.made)}: write the data anew: "
@@ -243,7 +251,7 @@ class Library:
             )
         talk = _Talk(self._loop)
         prompt = [with_text_arguments(message) for message in row["prompt"]]  # as the library's own client has them
-        inputs = {**columns[ROW], "prompt": prompt}
+        inputs = {**columns[ROW_COLUMN], "prompt": prompt}
         rollout = self._environment.run_rollout(inputs, _client(talk), "dtrain", {})
         talk.run(rollout)
         read = partial(_message, specials=self._specials, calls=columns.get("calls"), tools=columns.get("tools") or [])
@@ -287,7 +295,7 @@ class Played:
         """Return the messages behind the reply. Raises UserError where those before are no longer what they were."""
         begin = len(self._messages)
         self._check(self._talk.messages, self._talk.tools, begin)
-        new = [_plain(message) for message in self._talk.messages[begin:]]
+        new = [_comparable_message(message) for message in self._talk.messages[begin:]]
         if not new:
             raise UserError("it asks again and said nothing, and a turn needs a message before it")
         names = {call["id"]: call["function"]["name"] for call in self._messages[-1].get("tool_calls", [])}
@@ -322,10 +330,12 @@ class Played:
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], count: int) -> None:
         """Check that the messages begin as the tokens do that were read and drawn. Raises UserError."""
-        if [_plain(message) for message in messages[:count]] != [_plain(message) for message in self._messages]:
+        if [_comparable_message(message) for message in messages[:count]] != [
+            _comparable_message(message) for message in self._messages
+        ]:
             raise UserError("it asks with other messages than were read and drawn before, and dtrain trains on one "
                             "conversation that only grows")  # fmt: skip
-        if [_tool(tool) for tool in tools] != [_tool(tool) for tool in self._tools]:
+        if [_comparable_tool(tool) for tool in tools] != [_comparable_tool(tool) for tool in self._tools]:
             raise UserError("it offers other tools than the prompt tells of, which dtrain cannot follow; write the "
                             "data anew if the environment has changed")  # fmt: skip
 
@@ -392,7 +402,7 @@ def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[
     if any(call.problem for call in read):
         read = []
     if read:
-        begin = min((text.find(opening) for opening in OPENINGS if opening in text), default=0)
+        begin = min((text.find(opening) for opening in CALL_OPENINGS if opening in text), default=0)
         text = text[:begin].rstrip()
     for special in specials:
         text = text.replace(special, "")
@@ -407,18 +417,18 @@ def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[
     return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}
 
 
-def _plain(message: Mapping[str, Any]) -> Message:
+def _comparable_message(message: Mapping[str, Any]) -> Message:
     """Return a message as others are compared with it: parts of text are one text, what is empty is left out."""
     plain = {key: value for key, value in message.items() if key != "name" and value not in (None, "", [])}
     parts = plain.get("content")
     if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         plain["content"] = "".join(part["text"] for part in parts)
     if "tool_calls" in plain:
-        plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
+        plain["tool_calls"] = [_comparable_call(call) for call in plain["tool_calls"]]
     return plain
 
 
-def _call(call: Any) -> Any:
+def _comparable_call(call: Any) -> Any:
     """Return a call's id, name and arguments, from a conversation that was read from a file, or from a client's."""
     call = json.loads(call) if isinstance(call, str) else call
     function = call.get("function", call)
@@ -429,12 +439,14 @@ def _call(call: Any) -> Any:
     return [call.get("id"), function.get("name"), arguments]
 
 
-def _tool(tool: Mapping[str, Any]) -> list[Any]:
+def _comparable_tool(tool: Mapping[str, Any]) -> list[Any]:
     function = tool["function"]
     return [function[key] for key in ("name", "description", "parameters")]
 
 
-def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False) -> list[dict[str, Any]]:
+def environment_rows(
+    environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False
+) -> list[dict[str, Any]]:
     """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is
     empty, or holds what JSON does not."""
     try:
@@ -448,10 +460,10 @@ def rows_of(environment: Any, name: str, args: Mapping[str, Any], is_eval: bool 
         defined = info.get("tool_defs", environment.tool_defs) or []
         messages = map(_mapping, record["prompt"])
         prompt = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        row: dict[str, Any] = {"prompt": prompt, MADE: {"name": name, "args": dict(args)}}
+        row: dict[str, Any] = {"prompt": prompt, ENVIRONMENT_COLUMN: {"name": name, "args": dict(args)}}
         row |= {"answer": record["answer"]} if isinstance(record.get("answer"), str) else {}
-        row |= {"tools": [_openai(_mapping(tool)) for tool in defined]} if defined else {}
-        rows.append(row | {ROW: {key: value for key, value in record.items() if key != "prompt"}})
+        row |= {"tools": [_openai_tool(_mapping(tool)) for tool in defined]} if defined else {}
+        rows.append(row | {ROW_COLUMN: {key: value for key, value in record.items() if key != "prompt"}})
     if not rows:
         raise UserError(f"{name}: its data set is empty")
     try:
@@ -465,7 +477,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else value.model_dump()
 
 
-def _openai(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _openai_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a definition in OpenAI's function format."""
     function = tool.get("function", tool)
     about = {key: function[key] for key in ("name", "description", "parameters")}
@@ -489,7 +501,9 @@ def main() -> None:
                     raise UserError("--eval: a taskset has one data set; choose another by its args")
                 rows = task_rows(options.name, options.args)
             else:
-                rows = rows_of(load(options.name, options.args), options.name, options.args, options.eval)
+                rows = environment_rows(
+                    load_environment_of(options.name, options.args), options.name, options.args, options.eval
+                )
     except UserError as error:
         raise SystemExit(f"dtrain: {error}") from None
     for row in rows:

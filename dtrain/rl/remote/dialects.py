@@ -49,9 +49,13 @@ from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
 
 Post = tuple[str, dict[str, Any]]  # path and body
-TOKEN = "token_id:"
+VLLM_TOKEN_PREFIX = "token_id:"
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
-ADAPTER = "trained"  # an adapter's name where all versions share one
+ADAPTER_NAME = "trained"  # an adapter's name where all versions share one
+
+OTHER_PROMPT_READ = "it read another prompt than the trainer has: "
+FIX_IMAGE_PROCESSOR = "Serve the run's very model directory, whose image processor is read there too"
+FIX_CHAT_TEMPLATE = "with the run's chat template (--chat-template, without --default-chat-template-kwargs)"
 
 
 class Call(Protocol):
@@ -103,7 +107,7 @@ class Vllm:
         return [self._completion(choice) for choice in choices_of(answer, len(requests))]
 
     def routed(self, answer: Any) -> list[Any]:
-        experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=by_index)]
+        experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=choice_index)]
         prompt = answer.get("prompt_routed_experts")  # of releases that report a prompt's apart
         return experts if prompt is None else [(prompt, [] if value is None else value) for value in experts]
 
@@ -119,9 +123,9 @@ class Vllm:
                 "--max-logprobs at its default or above, or another kind of server"
             )
         if ids is None:
-            if not all(token.startswith(TOKEN) for token in tokens):
+            if not all(token.startswith(VLLM_TOKEN_PREFIX) for token in tokens):
                 raise UserError("it answers in text, not token ids: use vLLM 0.10.2 or later")
-            ids = [int(token.removeprefix(TOKEN)) for token in tokens]
+            ids = [int(token.removeprefix(VLLM_TOKEN_PREFIX)) for token in tokens]
         return completion_of(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
@@ -209,15 +213,15 @@ class Dtrain(Vllm):
 
     def lacks_adapters(self, call: Call) -> str | None:
         try:
-            call("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": "", "load_inplace": True})
+            call("/v1/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": "", "load_inplace": True})
         except ClientError as error:
             return str(error) if error.status in (404, 405, 409) else None  # 409: it has no room for one
         return None
 
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
-        fields = {"lora_name": ADAPTER, "lora_path": str(adapter.directory), "weight_version": adapter.version}
+        fields = {"lora_name": ADAPTER_NAME, "lora_path": str(adapter.directory), "weight_version": adapter.version}
         call("/v1/load_lora_adapter", {**fields, "load_inplace": True})
-        return ADAPTER
+        return ADAPTER_NAME
 
     def start_with(self, rank: int) -> str:
         return "start it with --control DIR, which holds grpo.server.weights_dir, and --api-key-file FILE"
@@ -318,7 +322,7 @@ Dialect = Vllm | Sglang
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dtrain()}
 
 
-def recognise(client: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
+def recognise_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
     """Return the dialect of `kind`, for auto that of the models' owner, and the models' names. Raises RetryableError,
     ClientError and UserError."""
     answer = client.ask("/v1/models", None, seconds)
@@ -385,20 +389,15 @@ def choices_of(answer: Any, count: int) -> list[Any]:
         raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
     if len(choices) != count:
         raise UserError(f"asked for n={count} completions, it gave {len(choices)}")
-    return sorted(choices, key=by_index)
+    return sorted(choices, key=choice_index)
 
 
-def by_index(choice: dict[str, Any]) -> int:
+def choice_index(choice: dict[str, Any]) -> int:
     return int(choice["index"])
 
 
 def _version(value: Any) -> int | None:
     return int(value) if isinstance(value, int | str) and str(value).isdecimal() else None
-
-
-OTHER_PROMPT = "it read another prompt than the trainer has: "
-FIX_IMAGES = "Serve the run's very model directory, whose image processor is read there too"
-FIX_CHAT = "with the run's chat template (--chat-template, without --default-chat-template-kwargs)"
 
 
 class ImageRoute:
@@ -437,11 +436,13 @@ class VllmRoute(ImageRoute):
         return UserError("its answer has no prompt_token_ids: use vLLM 0.10.2 or later")
 
     def check(self, answer: Any, request: Request) -> None:
-        prompt, ids = _prompt(request), answer.get("prompt_token_ids")
+        prompt, ids = _image_prompt_of(request), answer.get("prompt_token_ids")
         if ids is None:
             raise self.without_ids()
         if (difference := prompt.difference(request.prompt, ids)) is not None:
-            raise UserError(f"{OTHER_PROMPT}{difference}. {FIX_IMAGES}{_bound(prompt)}{self.fix}")
+            raise UserError(
+                f"{OTHER_PROMPT_READ}{difference}. {FIX_IMAGE_PROCESSOR}{_pixel_bound_note(prompt)}{self.fix}"
+            )
 
 
 class VllmTokens(VllmRoute):
@@ -454,7 +455,7 @@ class VllmTokens(VllmRoute):
         return ClientError(404, "this release of vLLM has no images beside token ids")
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        prompt = _prompt(requests[0])
+        prompt = _image_prompt_of(requests[0])
         assert prompt.short_ids is not None, "`takes` says so"
         return self.path, {
             "model": adapter or model,
@@ -469,10 +470,10 @@ class VllmChat(VllmRoute):
     """Conversations with images to vLLM. Its --mm-processor-kwargs bounds the images: it refuses those of a request."""
 
     path = "/v1/chat/completions"
-    fix = f", {FIX_CHAT}"
+    fix = f", {FIX_CHAT_TEMPLATE}"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        prompt = _prompt(requests[0])
+        prompt = _image_prompt_of(requests[0])
         body = {
             "model": adapter or model,
             "messages": prompt.chat(),
@@ -495,7 +496,7 @@ class SglangTokens(ImageRoute):
     needs_ids = True
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        prompt = _prompt(requests[0])
+        prompt = _image_prompt_of(requests[0])
         assert prompt.short_ids is not None, "`takes` says so"
         _, body = DIALECTS["sglang"].body(requests, model, adapter)
         several = len(requests)
@@ -508,7 +509,9 @@ class SglangTokens(ImageRoute):
         first = answer[0] if isinstance(answer, list) else answer
         count = first["meta_info"].get("prompt_tokens")
         if count not in (None, len(request.prompt)):
-            raise UserError(f"{OTHER_PROMPT}it has {count} tokens there and {len(request.prompt)} here. {FIX_IMAGES}")
+            raise UserError(
+                f"{OTHER_PROMPT_READ}it has {count} tokens there and {len(request.prompt)} here. {FIX_IMAGE_PROCESSOR}"
+            )
 
 
 class DtrainTokens(ImageRoute):
@@ -518,7 +521,7 @@ class DtrainTokens(ImageRoute):
     server = "dtrain"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        prompt = _prompt(requests[0])
+        prompt = _image_prompt_of(requests[0])
         _, body = DIALECTS["dtrain"].body(requests, model, adapter)
         body["images"] = prompt.uris()
         if prompt.max_pixels is not None:
@@ -533,12 +536,12 @@ ROUTES: Mapping[str, Sequence[ImageRoute]] = {
 }
 
 
-def _prompt(request: Request) -> ImagePrompt:
+def _image_prompt_of(request: Request) -> ImagePrompt:
     assert request.image_prompt is not None, "requests without images go by their dialect"
     return request.image_prompt
 
 
-def _bound(prompt: ImagePrompt) -> str:
+def _pixel_bound_note(prompt: ImagePrompt) -> str:
     """Return how vLLM is told the run's bound of pixels, where there is one."""
     if prompt.max_pixels is None:
         return ""

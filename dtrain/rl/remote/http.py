@@ -1,8 +1,8 @@
 """`HttpEngine`: completions from servers that already run (vLLM, SGLang, `dtrain serve`), over HTTP.
 
-Token ids go in, with the files of images (image_routes), and token ids and logprobs come out. All samples of a prompt
-are one call; calls go to the server that has the fewest under way. No torch; on a mesh one rank calls `generate` and
-shares what it gives.
+Token ids go in, with the files of images (`dialects.ImageRoute`), and token ids and logprobs come out. All samples of
+a prompt are one call; calls go to the server that has the fewest under way. No torch; on a mesh one rank calls
+`generate` and shares what it gives.
 """
 
 import re
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
-from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, recognise
+from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, recognise_dialect
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, Tries, pause_after, read_key
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class HttpEngine:
         reported_at = 0.0
         while True:
             try:
-                dialect, models = recognise(client, kind, tries.seconds)
+                dialect, models = recognise_dialect(client, kind, tries.seconds)
                 break
             except ClientError as error:
                 fix = "; grpo.server.api_key_file names a file with the server's key" if error.status == 401 else ""

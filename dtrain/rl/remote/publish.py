@@ -39,68 +39,41 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import replace_text
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.huggingface.merged import folded, gathered
+from dtrain.checkpoint.huggingface.merged import fold_scale, gathered
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import Sharding
-from dtrain.policy.weights import BUCKET_BYTES, MEETING, Info, WeightSender, buckets, flatten, weight_group
+from dtrain.policy.weights import (
+    BUCKET_BYTES,
+    MEETING_TIMEOUT,
+    WeightInfo,
+    WeightSender,
+    flatten_bucket,
+    split_into_buckets,
+    weight_group,
+)
 from dtrain.rl.remote.dialects import AdapterVersion, Dialect, Post
 from dtrain.rl.remote.http import HttpEngine, ServerClient
 from dtrain.rl.remote.http_client import ClientError, RetryableError
 
 MARKER = "STABLE"
-_NAME = re.compile(r"step-(\d+)")
-
-
-def step_directory(shared: Path, version: int) -> Path:
-    return shared / f"step-{version}"
-
-
-def mark(directory: Path) -> None:
-    """Mark `directory` as whole, with everything written. Synced to disk."""
-    replace_text(directory / MARKER, secrets.token_hex(8))
-
-
-def mark_of(directory: Path) -> str:
-    """Return the mark that tells these weights from others in a directory of this name. Raises OSError where it has
-    been deleted."""
-    marker = directory / MARKER
-    stat = marker.stat()
-    return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
-
-
-def is_whole(directory: Path) -> bool:
-    return (directory / MARKER).is_file()
-
-
-def version_of(directory: Path) -> int | None:
-    """Return N of a directory named step-N; None for other names."""
-    match = _NAME.fullmatch(directory.name)
-    return int(match[1]) if match else None
-
-
-def newest(shared: Path) -> tuple[int, Path] | None:
-    """Return the highest N of a whole `step-N`, and its directory; None where there is none yet."""
-    return max(_whole(shared).items(), default=None)
-
-
-def prune(shared: Path, current: int, keep: int) -> None:
-    """Delete the whole `step-N` but `current` and the newest before it, `keep` in all. Those after it come from a run
-    that was resumed from an earlier step. Markers go first: a reader never takes half of one."""
-    whole = _whole(shared)
-    kept = sorted(version for version in whole if version <= current)[-keep:]
-    for version in whole.keys() - kept:
-        (whole[version] / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(whole[version], ignore_errors=True)
-
-
-def _whole(shared: Path) -> dict[int, Path]:
-    paths = [path for path in shared.glob("step-*") if is_whole(path)]
-    return {version: path for path in paths if (version := version_of(path)) is not None}
-
+_STEP_NAME = re.compile(r"step-(\d+)")
 
 QUICK_SECONDS = 10.0  # for a question that costs a server nothing
+
+HOW_TO_START_VLLM = (
+    """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
+)
+PROBE_GROUP = {"rank_offset": 1, "world_size": 2}  # of `init_info`, without a way to meet
+OTHER_WAY = "or set grpo.server.weights=directory"
+ID_KEY = "0"  # of a group's first communicator
+ID_WAIT = timedelta(minutes=1)
+MOST_RANKS_PER_ID = 128  # of one id: beyond them torch meets by several
+MEETING_HINT = (
+    "trainer and servers need GPUs of their own that NCCL reaches, and one release of NCCL (a server takes the library "
+    "that VLLM_NCCL_SO_PATH names)"
+)
 
 
 class Publisher:
@@ -119,9 +92,9 @@ class Publisher:
         """Mark a written step-N as whole, have the servers load it by `update`, and keep two. One broadcast."""
 
         def announce() -> None:
-            mark(directory)
+            write_marker(directory)
             update()
-            prune(directory.parent, version, keep=2)
+            prune_steps(directory.parent, version, keep=2)
 
         self.ranks.first(announce)
 
@@ -150,7 +123,7 @@ class StreamPublisher(Publisher):
 
     device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
     meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
-    routes and group these are; `weight_transfer.TransferPublisher` is for vLLM.
+    routes and group these are; `TransferPublisher` is for vLLM.
 
     The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
     collective. Raises UserError for a server that takes no stream.
@@ -182,20 +155,20 @@ class StreamPublisher(Publisher):
         # The widest dtypes first, so that each tensor lies at a multiple of its width, where servers view it.
         info = dict(sorted(info.items(), key=lambda item: -item[1][1].itemsize))
         self.ranks.first(lambda: self._meet(info))
-        parts = buckets(info, self.bucket_bytes)
+        parts = split_into_buckets(info, self.bucket_bytes)
         problem: Exception | None = None
         for names in parts:
             full = [tensor for _, tensor in source.full_tensors(self.dtype, names)]
             if self.ranks.is_first and problem is None:
                 last = version if names is parts[-1] else None
-                problem = attempt(self._send, info, names, full, last)
+                problem = error_of(self._send, info, names, full, last)
             del full
         self.ranks.first(lambda: self._conclude(version, problem))
 
     def close(self) -> None:
         """Leave the group. No collective."""
         for server in self._members:
-            attempt(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
+            error_of(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
         self._group, self._members = None, []
 
     def _check(self) -> None:
@@ -210,7 +183,7 @@ class StreamPublisher(Publisher):
     def _name(self) -> str:
         return f"weights-{self._meetings}"
 
-    def _meet(self, info: Info) -> None:
+    def _meet(self, info: WeightInfo) -> None:
         alive = [server for server in self.engine.servers if self._is_alive(server)]
         if not alive:
             urls = ", ".join(server.client.url for server in self.engine.servers)
@@ -226,7 +199,7 @@ class StreamPublisher(Publisher):
     @property
     def _patience(self) -> float:
         """Return the seconds in which a call to a server, and a meeting, have ended."""
-        return max(2 * MEETING.total_seconds(), 2 * self.engine.timeout)
+        return max(2 * MEETING_TIMEOUT.total_seconds(), 2 * self.engine.timeout)
 
     def _go_on(self) -> None:
         """Have the members go on after a pause that others did not make."""
@@ -235,14 +208,14 @@ class StreamPublisher(Publisher):
     def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
         """Post to every member, whatever others answer, and return the first error."""
         calls = [(server, *post) for server in self._members for post in posts(server.dialect)]
-        problems = [attempt(self._ask, *call) for call in calls]
+        problems = [error_of(self._ask, *call) for call in calls]
         return next((problem for problem in problems if problem is not None), None)
 
-    def _form(self, servers: list[ServerClient], info: Info) -> None:
+    def _form(self, servers: list[ServerClient], info: WeightInfo) -> None:
         sizes = []
         for server in servers:
             if server.dialect.name == "dtrain":
-                self._ask(server, "/check_weights", described(info, list(info)))
+                self._ask(server, "/check_weights", describe_tensors(info, list(info)))
                 sizes.append(1)
             else:
                 sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
@@ -260,30 +233,30 @@ class StreamPublisher(Publisher):
         posts = []
         for index, server in enumerate(servers):
             body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
-            posts.append(in_thread(self._ask, server, "/init_weights_update_group", body))
+            posts.append(run_in_thread(self._ask, server, "/init_weights_update_group", body))
         size = 1 + sum(sizes)
-        joined = in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
+        joined = run_in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
         try:
-            first_error([*posts, joined], self._patience)
+            raise_first_error([*posts, joined], self._patience)
         except RuntimeError as error:  # torch's word for peers that do not come
             raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
         self._group, self._members = joined.result(), servers
 
-    def _send(self, info: Info, names: list[str], full: list[Tensor], version: int | None) -> None:
+    def _send(self, info: WeightInfo, names: list[str], full: list[Tensor], version: int | None) -> None:
         post = self._bucket_post(info, names, version)
-        posts = [in_thread(self._ask, server, *post) for server in self._members]
-        message = flatten(full)
+        posts = [run_in_thread(self._ask, server, *post) for server in self._members]
+        message = flatten_bucket(full)
         sent = self._group.broadcast(message, 0)
         try:
-            first_error(posts, self._patience)
+            raise_first_error(posts, self._patience)
         except UserError:
             self._abandon(sent, message)
             raise
         sent.wait()
 
-    def _bucket_post(self, info: Info, names: list[str], version: int | None) -> Post:
+    def _bucket_post(self, info: WeightInfo, names: list[str], version: int | None) -> Post:
         """Return the call that has a server take the message of these tensors. version: with the last one."""
-        body = {**described(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
+        body = {**describe_tensors(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
         if version is not None:
             body["weight_version"] = str(version)
         return "/update_weights_from_distributed", body
@@ -322,102 +295,6 @@ class StreamPublisher(Publisher):
             self.engine.say(f"{server.client.url} takes no part in this update: {error}")
             return False
         return True
-
-
-def described(info: Info, names: list[str]) -> dict[str, Any]:
-    return {
-        "names": names,
-        "dtypes": [str(info[name][1]).removeprefix("torch.") for name in names],
-        "shapes": [list(info[name][0]) for name in names],
-    }
-
-
-def attempt(act: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """Return why `act` failed, for reasons that lie with a server or the network; else None."""
-    try:
-        act(*arguments)
-    except (UserError, RuntimeError) as error:  # RuntimeError: torch's word for a peer that is gone
-        return error
-    return None
-
-
-def in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
-    """Run `act` in a thread that nobody has to wait for; return its future outcome."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(act(*arguments))
-        except (UserError, RuntimeError) as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="publish", daemon=True).start()
-    return future
-
-
-def first_error(futures: list[Future], seconds: float) -> None:
-    """Wait for all, or raise the first error as it comes; a UserError after `seconds`."""
-    done, pending = wait(futures, seconds, return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()
-    if pending:
-        raise UserError(f"the servers did not answer within {seconds:.0f} s")
-
-
-class AdapterPublisher(Publisher):
-    """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
-
-    shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
-    adapter is of. Two step-N stay: those that a server may still draw with are among them.
-    """
-
-    def __init__(self, shared: Path, base: Path, config: AdapterConfig, engine: HttpEngine | None):
-        super().__init__(engine, None)
-        self.shared, self.base, self.config = Path(shared).absolute(), base, config
-        self._run = secrets.token_hex(4)  # servers keep names, and what they know by them, from run to run
-
-    def publish(self, model: CausalLM, version: int) -> None:
-        """Write the adapter of `model` and have the servers load it. Collective; one all-gather per sharded tensor of
-        the adapter. Raises UserError where the directory cannot be written or no server took it."""
-        config, tensors = served(model, self.config)
-        directory = step_directory(self.shared, version)
-        write_adapter(directory, tensors, config, model.config, str(self.base), replace=True, ranks=self.ranks)
-        adapter = AdapterVersion(directory, version, f"{self._run}-{directory.name}", config.rank)
-        self._announce(directory, version, lambda: self.engine.update_adapter(adapter))
-
-
-@torch.no_grad()
-def served(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
-    """Return the adapter of `model` as servers read it: tensors by parameter name, A [r, in], B [out, r], as they lie.
-
-    Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
-    rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
-    """
-    Sharding(model).reshard()
-    tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
-    is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
-    if is_plain or config.dora:
-        return config, tensors
-    layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
-    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
-    for name, tensor in tensors.items():
-        adapter = layers[name.rpartition(".")[0]].wrapper
-        assert adapter is not None
-        tensors[name] = folded(name, tensor, rank, adapter.scale)
-    plain = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})
-    return plain, tensors
-
-
-START = """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
-PROBE = {"rank_offset": 1, "world_size": 2}  # of `init_info`, without a way to meet
-FIX = "or set grpo.server.weights=directory"
-ID_KEY = "0"  # of a group's first communicator
-ID_WAIT = timedelta(minutes=1)
-MOST_RANKS = 128  # of one id: beyond them torch meets by several
-MEETING_HINT = (
-    "trainer and servers need GPUs of their own that NCCL reaches, and one release of NCCL (a server takes the library "
-    "that VLLM_NCCL_SO_PATH names)"
-)
 
 
 class NcclRoot:
@@ -474,7 +351,7 @@ class TransferPublisher(StreamPublisher):
 
     def close(self) -> None:
         for server in self._members:
-            attempt(self._ask, server, "/shutdown_weight_transfer_engine", {})
+            error_of(self._ask, server, "/shutdown_weight_transfer_engine", {})
         if self._group is not None:
             self._group.abort()
         self._group, self._members = None, []
@@ -483,37 +360,43 @@ class TransferPublisher(StreamPublisher):
         super()._check()
         refusal = self.root.refusal(self.device)
         if refusal is not None:
-            raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; {FIX}")
+            raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; {OTHER_WAY}")
         for server in self.engine.servers:
             self._world_size(server)
             # An incomplete description, which is refused before anything is done, tells what the server knows.
-            refused = attempt(self._ask, server, "/init_weight_transfer_engine", {"init_info": PROBE})
+            refused = error_of(self._ask, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
             if "nccl_unique_id_b64" not in str(refused):
-                raise UserError(f"{refused or server.client.url}: it takes no weights over NCCL: {START}, {FIX}")
+                raise UserError(
+                    f"{refused or server.client.url}: it takes no weights over NCCL: {HOW_TO_START_VLLM}, {OTHER_WAY}"
+                )
 
     def _world_size(self, server: ServerClient) -> int:
         try:
             return int(self._ask(server, "/get_world_size")["world_size"])
         except (UserError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{error}: it does not tell its number of GPUs: {START}, {FIX}") from error
+            raise UserError(
+                f"{error}: it does not tell its number of GPUs: {HOW_TO_START_VLLM}, {OTHER_WAY}"
+            ) from error
 
-    def _meet(self, info: Info) -> None:
+    def _meet(self, info: WeightInfo) -> None:
         super()._meet(info)
-        problems = [attempt(self._start, server) for server in self._members]
+        problems = [error_of(self._start, server) for server in self._members]
         problem = next((problem for problem in problems if problem is not None), None)
         if problem is not None:
             raise UserError(f"{problem}; the servers stay paused until they get a whole version")
 
     def _start(self, server: ServerClient) -> None:
-        if attempt(self._ask, server, "/start_weight_update", {}) is not None:
-            attempt(self._ask, server, "/finish_weight_update", {})  # an update that an earlier run left open
+        if error_of(self._ask, server, "/start_weight_update", {}) is not None:
+            error_of(self._ask, server, "/finish_weight_update", {})  # an update that an earlier run left open
             self._ask(server, "/start_weight_update", {})
 
-    def _form(self, servers: list[ServerClient], info: Info) -> None:
+    def _form(self, servers: list[ServerClient], info: WeightInfo) -> None:
         sizes = [self._world_size(server) for server in servers]
         world_size = 1 + sum(sizes)
-        if world_size > MOST_RANKS:
-            raise UserError(f"the servers have {sum(sizes)} GPUs, and one group takes {MOST_RANKS - 1}: {FIX[3:]}")
+        if world_size > MOST_RANKS_PER_ID:
+            raise UserError(
+                f"the servers have {sum(sizes)} GPUs, and one group takes {MOST_RANKS_PER_ID - 1}: {OTHER_WAY[3:]}"
+            )
         fields: dict[str, Any] = {
             "world_size": world_size,
             "packed": True,
@@ -522,21 +405,21 @@ class TransferPublisher(StreamPublisher):
         # Calls over HTTP give up first: torch ends the whole process where a message of NCCL takes longer.
         root = self.root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
         self._abandoned.append(root)  # until it is met: letting go of one would wait for `join`
-        joined = in_thread(root.join)
+        joined = run_in_thread(root.join)
         try:
             fields["nccl_unique_id_b64"] = base64.b64encode(root.unique_id()).decode()
             posts = []
             for index, server in enumerate(servers):
                 body = {"init_info": {**fields, "rank_offset": 1 + sum(sizes[:index])}}
-                posts.append(in_thread(self._ask, server, "/init_weight_transfer_engine", body))
-            first_error([*posts, joined], self._patience)
+                posts.append(run_in_thread(self._ask, server, "/init_weight_transfer_engine", body))
+            raise_first_error([*posts, joined], self._patience)
         except (UserError, RuntimeError) as error:
             raise UserError(f"the servers' GPUs did not meet this one over NCCL: {error}; {MEETING_HINT}") from error
         self._abandoned.remove(root)
         self._group, self._members = root, servers
 
-    def _bucket_post(self, info: Info, names: list[str], version: int | None) -> tuple[str, dict[str, Any]]:
-        fields = described(info, names)
+    def _bucket_post(self, info: WeightInfo, names: list[str], version: int | None) -> tuple[str, dict[str, Any]]:
+        fields = describe_tensors(info, names)
         fields["dtype_names"] = fields.pop("dtypes")
         return "/update_weights", {"update_info": fields}
 
@@ -553,7 +436,7 @@ class TransferPublisher(StreamPublisher):
         """Have a server that got all of a version go on with it; return the first error."""
         finish = ("/finish_weight_update", {"weight_version": str(version)})
         for post in [finish, *server.dialect.forget, *server.dialect.resume]:
-            if (problem := attempt(self._ask, server, *post)) is not None:
+            if (problem := error_of(self._ask, server, *post)) is not None:
                 return problem
         return None
 
@@ -561,4 +444,135 @@ class TransferPublisher(StreamPublisher):
         for server in self._members:
             if server.behind is None:  # others hold a part of a version
                 for post in server.dialect.resume:
-                    attempt(self._ask, server, *post)
+                    error_of(self._ask, server, *post)
+
+
+class AdapterPublisher(Publisher):
+    """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
+
+    shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
+    adapter is of. Two step-N stay: those that a server may still draw with are among them.
+    """
+
+    def __init__(self, shared: Path, base: Path, config: AdapterConfig, engine: HttpEngine | None):
+        super().__init__(engine, None)
+        self.shared, self.base, self.config = Path(shared).absolute(), base, config
+        self._run = secrets.token_hex(4)  # servers keep names, and what they know by them, from run to run
+
+    def publish(self, model: CausalLM, version: int) -> None:
+        """Write the adapter of `model` and have the servers load it. Collective; one all-gather per sharded tensor of
+        the adapter. Raises UserError where the directory cannot be written or no server took it."""
+        config, tensors = adapter_for_servers(model, self.config)
+        directory = step_directory(self.shared, version)
+        write_adapter(directory, tensors, config, model.config, str(self.base), replace=True, ranks=self.ranks)
+        adapter = AdapterVersion(directory, version, f"{self._run}-{directory.name}", config.rank)
+        self._announce(directory, version, lambda: self.engine.update_adapter(adapter))
+
+
+@torch.no_grad()
+def adapter_for_servers(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
+    """Return the adapter of `model` as servers read it: tensors by parameter name, A [r, in], B [out, r], as they lie.
+
+    Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
+    rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
+    """
+    Sharding(model).reshard()
+    tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
+    is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
+    if is_plain or config.dora:
+        return config, tensors
+    layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
+    for name, tensor in tensors.items():
+        adapter = layers[name.rpartition(".")[0]].wrapper
+        assert adapter is not None
+        tensors[name] = fold_scale(name, tensor, rank, adapter.scale)
+    plain = replace(config, rank=rank, alpha=float(rank), rslora=False, rank_pattern={}, alpha_pattern={})
+    return plain, tensors
+
+
+def step_directory(shared: Path, version: int) -> Path:
+    return shared / f"step-{version}"
+
+
+def write_marker(directory: Path) -> None:
+    """Mark `directory` as whole, with everything written. Synced to disk."""
+    replace_text(directory / MARKER, secrets.token_hex(8))
+
+
+def read_marker(directory: Path) -> str:
+    """Return the mark that tells these weights from others in a directory of this name. Raises OSError where it has
+    been deleted."""
+    marker = directory / MARKER
+    stat = marker.stat()
+    return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
+
+
+def is_whole_step(directory: Path) -> bool:
+    return (directory / MARKER).is_file()
+
+
+def version_of(directory: Path) -> int | None:
+    """Return N of a directory named step-N; None for other names."""
+    match = _STEP_NAME.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def newest_whole_step(shared: Path) -> tuple[int, Path] | None:
+    """Return the highest N of a whole `step-N`, and its directory; None where there is none yet."""
+    return max(_whole_steps(shared).items(), default=None)
+
+
+def prune_steps(shared: Path, current: int, keep: int) -> None:
+    """Delete the whole `step-N` but `current` and the newest before it, `keep` in all. Those after it come from a run
+    that was resumed from an earlier step. Markers go first: a reader never takes half of one."""
+    whole = _whole_steps(shared)
+    kept = sorted(version for version in whole if version <= current)[-keep:]
+    for version in whole.keys() - kept:
+        (whole[version] / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(whole[version], ignore_errors=True)
+
+
+def _whole_steps(shared: Path) -> dict[int, Path]:
+    paths = [path for path in shared.glob("step-*") if is_whole_step(path)]
+    return {version: path for path in paths if (version := version_of(path)) is not None}
+
+
+def describe_tensors(info: WeightInfo, names: list[str]) -> dict[str, Any]:
+    return {
+        "names": names,
+        "dtypes": [str(info[name][1]).removeprefix("torch.") for name in names],
+        "shapes": [list(info[name][0]) for name in names],
+    }
+
+
+def error_of(act: Callable[..., Any], *arguments: Any) -> Exception | None:
+    """Return why `act` failed, for reasons that lie with a server or the network; else None."""
+    try:
+        act(*arguments)
+    except (UserError, RuntimeError) as error:  # RuntimeError: torch's word for a peer that is gone
+        return error
+    return None
+
+
+def run_in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
+    """Run `act` in a thread that nobody has to wait for; return its future outcome."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except (UserError, RuntimeError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="publish", daemon=True).start()
+    return future
+
+
+def raise_first_error(futures: list[Future], seconds: float) -> None:
+    """Wait for all, or raise the first error as it comes; a UserError after `seconds`."""
+    done, pending = wait(futures, seconds, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if pending:
+        raise UserError(f"the servers did not answer within {seconds:.0f} s")

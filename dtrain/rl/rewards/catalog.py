@@ -56,10 +56,10 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
     read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is not there,
     a file that is not Python, a module without that name, and a reward of Python's own C modules.
     """
-    return find_file(name, kind)[:2]
+    return find_with_file(name, kind)[:2]
 
 
-def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
+def find_with_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     """Return (module, function, file): those of `find`, and the file that the module will come from."""
     known = BUILT_IN if kind == "reward" else {}
     path = known.get(name, name)
@@ -73,8 +73,8 @@ def find_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
             module, function = path.rpartition(".")[0], "function"
         plain = f"{module.removesuffix('.py').strip('./').replace('/', '.')}.{function}"
         raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {plain}")
-    spec = _spec(f"{kind} {name}", module)
-    names = _names(f"{kind} {name}", spec)
+    spec = _module_spec(f"{kind} {name}", module)
+    names = _top_level_names(f"{kind} {name}", spec)
     if names is not None and function not in names:
         near = nearest(function, names)
         hint = f"; did you mean {near}?" if near else ""
@@ -91,18 +91,18 @@ def find_verifiers(name: str) -> str:
     if not module.isidentifier():
         raise UserError(f"{name} is no name of an environment: write NAME or OWNER/NAME")
     for package, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
-        spec = PathFinder.find_spec(package, search_path()) or _of_a_finder_of_its_own(package)
+        spec = PathFinder.find_spec(package, search_path()) or _spec_of_own_finder(package)
         if spec is None:
             raise UserError(f"there is no package {package}: pip install {how}")
     assert spec is not None, "the loop has found it"
-    names = _names(name, spec)
+    names = _top_level_names(name, spec)
     if names is not None and not names & {"load_environment", "__all__"}:
         raise UserError(f"{spec.origin} defines neither load_environment nor __all__, as an environment of verifiers "
                         "does")  # fmt: skip
     return spec.origin or module
 
 
-def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
+def find_definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
     """Return the definition of a name at the top level of a module's source, imports of it from a file beside the
     module followed: a function or class, undecorated unless `decorated`, or the value that is assigned."""
     if file.suffix != ".py":
@@ -118,19 +118,19 @@ def definition(file: Path, function: str, decorated: bool = False) -> ast.AST | 
                 other = file.parent / f"{node.module}.py"
                 if (alias.asname or alias.name) == function:
                     is_there = other.is_file() and other != file
-                    result = definition(other, alias.name, decorated) if is_there else None
+                    result = find_definition(other, alias.name, decorated) if is_there else None
     return result
 
 
-def _spec(whose: str, module: str) -> ModuleSpec:
+def _module_spec(whose: str, module: str) -> ModuleSpec:
     """Return the spec of a module, without the import of its parent packages. Raises UserError where it is not
     there."""
     parent = module.rpartition(".")[0]
     if parent:
-        spec = PathFinder.find_spec(module, list(_spec(whose, parent).submodule_search_locations or []))
+        spec = PathFinder.find_spec(module, list(_module_spec(whose, parent).submodule_search_locations or []))
     elif (spec := PathFinder.find_spec(module, search_path())) is None:
         is_built_in = module in sys.builtin_module_names
-        spec = ModuleSpec(module, None) if is_built_in else _of_a_finder_of_its_own(module)
+        spec = ModuleSpec(module, None) if is_built_in else _spec_of_own_finder(module)
     if spec is None:
         raise UserError(
             f"{whose}: there is no module {module}, neither in {Path.cwd()} nor among the installed packages"
@@ -138,7 +138,7 @@ def _spec(whose: str, module: str) -> ModuleSpec:
     return spec
 
 
-def _of_a_finder_of_its_own(name: str) -> ModuleSpec | None:
+def _spec_of_own_finder(name: str) -> ModuleSpec | None:
     """Return the spec of a package whose installer put a finder in place; None where there is none."""
     try:
         return importlib.util.find_spec(name)
@@ -146,7 +146,7 @@ def _of_a_finder_of_its_own(name: str) -> ModuleSpec | None:
         return None
 
 
-def _names(whose: str, spec: ModuleSpec) -> set[str] | None:
+def _top_level_names(whose: str, spec: ModuleSpec) -> set[str] | None:
     """Return the names that the module defines at its top level, blocks of `if` and `try` included; None where they
     cannot be known."""
     if spec.origin is None or not spec.origin.endswith(".py"):
@@ -172,11 +172,16 @@ def _is_of_c(spec: ModuleSpec, function: str) -> bool:
     return any(hasattr(importlib.import_module(name), function) for name in within)
 
 
+def is_import_path(name: str) -> bool:
+    """Return whether `name` can be an import path: dotted, or with a colon before the function."""
+    return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))
+
+
+# The options are read from the modules of the rewards, which import the functions above: hence their place.
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
-OF_JUDGE = ("url", "model", "rubric")
+JUDGE_OPTIONS = ("url", "model", "rubric")
 """Options of judge that stand beside `fn`."""
-
 
 REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -190,7 +195,6 @@ REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_access"})
 """Options that had another name or meaning -> which one replaced them."""
 
-
 _TEXT: Range = (lambda v: isinstance(v, str), "a string")
 _NON_EMPTY: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
 _WORDS: Range = (
@@ -202,7 +206,7 @@ _NOT_NEGATIVE: Range = (lambda v: is_finite(v) and v >= 0, "a finite number, at 
 _TOKENS: Range = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a whole number, at least 0")
 _COUNT: Range = (lambda v: _TOKENS[0](v) and v >= 1, "a whole number, at least 1")
 
-RANGES: Mapping[str, Range] = MappingProxyType(
+OPTION_RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "column": (lambda v: isinstance(v, str) and v != "", "the name of a column"),
         "absolute": _NOT_NEGATIVE,
@@ -235,8 +239,3 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     }
 )
 """Name of an option -> its range."""
-
-
-def is_path(name: str) -> bool:
-    """Return whether `name` can be an import path: dotted, or with a colon before the function."""
-    return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))

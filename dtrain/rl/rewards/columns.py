@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.nested_columns import column_names, column_of, has_column
-from dtrain.rl.rewards.catalog import BUILT_IN, NEEDS_MORE, NO_REWARD, READS_ANSWERS, definition, find_file
+from dtrain.rl.rewards.catalog import (
+    BUILT_IN,
+    NEEDS_MORE,
+    NO_REWARD,
+    READS_ANSWERS,
+    find_definition,
+    find_with_file,
+)
 from dtrain.rl.worker import Lost, Outcome, Worker, attempt
 
 if TYPE_CHECKING:
@@ -114,7 +121,7 @@ def lacking_columns(
     Raises:
         UserError: As `find`.
     """
-    module, function, file = find_file(name)
+    module, function, file = find_with_file(name)
     own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
     if own is not None:
         column = {**import_module("dtrain.rl.rewards.catalog").REWARDS[own], **options}.get("column")
@@ -132,7 +139,7 @@ def lacking_columns(
         except UserError as problem:
             return str(problem)
         return None
-    node = definition(Path(file), function)
+    node = find_definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NO_REWARD}"
     made_with: Signature | None = None

@@ -22,6 +22,17 @@ import yaml
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import check_shape, loads, read_text
 
+Point = tuple[float, float]
+
+AVERAGED_STEPS = 10  # steps at either end whose mean a curve is told by
+LARGEST_VALUE = 1e300  # what sums and differences of are still numbers
+LONGEST_LINE = 1 << 24  # bytes of a line that is read
+MOST_RECIPE_ENTRIES = 100_000  # entries of a recipe, with what its aliases repeat
+_MARK_BYTES = 64  # bytes before the place that was read to, by which a file is known again
+
+MOST_PROMPT_IMAGES = 64  # of a prompt
+_STEP_OF_LINE = re.compile(rb'\{"step": (\d{1,18})[,}]')
+
 
 @dataclass(frozen=True)
 class MetricField:
@@ -38,9 +49,9 @@ class MetricField:
     where: str = ""
 
 
-_FILE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+_FIELD_TABLES = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 _ROW, _OF_METHODS, EVALUATION = (
-    tuple(MetricField(name, **entry) for name, entry in _FILE[table].items())
+    tuple(MetricField(name, **entry) for name, entry in _FIELD_TABLES[table].items())
     for table in ("row", "methods", "evaluation")
 )
 FIELDS = (*_ROW, *_OF_METHODS)
@@ -57,16 +68,7 @@ def field_of(name: str) -> MetricField | None:
     return entry or (_BY_NAME.get(family) if "/" in name else None)
 
 
-Point = tuple[float, float]
-
-AVERAGED = 10  # steps at either end whose mean a curve is told by
-LARGEST = 1e300  # what sums and differences of are still numbers
-LONGEST = 1 << 24  # bytes of a line that is read
-PARTS = 100_000  # entries of a recipe, with what its aliases repeat
-_MARK = 64  # bytes before the place that was read to, by which a file is known again
-
-
-class Lines:
+class NewLines:
     """The whole lines of a file that others write to: `look` gives those that are new.
 
     A file that was cut or replaced, as a resume does, is read from its beginning again: `times` counts these.
@@ -82,17 +84,17 @@ class Lines:
         """Yield each new line that is whole, with the place where it begins. None where there is no file."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(0, self._end - _MARK))
-                if file.read(min(self._end, _MARK)) != self._mark:
+                file.seek(max(0, self._end - _MARK_BYTES))
+                if file.read(min(self._end, _MARK_BYTES)) != self._mark:
                     self.times, self.skipped, self._end, self._mark = self.times + 1, 0, 0, b""
                     file.seek(0)
-                while line := file.readline(LONGEST):
-                    start, is_whole, mark = self._end, line.endswith(b"\n"), self._mark + line[-_MARK:]
+                while line := file.readline(LONGEST_LINE):
+                    start, is_whole, mark = self._end, line.endswith(b"\n"), self._mark + line[-_MARK_BYTES:]
                     while not mark.endswith(b"\n"):
-                        if not (rest := file.readline(LONGEST)):
+                        if not (rest := file.readline(LONGEST_LINE)):
                             return  # torn, or still being written
-                        mark = mark[-_MARK:] + rest[-_MARK:]
-                    self._end, self._mark = file.tell(), mark[-_MARK:]
+                        mark = mark[-_MARK_BYTES:] + rest[-_MARK_BYTES:]
+                    self._end, self._mark = file.tell(), mark[-_MARK_BYTES:]
                     if is_whole:
                         yield start, line
                     else:
@@ -112,9 +114,9 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON lines. Damaged lines, and a last one that is torn, are none; nor is a missing file."""
-    for _, line in Lines(path).look():
+    for _, line in NewLines(path).look():
         if (row := row_of(line)) is not None:
             yield row
 
@@ -131,19 +133,19 @@ def number(value: Any) -> float | None:
 
 def is_sound(value: float) -> bool:
     """Return whether a value can be drawn and summed: neither NaN nor infinite, nor near that."""
-    return abs(value) <= LARGEST
+    return abs(value) <= LARGEST_VALUE
 
 
-def points(rows: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
+def curve_points(rows: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
     """(step, value) of the rows that have that field, as a sound number."""
     pairs = ((number(row.get("step")), number(row.get(field))) for row in rows)
     return [(x, y) for x, y in pairs if x is not None and y is not None and is_sound(x) and is_sound(y)]
 
 
-def ends(field: str, values: Sequence[float]) -> tuple[float, float, int]:
+def curve_ends(field: str, values: Sequence[float]) -> tuple[float, float, int]:
     """The first and the last value of a curve, each the mean of so many; of all validation rows one alone, so that it
     is no chance."""
-    count = 1 if field.startswith(("val_", "eval_")) else max(1, min(AVERAGED, len(values) // 2))
+    count = 1 if field.startswith(("val_", "eval_")) else max(1, min(AVERAGED_STEPS, len(values) // 2))
     return fmean(values[:count]), fmean(values[-count:]), count
 
 
@@ -154,14 +156,10 @@ def read_recipe(directory: Path) -> dict[str, Any]:
         return {}
     try:
         tree = yaml.safe_load(read_text(path))
-        check_shape(tree, PARTS)
+        check_shape(tree, MOST_RECIPE_ENTRIES)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     return tree if isinstance(tree, dict) else {}
-
-
-MOST_IMAGES = 64  # of a prompt
-_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
 @dataclass(frozen=True)
@@ -220,12 +218,14 @@ class Answer:
             sample=_count(row.get("sample")) or 0,
             prompt=prompt_text(row.get("prompt", "")),
             text=text,
-            reward=_known(row.get("reward")),
-            parts={str(name): known for name, value in named if (known := _known(value)) is not None},
+            reward=_sound_number(row.get("reward")),
+            parts={str(name): known for name, value in named if (known := _sound_number(value)) is not None},
             tokens=_count(row.get("tokens", row.get("completion_len"))),
             is_truncated=row.get("finish") == "length" or row.get("truncated") is True,
-            advantage=_known(row.get("advantage")),
-            images=tuple(filter(None, map(ImageOfPrompt.of, images[:MOST_IMAGES] if isinstance(images, list) else ()))),
+            advantage=_sound_number(row.get("advantage")),
+            images=tuple(
+                filter(None, map(ImageOfPrompt.of, images[:MOST_PROMPT_IMAGES] if isinstance(images, list) else ()))
+            ),
         )
 
 
@@ -235,14 +235,14 @@ class Answers:
 
     def __init__(self, path: Path):
         self.steps: dict[int, list[tuple[int, int]]] = {}
-        self._lines, self._times = Lines(path), 0
+        self._lines, self._times = NewLines(path), 0
 
     def look(self) -> bool:
         """Find the steps that are new; whether there is anything new."""
         is_new = False
         for start, line in self._lines.look():
             is_new = self._renew() or True
-            match = _STEP.match(line)  # as dtrain writes a row
+            match = _STEP_OF_LINE.match(line)  # as dtrain writes a row
             step = int(match[1]) if match else _count((row_of(line) or {}).get("step"))
             if step is None:
                 continue
@@ -265,7 +265,7 @@ class Answers:
         for start, end in self.steps.get(step, ()):
             with suppress(OSError), self._lines.path.open("rb") as file:  # it may have gone since
                 file.seek(start)
-                while file.tell() < end and (line := file.readline(LONGEST)):
+                while file.tell() < end and (line := file.readline(LONGEST_LINE)):
                     if (
                         (row := row_of(line)) is not None
                         and (answer := Answer.of(row)) is not None
@@ -307,11 +307,11 @@ def _content_text(content: Any) -> str | None:
     return "".join(texts)
 
 
-def _known(value: Any) -> float | None:
+def _sound_number(value: Any) -> float | None:
     known = number(value)
     return known if known is not None and is_sound(known) else None
 
 
 def _count(value: Any) -> int | None:
-    known = _known(value)
+    known = _sound_number(value)
     return None if known is None or abs(known) > 2**53 else int(known)

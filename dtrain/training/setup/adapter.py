@@ -16,7 +16,7 @@ from dtrain.base.errors import Problem, UserError
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.base.ranges import nearest, out_of_range, shown
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, base_notes, base_problems, misread_problem
-from dtrain.models.building import adaptable, modules
+from dtrain.models.building import adaptable_shapes, module_names
 from dtrain.recipe import Recipe, spelling
 from dtrain.recipe.schema import Lora
 from dtrain.training.inputs import RunInputs
@@ -152,12 +152,12 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         if not problems and recipe.model.init == "pretrained":
             problems = base_problems(Path(section.path), recipe.model.directory)
         return problems
-    config, layers = adapter_of(asdict(section)), adaptable(with_tower)
-    own_parameters = modules(with_tower)
+    config, layers = adapter_of(asdict(section)), adaptable_shapes(with_tower)
+    own_parameters = module_names(with_tower)
     problems = _check_targets(config, list(layers))
     problems += _check_patterns(config, list(layers))
     problems += _check_saved_modules(config, own_parameters)
-    dropout_problem = config.dropout_problem(adaptable(model))
+    dropout_problem = config.dropout_problem(adaptable_shapes(model))
     if dropout_problem:
         problems.append(Problem("lora.dropout", dropout_problem))
     problems += _check_saved_experts(section, config, own_parameters)
@@ -311,7 +311,7 @@ def _hint_for_name(name: str, layers: Sequence[str]) -> str:
 
 def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> str:
     """Return the fix for a regular expression that matches no layer."""
-    meant = spelling.meant(f"lora.{key}", expression)
+    meant = spelling.our_word_for(f"lora.{key}", expression)
     if meant:
         return f"Did you mean lora.{key}={meant}?"
     rule = f"A text is a regular expression for full names, such as {layers[0]}"

@@ -57,7 +57,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
     if name in known or "." in name:
         return []
     text = f"{key}={name} is none of {', '.join(known)}"
-    near = spelling.meant(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+    near = spelling.our_word_for(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]
@@ -85,14 +85,14 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
 
 def _origin(code: NamedCode) -> str:
     """Return where the code is, such as "from /home/me/rewards.py". Raises UserError."""
-    from dtrain.rl.rewards.catalog import find_file, find_verifiers  # only a recipe that names code needs them
+    from dtrain.rl.rewards.catalog import find_verifiers, find_with_file  # only a recipe that names code needs them
     from dtrain.rl.tools import find_server, tool_schema
 
     if code.kind == "server of tools":
         return f"by {find_server(code.path)}"
     if code.kind == "environment of verifiers":
         return f"from {find_verifiers(code.path)}"
-    origin = find_file(code.path, code.kind)[2]
+    origin = find_with_file(code.path, code.kind)[2]
     if code.kind == "tool":
         tool_schema(code.path)
     return f"from {origin}"

@@ -1,7 +1,8 @@
 """Setup of the data: the rows of each split, as the run reads them.
 
-The largest images of a row are those of the document with the most patches among the first rows. A packed row has them
-as often as this document fits into it.
+The checks come first, then `open_data`, which a run calls, and `open_splits` below it. A plan reads no rows except the
+first ones, and `images_of_first_rows` takes every row to have the images of the document with the most patches among
+them. A packed row has these images as often as the document fits into it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +17,16 @@ from dtrain.base.ranges import plural
 from dtrain.data.images.processor import Layout
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources import columns
-from dtrain.data.sources.files import absent_ids, entries, files_to_copy, formats_of, is_data_id, kind_of, paths_of
-from dtrain.data.sources.files import resolve as find_files
+from dtrain.data.sources.files import (
+    absent_ids,
+    files_to_copy,
+    formats_of,
+    is_data_id,
+    kind_of,
+    paths_of,
+    source_entries,
+)
+from dtrain.data.sources.files import find_files as find_files
 from dtrain.data.sources.hub import Pick
 from dtrain.data.sources.sources import looks, open_rows
 from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
@@ -57,22 +66,15 @@ class DataFacts:
     notes: tuple[str, ...] = ()
 
 
-def _sections(inputs: RunInputs) -> Iterator[tuple[str, DataSource]]:
-    """Yield the key and the section of each split that has files of its own."""
-    for key, section in (("data.train", inputs.recipe.data.train), ("data.val", inputs.recipe.data.val)):
-        if isinstance(section, DataSource):
-            yield key, section
-
-
 def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check each split's sources: paths, formats that the method accepts, names of columns."""
     recipe, method = inputs.recipe, inputs.method
     label = method.label()
     label_columns = [label.column] if label else []
     problems = []
-    for key, split in _sections(inputs):
+    for key, split in _split_sections(inputs):
         problems += _check_paths(split, key)
-        own_entries = entries(split, key) if split.sources else []
+        own_entries = source_entries(split, key) if split.sources else []
         for source, source_key in [(split, key), *own_entries]:
             reason = method.refuses(source.format)
             if reason is not None:
@@ -111,7 +113,7 @@ def _check_paths(split: DataSource, key: str) -> list[Problem]:
     if split.path and split.sources is not None:
         text = f"{key}.path and {sources_key} are both set, and only one of them can be used"
         problems.append(Problem(sources_key, text, "Set one of them to null"))
-    for source, source_key in entries(split, key):
+    for source, source_key in source_entries(split, key):
         if not source.path:
             path_key = f"{source_key}.path"
             fix = "Set it to a file, a glob or a list of them"
@@ -127,8 +129,8 @@ def notes(inputs: RunInputs) -> list[str]:
 def _notes_on_repeated_files(inputs: RunInputs) -> list[str]:
     lines: list[str] = []
     first_key: dict[Path, str] = {}
-    for split_key, split in _sections(inputs):
-        for source, key in entries(split, split_key):
+    for split_key, split in _split_sections(inputs):
+        for source, key in source_entries(split, split_key):
             for file in _files_or_none(inputs, source, key):
                 first = first_key.get(file.resolve())
                 if first is None:
@@ -158,8 +160,8 @@ def _note_on_unused_rows(inputs: RunInputs) -> list[str]:
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check that each source's files exist, and the first row of each."""
     problems: list[Problem] = []
-    for key, split in _sections(inputs):
-        for source, source_key in entries(split, key):
+    for key, split in _split_sections(inputs):
+        for source, source_key in source_entries(split, key):
             problems += check_hub_options(source, source_key)
             problems += problems_in(f"{source_key}.path", partial(_check_formats, inputs, source, source_key))
     return problems
@@ -333,7 +335,7 @@ def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
     ]
     if not documents:
         return AssumedImages(notes=("images are left out: the first rows of data.train have none",))
-    layouts = densest(documents, inputs.method.row_length(), is_packed(inputs.method))
+    layouts = densest_images(documents, inputs.method.row_length(), is_packed(inputs.method))
     patches = sum(image.patches for image in layouts)
     tokens = sum(image.tokens for image in layouts)
     count = len(layouts)
@@ -349,7 +351,7 @@ def is_packed(method: Method) -> bool:
     return bool(method.recipe.data.packing) and method.kind != "prompts"
 
 
-def densest(documents: Sequence[tuple[int, Sequence[Layout]]], length: int, packed: bool) -> tuple[Layout, ...]:
+def densest_images(documents: Sequence[tuple[int, Sequence[Layout]]], length: int, packed: bool) -> tuple[Layout, ...]:
     """Return the images of a row of `length` tokens. documents: tokens and images of each document."""
 
     def copies(tokens: int) -> int:
@@ -364,3 +366,10 @@ def densest(documents: Sequence[tuple[int, Sequence[Layout]]], length: int, pack
     while sum(image.tokens for image in row) > length - 2:  # a token before the images of each of two documents
         row.pop()
     return tuple(row)
+
+
+def _split_sections(inputs: RunInputs) -> Iterator[tuple[str, DataSource]]:
+    """Yield the key and the section of each split that has files of its own."""
+    for key, section in (("data.train", inputs.recipe.data.train), ("data.val", inputs.recipe.data.val)):
+        if isinstance(section, DataSource):
+            yield key, section

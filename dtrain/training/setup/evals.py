@@ -13,14 +13,14 @@ from dtrain.data.formats.encoder import evaluated_as
 from dtrain.data.formats.formats import detect
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
-from dtrain.data.sources.files import first_row, formats_of, parse, read_chunks
-from dtrain.data.sources.files import resolve as find_files
+from dtrain.data.sources.files import find_files as find_files
+from dtrain.data.sources.files import first_row, formats_of, parse_row, read_chunks
 from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.judging import QuestionOptions, Questions, prepare_questions
-from dtrain.rl.rewards.catalog import BUILT_IN, is_path
+from dtrain.rl.rewards.catalog import BUILT_IN, is_import_path
 from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.math_answers import answer_in
 from dtrain.training.eval_sets import EvalFacts, EvalSet, longest_answer, sets
@@ -99,7 +99,7 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
     formats = formats_of(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
     rewards = rewards_of(eval_set, files)
     # `check_keys` reports rewards of unknown names.
-    known_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_path(str(reward.fn))]
+    known_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_import_path(str(reward.fn))]
     keys = RewardKeys(f"{eval_set.key}.rewards", f"{eval_set.key}.reward_timeout", f"{eval_set.key}.columns")
     for file, name in zip(files, formats, strict=True):
         if name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
@@ -156,7 +156,7 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
         chunk = next(read_chunks(file), None)
         for line, row in chunk.rows if chunk else ():
             try:
-                parsed = columns.renamed(parse(str(file), line, row), names)
+                parsed = columns.renamed(parse_row(str(file), line, row), names)
                 answer = normalise_prompt(parsed, detect(parsed, "prompts") or "messages").columns.get("answer")
             except UserError:
                 continue

@@ -11,12 +11,12 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
-from dtrain.base.ranges import beside, hint
+from dtrain.base.ranges import hint, near_directories
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import first_misfit
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor
-from dtrain.models.building import adaptable
+from dtrain.models.building import adaptable_shapes
 from dtrain.policy.checkpoint import weights_of
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import BEST
@@ -92,7 +92,7 @@ def _check_resume(inputs: RunInputs) -> list[Problem]:
     path = inputs.recipe.checkpoint.resume
     if path in (None, "auto") or Path(path).is_dir():
         return []
-    text = f"checkpoint.resume={path}: there is no such directory{beside(path)}"
+    text = f"checkpoint.resume={path}: there is no such directory{near_directories(path)}"
     return [Problem("checkpoint.resume", text, "Use auto for the run's newest checkpoint")]
 
 
@@ -104,7 +104,7 @@ def _check_init_from(inputs: RunInputs) -> list[Problem]:
     named = f"{key}={path}"
     problems = []
     if not path.is_dir():
-        text = f"{named}: there is no such directory{beside(str(path))}"
+        text = f"{named}: there is no such directory{near_directories(str(path))}"
         problems.append(Problem(key, text, "Use a run's directory, or a step-N of one"))
     elif is_adapter_directory(path):
         problems.append(Problem(key, f"{named} is an adapter, not a run", f"Set lora.path={path} instead"))
@@ -242,7 +242,7 @@ def _check_weights(
 
         own_config = adapter_config(meta.model)
         assert own_config is not None, "the recipe has the section lora"
-        adaptable_layers = adaptable(meta.model.config)
+        adaptable_layers = adaptable_shapes(meta.model.config)
         _check_adapter(recipe, adaptable_layers, own_config, state["recipe"], store.path(step))
     weights = weights_of(meta.model, store, step)
     saved_weights, own_weights = state.get("identities", {}).get("model.weights"), identities.get("model.weights")

@@ -12,7 +12,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from dtrain.base.errors import UserError
 from dtrain.data.images import files
-from dtrain.data.images.files import ANIMATED, CMYK, DEEP, decode, header
+from dtrain.data.images.files import ANIMATED, CMYK, DEEP, decode_image, read_image_header
 from tests.data.images.makers import animation, chunk, encoded, picture, png_that_claims, values
 
 LOSSLESS = {"PNG": {}, "TIFF": {}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
@@ -49,11 +49,11 @@ def turned(image, orientation):
 def test_orientation(kind, orientation):
     plain = encoded(picture(5, 8), kind, **LOSSLESS.get(kind, {}))
     data = encoded(picture(5, 8), kind, orientation, **LOSSLESS.get(kind, {}))
-    image = decode(data, "it")
-    assert torch.equal(image, turned(decode(plain, "it"), orientation))
-    assert header(data, "it") == (*image.shape[1:], ()) and image.is_contiguous()
+    image = decode_image(data, "it")
+    assert torch.equal(image, turned(decode_image(plain, "it"), orientation))
+    assert read_image_header(data, "it") == (*image.shape[1:], ()) and image.is_contiguous()
     if kind != "AVIF" and kind != "JPEG":
-        assert torch.equal(decode(plain, "it"), values(5, 8).permute(2, 0, 1))
+        assert torch.equal(decode_image(plain, "it"), values(5, 8).permute(2, 0, 1))
 
 
 @pytest.mark.parametrize("late", ["eXIf", "XML:com.adobe.xmp"])
@@ -65,13 +65,13 @@ def test_orientation_of_a_png_behind_its_pixels(late):
     tail = chunk(b"eXIf", exif.tobytes()[6:]) if late == "eXIf" else chunk(b"iTXt", packet)
     end = chunk(b"IEND", b"")
     data = plain.removesuffix(end) + chunk(b"tEXt", b"date\0now") + tail + end
-    assert header(data, "it")[:2] == (8, 5)
-    assert torch.equal(decode(data, "it"), turned(decode(plain, "it"), 6))
+    assert read_image_header(data, "it")[:2] == (8, 5)
+    assert torch.equal(decode_image(data, "it"), turned(decode_image(plain, "it"), 6))
 
 
 def test_an_exif_that_cannot_be_read_turns_nothing():
     data = encoded(picture(5, 8), "JPEG", exif=b"Exif\0\0 no TIFF at all")
-    assert header(data, "it")[:2] == (5, 8) == decode(data, "it").shape[1:]
+    assert read_image_header(data, "it")[:2] == (5, 8) == decode_image(data, "it").shape[1:]
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "P", "I;16", "CMYK", "YCbCr", "I", "F"])
@@ -83,18 +83,18 @@ def test_modes_are_converted_as_by_transformers(kind, mode):
     data = encoded(picture(6, 7, mode), kind)
     stream = Image.open(BytesIO(data))
     expected = torch.from_numpy(convert_to_rgb(stream, return_numpy=True).copy()).permute(2, 0, 1)
-    assert torch.equal(decode(data, "it"), expected) and decode(data, "it").dtype == torch.uint8
+    assert torch.equal(decode_image(data, "it"), expected) and decode_image(data, "it").dtype == torch.uint8
     assert len(expected.unique()) > 1
     notes = {"CMYK": (CMYK,), "I;16": (DEEP,), "I": (DEEP,), "F": (DEEP,)}.get(stream.mode, ())
-    assert header(data, "it").notes == notes
+    assert read_image_header(data, "it").notes == notes
 
 
 def test_transparency_lies_on_white():
     image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     image.putpixel((1, 0), (10, 20, 30, 255))
-    assert decode(encoded(image), "it").flatten(1).T.tolist() == [[255, 255, 255], [10, 20, 30]]
+    assert decode_image(encoded(image), "it").flatten(1).T.tolist() == [[255, 255, 255], [10, 20, 30]]
     keyed = encoded(Image.new("RGB", (1, 1), (1, 2, 3)), transparency=(1, 2, 3))
-    assert decode(keyed, "it").flatten().tolist() == [255, 255, 255]
+    assert decode_image(keyed, "it").flatten().tolist() == [255, 255, 255]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
@@ -104,25 +104,25 @@ def test_the_first_frame_of_an_animation(kind):
     if kind == "GIF":
         frames = [frame.quantize(64).convert("RGB") for frame in frames]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
-    assert header(data, "it") == (9, 12, (ANIMATED,))
+    assert read_image_header(data, "it") == (9, 12, (ANIMATED,))
     first = torch.frombuffer(bytearray(frames[0].tobytes()), dtype=torch.uint8).view(9, 12, 3).permute(2, 0, 1)
-    assert torch.equal(decode(data, "it"), first)
+    assert torch.equal(decode_image(data, "it"), first)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_header_decodes_nothing(name, monkeypatch):
-    shape = decode(FILES[name], "it").shape[1:]
+    shape = decode_image(FILES[name], "it").shape[1:]
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("decoded"))
-    assert header(FILES[name], "it")[:2] == shape
+    assert read_image_header(FILES[name], "it")[:2] == shape
 
 
 @pytest.mark.parametrize("name", ["JPEG", "PNG", "GIF", "BMP", "TIFF"])
 def test_a_torn_image_is_refused_when_it_is_decoded(name):
     data = encoded(picture(33, 20), name)
     data = data[: len(data) * 2 // 3]
-    assert header(data, "cat")[:2] == (33, 20) or name == "TIFF"  # its header stands behind its pixels
+    assert read_image_header(data, "cat")[:2] == (33, 20) or name == "TIFF"  # its header stands behind its pixels
     with pytest.raises(UserError, match=r"^cat: the image is (torn|damaged) \(.*\); is the file complete\?$"):
-        decode(data, "cat")
+        decode_image(data, "cat")
 
 
 def test_broken_files_are_refused_or_read_as_their_header_says():
@@ -137,8 +137,8 @@ def test_broken_files_are_refused_or_read_as_their_header_says():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    size = header(bytes(broken), "it", 10_000)[:2]
-                    assert decode(bytes(broken), "it", 10_000).shape == (3, *size)
+                    size = read_image_header(bytes(broken), "it", 10_000)[:2]
+                    assert decode_image(bytes(broken), "it", 10_000).shape == (3, *size)
                     outcomes["read"] += 1
                 except UserError as error:
                     assert str(error).startswith("it: ")
@@ -147,12 +147,12 @@ def test_broken_files_are_refused_or_read_as_their_header_says():
 
 
 def test_pixels_of_another_size_than_the_header_s_are_refused(monkeypatch):
-    monkeypatch.setattr(files, "header", lambda *_: (20, 33, ()))
+    monkeypatch.setattr(files, "read_image_header", lambda *_: (20, 33, ()))
     with pytest.raises(UserError, match="^it: the image is damaged: it has 20 × 33 pixels, and 33 × 20 by its header"):
-        decode(FILES["PNG"], "it")
+        decode_image(FILES["PNG"], "it")
 
 
-@pytest.mark.parametrize("read", [header, decode])
+@pytest.mark.parametrize("read", [read_image_header, decode_image])
 def test_bounds_hold_before_decoding(read, monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("decoded"))
     with pytest.raises(UserError, match="bomb.png: the image has more pixels than Pillow opens"):
@@ -165,8 +165,8 @@ def test_bounds_hold_before_decoding(read, monkeypatch):
         read(encoded(Image.new("L", (201, 1))), "it")
     with pytest.raises(UserError, match="cannot read this file as an image"):
         read(encoded(picture(5, 8), "GIF").replace(b"\x08\0\x05\0", b"\0\0\x05\0"), "it")
-    assert header(png_that_claims(9_000, 9_000), "it", 10**8)[:2] == (9_000, 9_000)
-    assert header(encoded(Image.new("L", (200, 1))), "it")[:2] == (1, 200)
+    assert read_image_header(png_that_claims(9_000, 9_000), "it", 10**8)[:2] == (9_000, 9_000)
+    assert read_image_header(encoded(Image.new("L", (200, 1))), "it")[:2] == (1, 200)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_bounds_hold_before_decoding(read, monkeypatch):
 )
 def test_what_is_no_image(data, words):
     with pytest.raises(UserError, match=f"^cat.png: .*({words})"):
-        header(data, "cat.png")
+        read_image_header(data, "cat.png")
 
 
 def test_without_pillow(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UserError, match=r"pip install 'dtrain\[images\]'"):
-        header(FILES["PNG"], "it")
+        read_image_header(FILES["PNG"], "it")

@@ -16,7 +16,7 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import UserError
 from dtrain.memory.activation_checkpointing import checkpoint_activations
-from dtrain.models.building import adaptable
+from dtrain.models.building import adaptable_shapes
 from dtrain.models.common.config import VISION_PARTS
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.read_config import parse_config
@@ -212,7 +212,7 @@ def test_a_recipe_is_checked_against_the_tower_s_layers(tmp_path):
 
 def test_adapters_reach_what_is_named():
     config = parse_config(CASES["gemma3"].config().to_dict() | ARCHITECTURES["gemma3"], vision=True)
-    names = adaptable(config)
+    names = adaptable_shapes(config)
     everywhere = AdapterConfig(rank=2, target=("q_proj",)).adapted(names)
     assert {name.split(".")[1] for name in everywhere} == {"layers", "vision_tower"}
     assert all(name.startswith("model.layers.") for name in AdapterConfig(rank=2).adapted(names))
