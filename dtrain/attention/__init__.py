@@ -7,8 +7,8 @@ kernels        the interface of kernels; those that call torch's scaled_dot_prod
                for one key head at a time, to save memory
 blocks         attention over one block of keys, and merging the results of several blocks
 context        context parallel: keys are gathered, or passed around a ring of ranks
-packing        the documents of packed rows, the calls of variable-length attention that compute them, and its
-               operations on CUDA
+packing        the documents of packed rows, and the calls of variable-length attention that compute them
+segments       variable-length attention: operations on CUDA
 varlen         the kernel that uses variable-length attention for packed rows, and its check on a device;
                FlashAttention-3 and 4 instead of torch's version 2
 foreign        attention of models that are not dtrain's, inside a context-parallel context

@@ -51,7 +51,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.blocks import BlockByBlock, BlockComputation, KeysAndValues, MaskedBlocks, blocks_for
 from dtrain.attention.kernels import Gathering, Kernel
-from dtrain.attention.packing import Call, Flash, Packing, Segments, Steps, VarlenBlocks, pick
+from dtrain.attention.packing import Call, Packing
+from dtrain.attention.segments import Flash, Segments, Steps, VarlenBlocks, pick
 from dtrain.attention.visibility import BlockMask, Visibility, additive
 from dtrain.parallel.context.batch import SequenceGather, gather_sequence, shard_sequence
 

@@ -47,7 +47,8 @@ from dtrain.base.torch_functions import has_values
 from dtrain.parallel.context.batch import join_sequence, shard_sequence
 
 if TYPE_CHECKING:
-    from dtrain.attention.packing import Call, Flash, Steps
+    from dtrain.attention.packing import Call
+    from dtrain.attention.segments import Flash, Steps
 
 
 Gathering = Callable[[], tuple[Tensor, Tensor]]  # waits for keys and values that are being gathered, and returns them

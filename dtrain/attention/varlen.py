@@ -2,12 +2,12 @@
 
 Its time is proportional to the sum of the documents' squared lengths, and no mask is stored. With a mask it would be
 the square of the row's length: for example, 8 documents of 512 tokens in a row take 8 · 512² instead of 4096², an
-eighth. `attention.packing` lists the calls of a forward, and has the operations.
+eighth. `attention.packing` lists the calls of a forward, and `attention.segments` has the operations.
 
 torch contains FlashAttention-2. If their packages are installed, `choose_version` replaces its operations by those of
 FlashAttention-3 on Hopper and FlashAttention-4 on Blackwell, forward and backward, for the process.
 
-Before `packing.Flash` is used on a device, `check_varlen` compares a small case of every kind that the model needs with
+Before `segments.Flash` is used on a device, `check_varlen` compares a small case of every kind that the model needs with
 `SdpaKernel`, forward and backward. For an exchange, this process computes its ranks one after the other.
 """
 
@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dtrain.attention.blocks import Gradients, Partial, sinks_grad, with_sinks
 from dtrain.attention.context import over_keys
 from dtrain.attention.kernels import Gathering, Kernel, SdpaKernel
-from dtrain.attention.packing import Flash, Packing, Segmented, Steps, VarlenBlocks, calls_to_device
+from dtrain.attention.packing import Packing
+from dtrain.attention.segments import Flash, Segmented, Steps, VarlenBlocks, calls_to_device
 from dtrain.attention.visibility import Visibility
 from dtrain.base.ranks import Ranks
 from dtrain.parallel.context.batch import join_sequence, shard_sequence

@@ -20,10 +20,18 @@ from torch import Tensor
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
 from dtrain.inference.images import check_images, joined, no_images, rotary_shift
-from dtrain.inference.kv_cache import SMALLEST_SLOT, CachedPrompt, KeyValues, PromptKey, choose_budget, slot_size
+from dtrain.inference.kv_cache import (
+    SMALLEST_SLOT,
+    CachedPrompt,
+    KeyValues,
+    PromptKey,
+    SlotFlash,
+    choose_budget,
+    slot_size,
+)
 from dtrain.inference.request import Completion, Request
 from dtrain.inference.sampling import RunningSequence, Sampler, check_request
-from dtrain.inference.varlen_decode import SlotFlash, VarlenDecode
+from dtrain.inference.varlen_decode import VarlenDecode
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, Images, MicroBatchContext
 from dtrain.models.common.routing import RoutingRecord

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from dtrain.base.errors import UserError
 from dtrain.inference.cached_attention import Decode
-from dtrain.inference.kv_cache import KeyValues
+from dtrain.inference.kv_cache import KeyValues, SlotFlash
 from dtrain.inference.sampling import Sampler
-from dtrain.inference.varlen_decode import SlotFlash
 from dtrain.models.common.decoder import CausalLM
 
 # Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.

@@ -5,24 +5,49 @@ a row adds lies in a slot of its own, in a pool of larger ones as it grows, so t
 slots of a pool that are in use are its first ones: attention reads them as one tensor, without an index. Layers with a
 sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, the states
 that `attention.linear` goes on from, of one size whatever the length; a row begins with its prompt's.
+
+`SlotFlash` is variable-length attention to the slots, which a cache uses on CUDA in half precision.
 """
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.base.hardware import free_device_memory
 from dtrain.inference.request import Request
 from dtrain.models.common.config import LINEAR, SLIDING, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 
-if TYPE_CHECKING:
-    from dtrain.inference.varlen_decode import SlotFlash
-
 SMALLEST_SLOT = 32
+
+
+class Slots(NamedTuple):
+    """Segments. query_ends, key_ends: [n + 1] int32, where each begins and the last one ends; queries may stand behind
+    the last one. used: [n] int32, the keys that are seen of each. longest_query, longest_key: of a segment, or more."""
+
+    query_ends: Tensor
+    key_ends: Tensor
+    used: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class SlotFlash:
+    """The operation: q [T, kv, hd], k and v [K, kv, hd] → [T, kv, hd], and the log-sum-exp [kv, T], float32."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots, scale: float) -> tuple[Tensor, Tensor]:
+        # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
+        # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
+        ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
+        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "seqused_k": slots.used}
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out, lse = varlen_attn(q, k, v, *ends, *longest, **options)
+        return out, lse
 
 
 def slot_size(length: int) -> int:
@@ -202,7 +227,7 @@ class KeyValues:
         self,
         windows: Sequence[int | None],
         bidirectional: Sequence[bool] | None = None,
-        flash: "SlotFlash | None" = None,
+        flash: SlotFlash | None = None,
     ):
         self.windows = tuple(windows)
         self.bidirectional = tuple(bidirectional or [False] * len(windows))
@@ -213,7 +238,7 @@ class KeyValues:
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
 
     @classmethod
-    def of(cls, config: ModelConfig, flash: "SlotFlash | None" = None) -> "KeyValues":
+    def of(cls, config: ModelConfig, flash: SlotFlash | None = None) -> "KeyValues":
         """Return an empty cache for a model."""
         windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
         return cls(windows, [kind in config.bidirectional for kind in config.layer_types], flash)

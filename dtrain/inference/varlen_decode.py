@@ -6,55 +6,28 @@ all rows that go on from a prompt, whose keys are then read once; in it stand th
 results are merged by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
 prompts are left to `Decode`'s products.
 
-`SlotFlash` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small step with the
-products of `cached_attention.Decode`.
+`kv_cache.SlotFlash` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small step with
+the products of `cached_attention.Decode`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dtrain.attention.blocks import Partial, merge_by_log_sum_exp
 from dtrain.attention.kernels import HALF
 from dtrain.attention.varlen import UNSUPPORTED, describe_difference, does_not_run
 from dtrain.inference.cached_attention import Decode, Own, concatenated, members_of, sink_of
-from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, power_of_two
+from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, SlotFlash, Slots, power_of_two
 from dtrain.models.common.config import ModelConfig
 
 _CHECK_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
 # Sizes of slots, and own tokens.
 _CHECK_ROWS = ((64, 0), (64, 1), (512, 130), (64, 62), (512, 400), (512, 70), (64, 33))
 _CHECK_WINDOW = 100  # a window that hides something of these
-
-
-class Slots(NamedTuple):
-    """Segments. query_ends, key_ends: [n + 1] int32, where each begins and the last one ends; queries may stand behind
-    the last one. used: [n] int32, the keys that are seen of each. longest_query, longest_key: of a segment, or more."""
-
-    query_ends: Tensor
-    key_ends: Tensor
-    used: Tensor
-    longest_query: int
-    longest_key: int
-
-
-class SlotFlash:
-    """The operation: q [T, kv, hd], k and v [K, kv, hd] → [T, kv, hd], and the log-sum-exp [kv, T], float32."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots, scale: float) -> tuple[Tensor, Tensor]:
-        # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
-        # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
-        ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
-        options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "seqused_k": slots.used}
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out, lse = varlen_attn(q, k, v, *ends, *longest, **options)
-        return out, lse
 
 
 @dataclass

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dtrain.attention.packing import Flash
+from dtrain.attention.segments import Flash
 
 
 class WrittenFlash(Flash):

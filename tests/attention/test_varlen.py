@@ -9,7 +9,8 @@ from torch.nn.attention import SDPBackend
 
 from dtrain.attention import kernels
 from dtrain.attention.blocks import Partial
-from dtrain.attention.packing import Flash, Packing, Segments
+from dtrain.attention.packing import Packing
+from dtrain.attention.segments import Flash, Segments
 from dtrain.attention.varlen import VarlenKernel, check_varlen
 from dtrain.attention.visibility import Visibility
 from tests.attention.flash import WrittenFlash

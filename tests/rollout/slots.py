@@ -1,10 +1,10 @@
-"""`slot_flash.SlotFlash` written out from the documentation of what it calls, on every device and in every dtype."""
+"""`kv_cache.SlotFlash` written out from the documentation of what it calls, on every device and in every dtype."""
 
 import math
 
 import torch
 
-from dtrain.inference.varlen_decode import SlotFlash
+from dtrain.inference.kv_cache import SlotFlash
 
 
 class WrittenSlotFlash(SlotFlash):

@@ -122,7 +122,7 @@ def proof_rank(
     """Return why variable-length attention is not to be used here; None where it proves right."""
     import torch
 
-    from dtrain.attention.packing import Flash
+    from dtrain.attention.segments import Flash
     from dtrain.attention.varlen import check_varlen
 
     device = torch.device("cuda", rank)

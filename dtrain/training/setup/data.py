@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import Problem, RecipeError, UserError, in_words, problems_in
 from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
-from dtrain.data.images.processor import Layout
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import (
@@ -36,6 +35,9 @@ from dtrain.recipe.schema import DataSource, Source
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
 from dtrain.training.resume import DIGEST_OF_SPLIT
+
+if TYPE_CHECKING:
+    from dtrain.data.images.processor import Layout
 
 # Options of a split that each entry of `sources` has for itself.
 _OPTIONS_OF_A_PATH = ("columns", "split", "subset", "revision")
@@ -309,7 +311,7 @@ class AssumedImages:
         notes: A note on the assumption.
     """
 
-    layouts: tuple[Layout, ...] = ()
+    layouts: "tuple[Layout, ...]" = ()
     notes: tuple[str, ...] = ()
 
 
@@ -351,13 +353,15 @@ def is_packed(method: Method) -> bool:
     return bool(method.recipe.data.packing) and method.kind != "prompts"
 
 
-def densest_images(documents: Sequence[tuple[int, Sequence[Layout]]], length: int, packed: bool) -> tuple[Layout, ...]:
+def densest_images(
+    documents: "Sequence[tuple[int, Sequence[Layout]]]", length: int, packed: bool
+) -> "tuple[Layout, ...]":
     """Return the images of a row of `length` tokens. documents: tokens and images of each document."""
 
     def copies(tokens: int) -> int:
         return max(1, length // tokens) if packed else 1
 
-    def patches(document: tuple[int, Sequence[Layout]]) -> int:
+    def patches(document: "tuple[int, Sequence[Layout]]") -> int:
         tokens, images = document
         return copies(tokens) * sum(image.patches for image in images)
 

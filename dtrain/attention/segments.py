@@ -1,0 +1,243 @@
+"""Variable-length attention over the calls of `attention.packing`: torch's flash attention on CUDA.
+
+`calls_to_device` copies the lengths of all calls to the device in one copy, and the host never waits for the device.
+`Flash` computes a call, with flat tokens: q is [T, H, hd] with T = B · S. In a ring, `VarlenBlocks` computes a block of
+keys by several calls, and merges them as `attention.blocks` describes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from dtrain.attention.blocks import BlockByBlock, Gradients, Partial, merge_by_log_sum_exp, pad_heads_to_one_size
+from dtrain.attention.packing import Call
+
+# torch 2.11 does not have this argument, and always accepts fewer key heads than query heads.
+_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+class Segments(NamedTuple):
+    """A `Call` on the device, with n segments.
+
+    Attributes:
+        queries: Slices of flat tokens, as in `Call`.
+        keys: Slices of flat tokens, as in `Call`.
+        query_ends: cu_seqlens of the queries, int32 [n + 1]: the end of each segment, after a 0.
+        key_ends: cu_seqlens of the keys, int32 [n + 1].
+        longest_query: At least the number of queries of each segment.
+        longest_key: At least the number of keys of each segment.
+        window: As in `Call`.
+    """
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    window: tuple[int, int]
+
+
+Steps = list[list[Segments]]  # the calls for each exchange of keys
+
+
+class Segmented(NamedTuple):
+    """The calls of a forward.
+
+    Attributes:
+        tokens: Tokens of a row on this rank. Sequence parallel may have padded rows further. That padding is not
+            computed, and its output is 0.
+        steps: The calls for each exchange of keys.
+    """
+
+    tokens: int
+    steps: Steps
+
+
+class Flash:
+    """torch's variable-length flash attention. It supports one head size only, so smaller heads are padded with zeros.
+
+    q is [T, H, hd], k [K, kv, hd] and v [K, kv, hd_v], with H a multiple of kv: the tokens of the segments' slices, one
+    after another. The output is [T, H, hd_v], the log-sum-exp [H, T], float32.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention. Differentiable. sinks: [H], as `blocks` describes them."""
+        if sinks is None:
+            value_size = v.shape[-1]
+            q, k, v = pad_heads_to_one_size(q, k, v)
+            out = self.attend(q, k, v, segments, scale)
+            return out if out.shape[-1] == value_size else out[..., :value_size]
+        of_all = segments._replace(queries=(slice(0, len(q)),), keys=(slice(0, len(k)),))
+        return BlockByBlock.apply(q, k, v, [[of_all]], None, VarlenBlocks(self, scale), sinks)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Partial:
+        """Compute attention with its log-sum-exp. Not differentiable."""
+        value_size = v.shape[-1]
+        q, k, v = pad_heads_to_one_size(q, k, v)
+        out, lse = self.attend_with_lse(q, k, v, segments, scale)
+        return Partial(out[..., :value_size], lse)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the segments' part of the gradients of q, k and v.
+
+        Args:
+            grad: Gradient of the merged output, [T, H, hd_v].
+            q: [T, H, hd].
+            k: [K, kv, hd].
+            v: [K, kv, hd_v].
+            merged: Attention of these queries over all keys, those of the segments and others.
+            segments: Of q and k.
+            scale: Factor of the scores.
+        """
+        head_size, value_size = q.shape[-1], v.shape[-1]
+        grad, q, k, v, out = pad_heads_to_one_size(grad, q, k, v, merged.out)
+        q_grad, k_grad, v_grad = self.differentiate(grad, q, k, v, Partial(out, merged.lse), segments, scale)
+        return q_grad[..., :head_size], k_grad[..., :head_size], v_grad[..., :value_size]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """Call torch's operation; heads of one size. Differentiable."""
+        return self._attend(q, k, v, segments, scale, None)
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Call torch's operation for the output and the log-sum-exp; heads of one size."""
+        return self._attend(q, k, v, segments, scale, AuxRequest(lse=True))
+
+    def differentiate(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call torch's backward; heads of one size."""
+        return torch.ops.torch_attn._varlen_attn_backward(  # torch's own, of which it exports no function
+            grad_out=grad,
+            query=q,
+            key=k,
+            value=v,
+            out=merged.out,
+            lse=merged.lse.contiguous(),
+            cu_seq_q=segments.query_ends,
+            cu_seq_k=segments.key_ends,
+            max_q=segments.longest_query,
+            max_k=segments.longest_key,
+            is_causal=segments.window == (-1, 0),
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),  # no dropout
+            scale=scale,
+            window_size=list(segments.window),
+        )
+
+    def _attend(self, q, k, v, segments, scale, aux):
+        ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
+        options = {"return_aux": aux, "scale": scale, "window_size": segments.window, **_GROUPED_HEADS}
+        # From torch 2.15 on, varlen_attn may choose cuDNN. `differentiate` calls the backward of flash attention, so
+        # the forward must be flash attention, too.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return varlen_attn(q, k, v, *ends, *longest, **options)
+
+
+@dataclass(frozen=True)
+class VarlenBlocks:
+    """`BlockAttention` by variable-length calls. A step is a list of calls, and the very first call has all queries.
+
+    q is [T, H, hd], k [K, kv, hd], v [K, kv, hd_v], the output [T, H, hd_v] and its log-sum-exp [H, T].
+    """
+
+    flash: Flash
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: list[Segments], so_far: Partial | None) -> Partial:
+        for call in step:
+            call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
+            part = self.flash.forward(call_q, call_k, call_v, call, self.scale)
+            if so_far is None:
+                # The first call has every query in order, so its output is the first partial result. It is copied,
+                # because the merges below write into it, and activation checkpointing may keep the kernel's own output.
+                wide = torch.promote_types(q.dtype, torch.float32)
+                so_far = Partial(part.out.to(wide, copy=True), part.lse.clone())
+                continue
+            # The other calls have some of the queries. Merge their results into the rows of these.
+            sizes = [rows.stop - rows.start for rows in call.queries]
+            outs, lses = part.out.split(sizes), part.lse.split(sizes, 1)
+            for rows, part_out, part_lse in zip(call.queries, outs, lses, strict=True):
+                before = Partial(self.by_head(so_far.out[rows]), so_far.lse[:, rows])
+                merged = merge_by_log_sum_exp(before, Partial(self.by_head(part_out), part_lse))
+                so_far.out[rows] = self.by_head(merged.out)
+                so_far.lse[:, rows] = merged.lse
+        assert so_far is not None  # the first step is never empty
+        return so_far
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Partial, step: list[Segments], gradients: Gradients
+    ) -> None:
+        for call in step:
+            call_q, call_k, call_v = pick(q, call.queries), pick(k, call.keys), pick(v, call.keys)
+            call_merged = Partial(pick(merged.out, call.queries), pick(merged.lse, call.queries, 1))
+            q_grad, k_grad, v_grad = self.flash.backward(
+                pick(grad, call.queries), call_q, call_k, call_v, call_merged, call, self.scale
+            )
+            add_to_slices(gradients.q, call.queries, q_grad)
+            add_to_slices(gradients.k, call.keys, k_grad)
+            add_to_slices(gradients.v, call.keys, v_grad)
+
+    def by_head(self, out: Tensor) -> Tensor:
+        return out.transpose(0, 1)
+
+
+def calls_to_device(calls: Iterable[Call], device: torch.device) -> list[Segments]:
+    """Copy the lengths of calls to `device` as cu_seqlens, all in one copy, for which the host does not wait.
+
+    For example, segments of 3 and 2 queries over 5 and 2 keys have query_ends [0, 3, 5] and key_ends [0, 5, 7].
+    """
+    calls = list(calls)
+    ends: list[list[int]] = []  # the queries of the first call, its keys, the queries of the second call, ...
+    for call in calls:
+        ends.append(list(accumulate(call.query_lengths, initial=0)))
+        ends.append(list(accumulate(call.key_lengths, initial=0)))
+    flat = [end for one in ends for end in one]
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
+    placed = host.to(device, non_blocking=True).split([len(one) for one in ends])
+    segments = []
+    for call, query_ends, key_ends in zip(calls, placed[0::2], placed[1::2], strict=True):
+        # At least 2: if the longest segment has one query, the kernel takes another path, which has errors.
+        longest_query = max(2, *call.query_lengths)
+        longest_key = max(2, *call.key_lengths)
+        if call.window[1] < 0:
+            # With a limit on the left only, the kernel replaces the open right side by `max_k`. The first of n queries
+            # is n - 1 keys before the last key, so `max_k` must not be less than the queries of a segment.
+            longest_key = max(longest_key, *call.query_lengths)
+        segments.append(
+            Segments(
+                queries=tuple(call.queries),
+                keys=tuple(call.keys),
+                query_ends=query_ends,
+                key_ends=key_ends,
+                longest_query=longest_query,
+                longest_key=longest_key,
+                window=call.window,
+            )
+        )
+    return segments
+
+
+def pick(tensor: Tensor, slices: Sequence[slice], dim: int = 0) -> Tensor:
+    """Concatenate slices of a tensor along a dimension. One slice is returned as a view."""
+    parts = [tensor.narrow(dim, piece.start, piece.stop - piece.start) for piece in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def add_to_slices(target: Tensor, slices: Sequence[slice], values: Tensor) -> None:
+    """Add values [n, ..], which belong to the slices of `target` one after another, in place: the reverse of `pick`."""
+    sizes = [piece.stop - piece.start for piece in slices]
+    for piece, value in zip(slices, values.split(sizes), strict=True):
+        target[piece] += value
