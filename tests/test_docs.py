@@ -16,7 +16,7 @@ from dtrain.data.formats import formats
 from dtrain.data.formats.labels import read_label
 from dtrain.data.formats.pairs import normalise_pair
 from dtrain.data.formats.prompts import normalise_prompt
-from dtrain.losses import token_options as token_options
+from dtrain.losses import token_options
 from dtrain.losses.policy import options as policy_options
 from dtrain.losses.preference import options as preference_options
 from dtrain.recipe import other_tools, spelling
@@ -265,7 +265,7 @@ def test_the_method_that_is_shown_trains(model, tmp_path, monkeypatch):
 )
 def test_the_losses_that_are_shown_train(name, table, words, model, tmp_path, monkeypatch):
 
-    formulas = table.__name__.replace("token.options", "head.weighted_sum").replace("options", "formulas")
+    formulas = table.__name__.replace("token_options", "head.weighted_sum").replace("options", "formulas")
     home = importlib.import_module(formulas)
     shown = page("dtrain/methods/README.md")
     (block,) = [block for block in shown.blocks if block.text.startswith(f"def {name}(")]

@@ -7,8 +7,8 @@ eighth. `attention.packing` lists the calls of a forward, and `attention.segment
 torch contains FlashAttention-2. If their packages are installed, `choose_version` replaces its operations by those of
 FlashAttention-3 on Hopper and FlashAttention-4 on Blackwell, forward and backward, for the process.
 
-Before `segments.Flash` is used on a device, `check_varlen` compares a small case of every kind that the model needs with
-`SdpaKernel`, forward and backward. For an exchange, this process computes its ranks one after the other.
+Before `segments.Flash` is used on a device, `check_varlen` compares a small case of every kind that the model needs
+with `SdpaKernel`, forward and backward. For an exchange, this process computes its ranks one after the other.
 """
 
 from collections.abc import Callable, Iterable, Sequence
