@@ -29,7 +29,8 @@ EXCEPTIONS = {
 OPTIONAL_OPTIMIZERS = (
     "optim/muon",
     "memory/low_bit",
-    "memory/host_memory",
+    "memory/optimizer_offload",
+    "memory/host_masters",
     "memory/gradient_sums",
 )
 NOT_FOR_SFT = (

@@ -75,7 +75,7 @@ HOMES = {
     "parallel/collectives.py": "_c10d_functional",
     "parallel/context/train_context.py": "maybe_enable_compiled_autograd",
     "parallel/fsdp.py": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
-    "memory/host_memory.py": "_C._disabled_torch_function_impl",
+    "memory/host_masters.py": "_C._disabled_torch_function_impl",
     "parallel/mesh.py": "_concatenate _device_types _get_backend _unflatten",
     "parallel/placement.py": "_StridedShard _foreach_mul_ _foreach_norm _local_tensor",
     "memory/compilation.py": "_higher_order_ops",

@@ -5,6 +5,7 @@ activation_offload        activations in host memory between forward and backwar
 tiles                     layers computed over tiles of their tokens
 compilation               the parts of a layer before and after attention, compiled
 low_bit_adam              AdamW and Adam over low-bit weights and moments, stored in bfloat16 or int8
-host_memory               optimizer state and float32 weights in host memory, copied to the device part by part
+optimizer_offload         optimizer state in host memory, copied to the device part by part
+host_masters              float32 weights in host memory, with rounded copies on the device
 gradient_sums             bfloat16 gradients, summed over micro-batches with stochastic rounding
 """

@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.base.fused import Fused
-from dtrain.memory.host_memory import HostMaster, StateOffloader, ring_bytes
+from dtrain.memory.host_masters import HostMaster
+from dtrain.memory.optimizer_offload import StateOffloader, ring_bytes
 from dtrain.optim.adam import MOMENTS, AdamScalars, adam_scalars, adam_update
 from dtrain.optim.local_shard import (
     MAX_SLICE_ELEMENTS,

@@ -35,7 +35,7 @@ class _Unit(FSDPModule):
 
 
 class MasterTensor(Tensor):
-    """Local tensor of a parameter of which FSDP gathers a rounded copy (`memory.host_memory`).
+    """Local tensor of a parameter of which FSDP gathers a rounded copy (`memory.host_masters`).
 
     Attributes:
         rounded: The copy, [rows, ..], filled up with rows to the size of the largest rank's shard.
@@ -294,7 +294,7 @@ class Sharding:
         """Context for code that writes parameters in place.
 
         Frees gathered weights before, because values written to gathered copies are lost. Rounds the copies of
-        host masters (`memory.host_memory`) anew after, also if the code inside raises an error. No collective.
+        host masters (`memory.host_masters`) anew after, also if the code inside raises an error. No collective.
         """
         self.reshard()
         try:

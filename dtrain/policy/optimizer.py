@@ -174,7 +174,7 @@ def place_masters(model: nn.Module, recipe: PolicyConfig, precision: Precision, 
         device: Device of the layers.
     """
     if offloads_optimizer(recipe, device) and precision.master != precision.compute:
-        from dtrain.memory.host_memory import keep_on_host  # optional
+        from dtrain.memory.host_masters import keep_on_host  # optional
 
         keep_on_host(model, precision.compute)
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import UserError
-from dtrain.memory.host_memory import RING_BUFFERS
 from dtrain.memory.low_bit_adam import BLOCK_SIZE, Int8Moment, LowBitAdam, moment_kind, read_moment, write_moment
+from dtrain.memory.optimizer_offload import RING_BUFFERS
 from dtrain.optim.local_shard import LocalShard, round_bfloat16
 from dtrain.policy.optimizer import build_optimizer
 from dtrain.policy.options import choose_precision

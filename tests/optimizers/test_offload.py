@@ -33,7 +33,7 @@ def test_the_numbers_are_those_of_moments_on_the_card(tmp_path, mesh, state):
     expected, held = on_card(recipe_of(tmp_path, *shape, "run.name=card"), size)
     rows, felt = on_card(recipe_of(tmp_path, *shape, OFFLOAD, "run.name=host"), size)
     assert_close(rows, expected, 1e-12 if state == "float32" else 1e-6)
-    assert felt.count("copy", within="memory/host_memory.py") and not pageable_copies_in_steps(felt)
+    assert felt.count("copy", within="memory/optimizer_offload.py") and not pageable_copies_in_steps(felt)
     assert waits_in_steps(felt) == 4  # one a step
     assert felt.peak < held.peak
 

@@ -41,8 +41,8 @@ def choices(rank, root):
         varlen.check_varlen = proof(None)
         assert kernel_of(half, cuda).name == "varlen"
         assert asked.pop() == {
-            "heads": 4, "key_heads": 2, "head_dim": 16, "window": 6, "dtype": torch.bfloat16, "device": cuda,
-            "exchange": None, "sinks": False, "is_later": False,
+            "heads": 4, "key_heads": 2, "head_dim": 16, "value_dim": 16, "window": 6,
+            "dtype": torch.bfloat16, "device": cuda, "exchange": None, "sinks": False, "is_later": False,
         }  # fmt: skip
         for other in (tiny_recipe(root, "train.dtype=float32"), tiny_recipe(root, "model.attention=sdpa")):
             assert kernel_of(other, cuda).name == "sdpa"

@@ -31,14 +31,14 @@ def test_it_proves_itself_where_it_is(tmp_path):
     ((kind, note, problem, by_itself, counts),) = run_pretend(chosen, 1, tmp_path)
     assert (kind, note, by_itself) == (SlotFlash, "", None)
     assert problem == "varlen_attn does not run here: FlashAttention only supports head dimension at most 256"
-    assert counts == (37, 14)  # and each of the two calls makes the state of a generator, as one kernel more
+    assert counts == (28, 16)  # and each of the two calls makes the state of a generator, as one kernel more
 
 
 REFUSED = Mutant("dtrain.inference.varlen_decode", "next(filter(None, problems), None)", "'too old'")
 
 
 def decoded(rank, recipe):
-    return train_on_card(rank, recipe, 1).count("kernel", within="inference/varlen_decode.py")
+    return train_on_card(rank, recipe, 1).count("kernel", within="inference/kv_cache.py")
 
 
 def test_a_rollout_by_graphs(tmp_path):
