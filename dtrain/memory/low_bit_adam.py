@@ -1,7 +1,7 @@
 """AdamW and Adam over weights and moments that are stored in fewer bits than the arithmetic has.
 
 A step reads a slice of rows in float32, updates them by `optim.adam.adam_update`, and stores them again, bfloat16
-weights rounded stochastically. If moments or float32 weights are in host memory, `host_memory.StateOffloader` copies
+weights rounded stochastically. If moments or float32 weights are in host memory, `StateOffloader` copies
 them to the device for the time of the slice's update.
 
 A moment is stored between two steps in float32, in bfloat16, or in int8 by blocks. `read_moment` returns some rows in
