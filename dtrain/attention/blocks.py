@@ -99,6 +99,17 @@ def merge_by_log_sum_exp(first: Partial, second: Partial) -> Partial:
     return Partial(out, torch.logaddexp(first.lse, second.lse))
 
 
+def merge_with_sinks(merged: Partial, sinks: Tensor) -> Partial:
+    """Merge attention with sinks: one more key for every query, whose score is the sink and whose value is 0.
+
+    Args:
+        merged: out [.., Q, hd_v], lse [.., Q].
+        sinks: Scores, in a shape that broadcasts with `merged.lse`.
+    """
+    sink = Partial(merged.out.new_zeros(()), sinks.to(merged.lse.dtype))
+    return merge_by_log_sum_exp(merged, sink)
+
+
 def pad_heads_to_one_size(*heads: Tensor) -> list[Tensor]:
     """Pad heads [.., hd] or [.., hd_v] with zeros to the largest size, for flash attention, which takes only one.
 
@@ -252,8 +263,8 @@ def with_sinks(attention: BlockAttention[Any], merged: Partial, sinks: Tensor | 
     if sinks is None:
         return merged
     out = attention.by_head(merged.out)
-    sink = Partial(out.new_zeros(()), sinks.to(merged.lse.dtype)[:, None])  # lse [H, 1]: the same for each query
-    with_sink = merge_by_log_sum_exp(Partial(out, merged.lse), sink)
+    # [H, 1]: the same for each query
+    with_sink = merge_with_sinks(Partial(out, merged.lse), sinks[:, None])
     return Partial(attention.by_head(with_sink.out), with_sink.lse)
 
 
@@ -392,7 +403,7 @@ class BlockByBlock(torch.autograd.Function):
 
 
 def _unseen(bias: Tensor) -> Tensor:
-    """Return which queries see no key of the block, [B or 1, 1, Q] bool."""
+    """Return the mask of queries that see no key of the block, [B or 1, 1, Q] bool."""
     return (bias == float("-inf")).all(-1)
 
 

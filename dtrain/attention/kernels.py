@@ -273,7 +273,7 @@ class SdpaKernel(Kernel):
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Return whether torch's flash kernel runs on a CUDA device. True for a planned device that is not present."""
+    """Check for a CUDA device with torch's flash kernel. A planned device that is not present counts as one."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -214,7 +214,7 @@ def check_varlen(
 ) -> str | None:
     """Compare variable-length attention on a device with `SdpaKernel`, forward and backward, for small cases.
 
-    No random number of the run is drawn.
+    Uses no random number of the run.
 
     Args:
         flash: The operation.
@@ -260,8 +260,18 @@ def check_varlen(
 def describe_difference(
     name: str, usual: str, results: Sequence[Tensor], others: Sequence[Tensor], truths: Sequence[Tensor]
 ) -> str | None:
-    """Return how `results`, of `name`, are farther from the truths in float32 than rounding makes the others, of
-    `usual`; None where they are not."""
+    """Compare the errors of two implementations, and describe an error that rounding does not explain.
+
+    Args:
+        name: Name of the implementation that is checked.
+        usual: Name of the implementation that it is compared with.
+        results: Tensors of `name`.
+        others: The same tensors of `usual`.
+        truths: The same tensors, computed in float32.
+
+    Returns:
+        A message if an error of `name` is much larger than that of `usual`. None otherwise.
+    """
     for result, other, truth in zip(results, others, truths, strict=True):
         off, off_usually = (float((values.float() - truth).abs().max()) for values in (result, other))
         if not off <= _ERROR_FACTOR * off_usually + torch.finfo(result.dtype).eps * float(truth.abs().max()):

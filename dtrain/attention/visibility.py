@@ -64,16 +64,16 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the mask is causal by index in every row. There may be a window."""
+        """True for a mask that is causal by index in every row, with or without a window."""
         return self.query_positions is None
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is causal by index, and no window hides a key."""
+        """True for a mask that is causal by index, without a window that hides a key."""
         return self.is_plain and (self.window is None or self.window >= self.keys)
 
     def visible(self, queries: slice, device: torch.device) -> Tensor:
-        """Return which keys the queries of a slice see, [B or 1, q, K] bool."""
+        """Return the mask of visible keys for a slice of the queries, [B or 1, q, K] bool."""
         if self.query_positions is None or self.key_positions is None:
             q_pos, k_pos = (torch.arange(n, device=device, dtype=torch.int32)[None] for n in (self.queries, self.keys))
         else:

@@ -220,8 +220,11 @@ class RowImages:
     def of(self, rows: Iterable[int]) -> "RowImages":
         """Return the images of some rows, in their order."""
         rows = list(rows)
-        keys = None if self.keys is None else [self.keys[row] for row in rows]
-        return RowImages([self.pixels[row] for row in rows], [self.grids[row] for row in rows], keys)
+        pixels = [self.pixels[row] for row in rows]
+        grids = [self.grids[row] for row in rows]
+        if self.keys is None:
+            return RowImages(pixels, grids)
+        return RowImages(pixels, grids, [self.keys[row] for row in rows])
 
     def distinct(self, values: int, tokens: Callable[[Grid], int]) -> tuple[Tensor, list[Grid], Tensor]:
         """Return pixels [P, values] and grids of the different images of all rows, row by row, and where the features
@@ -238,7 +241,8 @@ class RowImages:
         for row, (pixels, of_row) in enumerate(zip(self.pixels, self.grids, strict=True)):
             patches = [frames * tall * wide for frames, tall, wide in of_row]
             keys = range(-1 - len(order), -1 - len(order) - len(of_row), -1) if self.keys is None else self.keys[row]
-            for part, grid, key in zip(pixels.split(patches) if patches else (), of_row, keys, strict=True):
+            parts_of_row = pixels.split(patches) if patches else ()  # `split` refuses an empty list
+            for part, grid, key in zip(parts_of_row, of_row, keys, strict=True):
                 if key not in starts:
                     starts[key], end = end, end + tokens(grid)
                     parts.append(part)

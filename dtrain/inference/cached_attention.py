@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.attention.blocks import CpuFlash, Partial, merge_by_log_sum_exp
+from dtrain.attention.blocks import CpuFlash, Partial, merge_by_log_sum_exp, merge_with_sinks
 from dtrain.attention.kernels import SdpaKernel
 from dtrain.attention.linear.layer import LinearMask
 from dtrain.attention.visibility import Visibility, additive
@@ -304,7 +304,7 @@ class Decode:
         added = Partial(*concatenated(parts))
         merged = merge_by_log_sum_exp(added, self._over_prompts(layer, grouped, k, v))
         if sinks is not None:
-            merged = merge_by_log_sum_exp(merged, sink_of(sinks.view(key_heads, -1), merged))
+            merged = merge_with_sinks(merged, sinks.view(key_heads, -1))
         return merged.out.to(q.dtype).flatten(1, 2)[:, None]
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -422,11 +422,6 @@ def _products(a: Tensor, b: Tensor, half: bool) -> Tensor:
     """Return a [B, kv, m, x] @ b [B, kv, x, n], in float32 where they are of half precision."""
     flat = a.flatten(0, 1), b.flatten(0, 1)
     return (torch.bmm(*flat, out_dtype=torch.float32) if half else torch.bmm(*flat)).unflatten(0, a.shape[:2])
-
-
-def sink_of(sinks: Tensor, merged: Partial) -> Partial:
-    """Return sinks, shaped to broadcast with `merged.lse`, as one more key of every query, with the value 0."""
-    return Partial(merged.out.new_zeros(()), sinks.to(merged.lse.dtype))
 
 
 def concatenated(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -17,10 +17,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dtrain.attention.blocks import Partial, merge_by_log_sum_exp
+from dtrain.attention.blocks import Partial, merge_by_log_sum_exp, merge_with_sinks
 from dtrain.attention.kernels import HALF
 from dtrain.attention.varlen import UNSUPPORTED, describe_difference, does_not_run
-from dtrain.inference.cached_attention import Decode, Own, concatenated, members_of, sink_of
+from dtrain.inference.cached_attention import Decode, Own, concatenated, members_of
 from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, SlotFlash, Slots, power_of_two
 from dtrain.models.common.config import ModelConfig
 
@@ -142,7 +142,7 @@ class VarlenDecode(Decode):
             prompts = Partial(*(term[self._places] for term in concatenated(prompt_parts)))
         merged = merge_by_log_sum_exp(added, prompts)
         if sinks is not None:
-            merged = merge_by_log_sum_exp(merged, sink_of(sinks.view(k.shape[2], -1).t(), merged))
+            merged = merge_with_sinks(merged, sinks.view(k.shape[2], -1).t())
         by_head = merged.out.transpose(1, 2)  # [R, kv, rep, hd_v]
         return by_head.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
 
@@ -220,9 +220,24 @@ def check_varlen_decode(
     device: torch.device,
     sinks: bool = False,
 ) -> str | None:
-    """Return why `flash` is not to be used for such heads here; None where it computes what the products do, over rows
-    and prompts of several lengths. head_dim, value_dim: of a head of queries and keys, and of values. No collective,
-    and no random number of the run's is drawn."""
+    """Compare decoding by flash attention with decoding by products, for rows and prompts of several lengths.
+
+    Issues no collective, and uses no random number of the run.
+
+    Args:
+        flash: The operation.
+        heads: Query heads of this rank.
+        key_heads: Key heads of this rank.
+        head_dim: Size of a head of queries and keys.
+        value_dim: Size of a head of values.
+        window: Keys that a query sees. None: all before it.
+        dtype: Dtype of the inputs, float16 or bfloat16.
+        device: The device.
+        sinks: Whether the heads have sinks.
+
+    Returns:
+        The problem, or None if the results are as close to those in float32 as the products'.
+    """
     windows = [None] if window is None else [None, min(window, _CHECK_WINDOW)]
     sizes = heads, key_heads, head_dim, value_dim, sinks
 

@@ -318,8 +318,12 @@ def sequence(module: LocalParameters, tp: TensorParallel) -> None:
 
 
 def latent(module: LocalParameters, tp: TensorParallel) -> None:
-    """A norm or linear layer of a block that is computed before the hidden states enter it, as `sequence` does: what
-    enters is its output."""
+    """A norm or linear layer of a block that runs before the block's input enters tensor parallel.
+
+    Every rank computes it in full, under sequence parallel for its own tokens, exactly as under `sequence`. The name is
+    another one because a plan allows `sequence` outside of blocks only: here the output, not the hidden states, enters
+    the block.
+    """
     sequence(module, tp)
 
 

@@ -18,7 +18,7 @@ from dtrain.commands.serve.updates import _by_every_name
 from dtrain.inference.varlen_decode import choose_varlen_decode
 from dtrain.models.common.config import SIGMOID, Experts, LatentAttention, RouterSettings
 from dtrain.models.common.flops import text_flops
-from dtrain.models.common.moe import Router, SparseMLP, likeliest, share_routing
+from dtrain.models.common.moe import Router, SparseMLP, largest_scores, share_routing
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting
 from dtrain.models.deepseek import DeepseekV3Mixture
 from dtrain.models.registry import FAMILIES
@@ -152,7 +152,7 @@ def test_the_largest_of_scores_of_both_signs_are_the_lower_experts(dtype):
     scores[:50, ::3] = -torch.inf
     for top in (1, 5, 16):
         order = [sorted(range(16), key=lambda expert, row=row: (-row[expert], expert))[:top] for row in scores.tolist()]
-        assert likeliest(scores.to(dtype), top).tolist() == [sorted(experts) for experts in order]
+        assert largest_scores(scores.to(dtype), top).tolist() == [sorted(experts) for experts in order]
 
 
 def sparse_mlp():

@@ -12,7 +12,7 @@ from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import Experts, RouterSettings
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.micro_batch import MicroBatchContext
-from dtrain.models.common.moe import SparseMLP, by_expert, likeliest, share_routing
+from dtrain.models.common.moe import SparseMLP, by_expert, largest_scores, share_routing
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, loads
 from dtrain.parallel.fits import mesh_problems_of_model
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
@@ -121,7 +121,7 @@ def test_the_likeliest_of_equal_shares_are_the_lower_experts(dtype):
     shares[:50] *= 1e-42  # below the least normal number
     for top in (1, 5, 16):
         order = [sorted(range(16), key=lambda expert, row=row: (-row[expert], expert))[:top] for row in shares.tolist()]
-        assert likeliest(shares.to(dtype), top).tolist() == [sorted(experts) for experts in order]
+        assert largest_scores(shares.to(dtype), top).tolist() == [sorted(experts) for experts in order]
 
 
 def test_places_are_the_same_where_the_host_knows_how_many_there_are():

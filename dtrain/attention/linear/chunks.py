@@ -170,7 +170,7 @@ class _WithinChunks(NamedTuple):
         beta: [N, B, Hk, r, C].
         start: exp(G_t), the decay from the beginning of the chunk to a token, [N, B, Hk, r, C].
         end: exp(G_C - G_t), the decay from a token to the end of the chunk, [N, B, Hk, r, C].
-        whole: exp(G_C), the decay over the chunk, [N, B, Hk, r, 1, 1].
+        chunk_decay: exp(G_C), the decay over the chunk, [N, B, Hk, r, 1, 1].
         decay: exp(G_i - G_j), the decay from token j to token i, [N, B, Hk, r, C, C].
         kk: k_i · k_j, [N, B, Hk, 1, C, C].
         qk: q_i · k_j, [N, B, Hk, 1, C, C].
@@ -188,7 +188,7 @@ class _WithinChunks(NamedTuple):
     beta: Tensor
     start: Tensor
     end: Tensor
-    whole: Tensor
+    chunk_decay: Tensor
     decay: Tensor
     kk: Tensor
     qk: Tensor
@@ -222,8 +222,10 @@ def _within_chunks(rows: _Rows, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta
     u = _product(by_beta, v)
     w = _product(by_beta.mul_(start[..., None, :]), k)
     scores = torch.mul(qk, decay, out=system)
-    whole = start[..., -1, None, None]
-    return _WithinChunks(q, k, v, inverse_q, inverse_k, beta, start, end, whole, decay, kk, qk, inverse, scores, u, w)
+    chunk_decay = start[..., -1, None, None]
+    return _WithinChunks(
+        q, k, v, inverse_q, inverse_k, beta, start, end, chunk_decay, decay, kk, qk, inverse, scores, u, w
+    )
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -257,18 +259,18 @@ class _Chunk(NamedTuple):
         u: [X, C, V].
         w: [X, C, K].
         k: Keys, multiplied by the decay to the end of the chunk, [X, C, K].
-        whole: The decay over the chunk, [X, 1, 1].
+        chunk_decay: The decay over the chunk, [X, 1, 1].
     """
 
     u: Tensor
     w: Tensor
     k: Tensor
-    whole: Tensor
+    chunk_decay: Tensor
 
 
 def _chunk_matrices(inside: _WithinChunks, unbind: Callable[[Tensor], Sequence[Tensor]]) -> list[_Chunk]:
     """Return the matrices of each chunk. `unbind` is `_chunks_of` or `_chunk_views`."""
-    parts = inside.u, inside.w, inside.k * inside.end[..., None], inside.whole
+    parts = inside.u, inside.w, inside.k * inside.end[..., None], inside.chunk_decay
     return [_Chunk(*chunk) for chunk in zip(*map(unbind, parts), strict=True)]
 
 
@@ -307,7 +309,7 @@ def _carry_states(inside: _WithinChunks, state: Tensor) -> tuple[Tensor, Tensor,
     parts = (_chunk_views(tensor) for tensor in (written, states[:-1], states[1:]))
     for chunk, new, before, after in zip(_chunk_matrices(inside, _chunk_views), *parts, strict=True):
         torch.baddbmm(chunk.u, chunk.w, before, alpha=-1, out=new)  # n = u - w S_0
-        torch.mul(before, chunk.whole, out=after).baddbmm_(chunk.k.mT, new)  # S_C
+        torch.mul(before, chunk.chunk_decay, out=after).baddbmm_(chunk.k.mT, new)  # S_C
     return states[:-1], written, states[-1]
 
 
@@ -323,9 +325,9 @@ def _state_maps(inside: _WithinChunks) -> Tensor:
     u = m.new_zeros(len(m), size, inside.u.shape[-1])
     for chunk in chunks:
         taken = torch.baddbmm(chunk.w, chunk.w, m, beta=0)
-        m = torch.baddbmm(m * chunk.whole, chunk.k.mT, taken, alpha=-1)
+        m = torch.baddbmm(m * chunk.chunk_decay, chunk.k.mT, taken, alpha=-1)
         new = torch.baddbmm(chunk.u, chunk.w, u, alpha=-1)
-        u = torch.baddbmm(u * chunk.whole, chunk.k.mT, new)
+        u = torch.baddbmm(u * chunk.chunk_decay, chunk.k.mT, new)
     return torch.cat([m, u], -1).unflatten(0, inside.u.shape[1:4])
 
 
@@ -350,7 +352,7 @@ def _carry_gradients(
     each = list(zip(_chunk_matrices(inside, _chunk_views), *parts, strict=True))
     for chunk, scores, starts, new, before, after in reversed(each):
         torch.baddbmm(scores, chunk.k, after, out=new)
-        torch.addcmul(starts, after, chunk.whole, out=before).baddbmm_(chunk.w.mT, new, alpha=-1)
+        torch.addcmul(starts, after, chunk.chunk_decay, out=before).baddbmm_(chunk.w.mT, new, alpha=-1)
     return states[1:], written, states[0]
 
 
@@ -513,12 +515,12 @@ def _backward_within_chunks(
     start_grad = vecdot(read, q)
     q_grad = _sum_over_value_heads(read.mul_(inside.start[..., None]))
 
-    # The state after the chunk: whole · S_0 + Σ_t end_t · k_t n_tᵀ. With `log`, a gradient is by the logarithm of a
-    # decay.
+    # The state after the chunk: chunk_decay · S_0 + Σ_t end_t · k_t n_tᵀ. Names with `log` are gradients by the
+    # logarithm of a decay.
     write = written @ after.mT  # [.., C, K]
     end_log_grad = vecdot(write, k).mul_(inside.end)
     k_grad = _sum_over_value_heads(write.mul_(inside.end[..., None]))
-    whole_log_grad = (after * states).sum((-2, -1)).mul_(inside.whole[..., 0, 0])
+    chunk_decay_log_grad = (after * states).sum((-2, -1)).mul_(inside.chunk_decay[..., 0, 0])
 
     # n = u - w S_0 with u = inverse · (β v) and w = inverse · (β start k). First the gradients of β v and β start k.
     v_grad = inside.inverse.mT @ new
@@ -542,10 +544,10 @@ def _backward_within_chunks(
     q_grad += qk_grad @ k
     k_grad += qk_grad.mT @ q + (kk_grad + kk_grad.mT) @ k
 
-    # log decay_ij = G_i - G_j, log start_t = G_t, log end_t = G_C - G_t and log whole = G_C. G is a cumulative sum of
-    # g.
+    # log decay_ij = G_i - G_j, log start_t = G_t, log end_t = G_C - G_t and log chunk_decay = G_C. G is a
+    # cumulative sum of g.
     sums_grad = products.sum(-1).sub_(products.sum(-2)).addcmul_(start_grad, inside.start).sub_(end_log_grad)
-    sums_grad[..., -1] += end_log_grad.sum(-1) + whole_log_grad
+    sums_grad[..., -1] += end_log_grad.sum(-1) + chunk_decay_log_grad
     g_grad = _cumsum_in_documents(rows, sums_grad, backward=True)
     if rows.real is not None:
         g_grad, beta_grad = g_grad.masked_fill_(~rows.real, 0), beta_grad.masked_fill_(~rows.real, 0)

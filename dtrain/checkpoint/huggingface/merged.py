@@ -158,15 +158,20 @@ def _gather_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """`tensor`, [any shape], whole. One all-gather for each dimension of a mesh that shards it."""
+    """Return the full tensor, [any shape].
+
+    Collectives:
+        One all-gather for each mesh dimension that shards the tensor.
+    """
     tensor = on_its_device(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
     # One after another, FSDP's first, which cut last: torch warns of several in one call.
     for dim, placement in enumerate(tensor.placements):
         if not isinstance(placement, Replicate):
-            whole = [Replicate() if index == dim else held for index, held in enumerate(tensor.placements)]
-            tensor = tensor.redistribute(placements=whole)
+            placements = list(tensor.placements)
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
 
 
@@ -213,7 +218,7 @@ def fold_scale(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
 
 
 def exact_names(model: nn.Module) -> set[str]:
-    """The names in `model` of parameters and buffers that are held, and written, in float32 at least."""
+    """Return the names of parameters and buffers that are stored, and written, in float32 or better."""
     names: set[str] = set()
     for module_name, module in exact_modules(model).items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

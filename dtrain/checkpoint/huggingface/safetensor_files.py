@@ -29,7 +29,7 @@ CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, 
 CARRIED |= {"BOOL": torch.bool}
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
-_LOW_BIT_SUFFIXES = ("_blocks", "_scale_inv")  # names of tensors beside others
+_LOW_BIT_SUFFIXES = ("_blocks", "_scale_inv")  # only low-bit weights have tensors with these names
 _ROWS_COMPARED = 4096  # of two tensors that are compared
 
 _MXFP4_BLOCKS, _MXFP4_SCALES, _FP8_SCALES = "_blocks", "_scales", "_scale_inv"

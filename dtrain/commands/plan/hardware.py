@@ -1,12 +1,17 @@
 """Devices of base/gpus.toml, and the estimate of a step's time by their numbers alone.
 
-The estimate: matrix products at what they `reach` of the peak, everything else at `USABLE_BANDWIDTH` of the memory's,
-what FSDP and replicas send and what activations move to the host and back beside the computing, what tp sends after it,
-what cp sends beside the products that come before the wait for it; each message takes its bytes' time and a hop's for
-each rank of its ring. The optimizer's step takes no less than what it has on the host needs to come; it goes back at
-the same time. Attention counts hidden pairs too: of a causal row a kernel that `reach`es 60% so computes at 30% of the
-peak. Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap
-with computing.
+The estimate adds up:
+
+- matrix products, at the share of the peak that they `reach`. Attention counts hidden pairs too, so a kernel that
+  reaches 60% on a causal row is counted with 30% of the peak.
+- all other operations, at `USABLE_BANDWIDTH` of the memory's bandwidth.
+- messages: the time of their bytes, and of one hop for each rank of the ring. Messages of FSDP and of replicas, and
+  activations that move to the host and back, overlap with all computing. Messages of cp overlap with the products
+  before the wait for them. Messages of tp overlap with nothing.
+- the optimizer's step, which takes at least as long as its state on the host needs to arrive. The way back overlaps.
+
+Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap with
+computing.
 
 Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of
 a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 for 323 to 331; 8B on 8 H100 with a memory

@@ -1,9 +1,9 @@
 """Bodies of /v1/completions and /v1/chat/completions as requests to the engine, or an error with the reason.
 
-Every body is checked field by field against a table. A field that the table does not name is refused. The fields are in
-the tables below: OpenAI's, and vLLM's beside them, with their defaults, and SGLang's `return_routed_experts`. dtrain's
-own are `prompt_index` and `sample_index`: the numbers of the first prompt and the first sample, which together with
-`seed` make the draws those of the native engine; and `images` beside token ids. No torch.
+Every body is checked field by field against a table. A field that the table does not name is refused. The tables
+below have OpenAI's fields and vLLM's, with their defaults, and SGLang's `return_routed_experts`. dtrain adds two kinds.
+`prompt_index` and `sample_index`, the numbers of the first prompt and of the first sample, and `seed` make the samples
+equal to the native engine's. `images` are the images of a prompt of token ids. No torch.
 """
 
 import json

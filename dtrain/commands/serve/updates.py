@@ -7,8 +7,8 @@ tensors: nothing that comes over it is unpickled.
 
 An adapter is served next to the model under its own name: loaded, loaded again in place, unloaded. The routes are
 vLLM's (docs/features/lora.md): load_lora_adapter, unload_lora_adapter; `weight_version` and `mode` are as for weights.
-One is loaded at a time. It is read beside the model, while completions go on, and put in between two steps: nothing
-changes where it does not fit.
+One adapter is loaded at a time. It is read while completions go on, and then put in between two steps. An adapter that
+does not fit changes nothing.
 """
 
 import hashlib

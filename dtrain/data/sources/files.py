@@ -446,8 +446,9 @@ def read_parquet(file: Path) -> Iterator[tuple[Chunk, bool]]:
             rows_at_once = max(1, min(CHUNK_ROWS, ROW_BYTES * total // max(1, size)))  # images make rows large
             for batch in table.iter_batches(batch_size=rows_at_once):
                 rows = batch.to_pylist()
-                for row in rows if nested else ():
-                    row |= {name: _without_filled(row[name], name in tools) for name in nested}
+                if nested:
+                    for row in rows:
+                        row |= {name: _without_filled(row[name], name in tools) for name in nested}
                 chunk = Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
                 yield chunk, batch.nbytes > ROW_BYTES
                 line += len(rows)
@@ -467,8 +468,11 @@ def _holds_calls(field: Any) -> bool:
 
 def _holds_tools(field: Any) -> bool:
     """Return whether the column `field` lists tools: objects with a function, or with a name and parameters."""
-    is_list = hasattr(field.type, "value_type")
-    names = {key.name for element in _inner_fields(field) for key in _inner_fields(element)} if is_list else set()
+    if not hasattr(field.type, "value_type"):  # not a list
+        return False
+    names: set[str] = set()
+    for element in _inner_fields(field):
+        names.update(key.name for key in _inner_fields(element))
     return "function" in names or {"name", "parameters"} <= names
 
 

@@ -25,7 +25,12 @@ __all__ = [
     "SOFTMAX",
 ]
 
-
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
+SOFTMAX = "softmax"
+SIGMOID = "sigmoid"
 VISION_PARTS = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")
 """Children of a multimodal model's `model` that belong to its vision tower, over all families."""
 
@@ -42,14 +47,6 @@ def is_in_vision_tower(name: str) -> bool:
     first, _, rest = name.partition(".")
     child = rest.partition(".")[0]
     return first == "model" and child in VISION_PARTS
-
-
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-LINEAR = "linear_attention"
-SOFTMAX = "softmax"
-SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True)

@@ -202,9 +202,9 @@ class Router(LocalParameters):
             by_group = scores.unflatten(1, (groups, -1))  # [T, groups, E / groups]
             best_two = by_group.topk(2, dim=-1).values.sum(-1)
             is_left = torch.zeros_like(best_two, dtype=torch.bool)
-            is_left.scatter_(1, likeliest(best_two, self.settings.top_groups), True)
+            is_left.scatter_(1, largest_scores(best_two, self.settings.top_groups), True)
             scores = by_group.masked_fill(~is_left[..., None], -torch.inf).flatten(1)
-        return likeliest(scores, self.top)
+        return largest_scores(scores, self.top)
 
 
 class PlainStack(PlainWeight):
@@ -373,11 +373,12 @@ def share_routing(model: nn.Module, num_experts: int) -> Routing:
     return routing
 
 
-def likeliest(scores: Tensor, top: int) -> Tensor:
-    """Return the experts with the largest scores. Of equal ones the lower expert is chosen.
+def largest_scores(scores: Tensor, top: int) -> Tensor:
+    """Return the indexes of the largest scores of each token. Ties go to the lower index.
 
     Args:
-        scores: [T, E]. None is -0.0, which float32 would be ordered before 0.0.
+        scores: Scores of experts or of groups of experts, [T, E]. No score may be -0.0, which float32 scores would
+            order below 0.0.
         top: Number of experts of a token.
 
     Returns:
@@ -385,11 +386,15 @@ def likeliest(scores: Tensor, top: int) -> Tensor:
     """
     if scores.dtype != torch.float32:
         return scores.sort(stable=True, dim=-1, descending=True).indices[:, :top].sort(-1).values
+    # `topk` does not define which of two equal scores it returns. So score and index are joined in one integer key, in
+    # which a higher score counts more than any index, and a lower index more than a higher one.
     count = scores.shape[1]
     lower_first = torch.arange(count, 0, -1, device=scores.device)
-    # The bits of floats from 0 are in their order, those of negative floats in the reverse of theirs.
+    # Read as integers, the bits of float32 numbers from 0 up have the order of the numbers. Those of negative numbers
+    # have the reverse order, and flipping all bits but the sign restores it.
     bits = scores.view(torch.int32).long()
-    ordered = bits ^ ((bits >> 63) & 0x7FFFFFFF)
+    is_negative = bits >> 63  # all bits set, or none
+    ordered = bits ^ (is_negative & 0x7FFFFFFF)
     keys = ordered * (count + 1) + lower_first
     return keys.topk(top, sorted=False).indices.sort(-1).values
 

@@ -24,7 +24,7 @@ from dtrain.base.json_files import check_shape, loads, read_text
 
 Point = tuple[float, float]
 
-AVERAGED_STEPS = 10  # steps at either end whose mean a curve is told by
+AVERAGED_STEPS = 10  # a curve is summarised by the means of its first and its last steps
 LARGEST_VALUE = 1e300  # what sums and differences of are still numbers
 LONGEST_LINE = 1 << 24  # bytes of a line that is read
 MOST_RECIPE_ENTRIES = 100_000  # entries of a recipe, with what its aliases repeat
