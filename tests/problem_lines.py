@@ -6,7 +6,7 @@ from dtrain.base.errors import Problem
 from dtrain.recipe import Recipe
 from dtrain.training import hub_files
 from dtrain.training import preflight as checking
-from dtrain.training.registry import method_of
+from dtrain.training.registry import build_method
 
 
 def lines(problems: Iterable[Problem]) -> list[str]:
@@ -21,10 +21,10 @@ def shapes(recipe: Recipe, world_size: int) -> list[str]:
     return lines(checking.shapes(recipe, world_size))
 
 
-def not_here(recipe: Recipe) -> list[str]:
-    return lines(hub_files.not_here(recipe))
+def missing_problems(recipe: Recipe) -> list[str]:
+    return lines(hub_files.missing_problems(recipe))
 
 
 def method_problems(recipe: Recipe) -> list[str]:
     """The problems that the recipe's method finds in its own section."""
-    return lines(method_of(recipe).problems())
+    return lines(build_method(recipe).problems())

@@ -12,7 +12,7 @@ from dtrain.losses.head.sources import head_tile_rows
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
-from dtrain.training import method_of
+from dtrain.training import build_method
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
@@ -61,7 +61,7 @@ def a_step(rank, recipe, world_size, eval_mode):
     documents = (torch.arange(LENGTH) // 8).expand(rows, -1)
     positions = (torch.arange(LENGTH) % 8).expand(rows, -1)
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "seq_ids": documents}
-    loss = method_of(recipe).loss
+    loss = build_method(recipe).loss
     for _ in range(2):
         counted = Counted()
         with counted:

@@ -8,7 +8,7 @@ from dtrain.base.errors import RecipeError
 from dtrain.parallel.mesh import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.trainer import train
-from tests.problem_lines import lines, not_here, preflight, shapes
+from tests.problem_lines import lines, missing_problems, preflight, shapes
 from tests.tiny import save_weights, tiny_recipe, write_model, write_pairs
 
 
@@ -50,7 +50,7 @@ def test_each_mistake_is_named(tmp_path, overrides, answer):
 )
 def test_what_is_on_the_hub_is_awaited_and_no_mistake(tmp_path, overrides, answer):
     recipe = load_recipe(tiny_recipe(tmp_path), overrides)
-    assert answer in "\n".join(not_here(recipe)) and "Fetch" not in "\n".join(preflight(recipe, 1))
+    assert answer in "\n".join(missing_problems(recipe)) and "Fetch" not in "\n".join(preflight(recipe, 1))
 
 
 def test_mistakes_of_several_kinds_come_together(tmp_path):

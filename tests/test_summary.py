@@ -6,14 +6,14 @@ import re
 import pytest
 
 from dtrain.commands.cli import main
-from dtrain.training.registry import method_of
-from dtrain.training.summary import closing
+from dtrain.training.registry import build_method
+from dtrain.training.summary import closing_lines
 from tests.running import run
 from tests.tiny import tiny_grpo, tiny_recipe
 
 
 def last_lines(recipe, directory, *, has_export):
-    return list(closing(recipe, method_of(recipe), directory, has_export=has_export))
+    return list(closing_lines(recipe, build_method(recipe), directory, has_export=has_export))
 
 
 def test_a_run_says_its_sizes_first_and_what_it_learned_last(tmp_path, capfd):

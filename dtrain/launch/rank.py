@@ -34,7 +34,7 @@ from dtrain.launch.exits import OutOfMemory, Report, log_file, on_stop_signals
 from dtrain.launch.place import RankPlace
 from dtrain.recipe import Recipe
 from dtrain.recipe.world import AUTO, COMPILE, as_overrides, choose_compile, open_keys, replace_keys, value_of_key
-from dtrain.training import method_of
+from dtrain.training import build_method
 
 if TYPE_CHECKING:
     import torch
@@ -183,15 +183,15 @@ def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.dev
     """
     import torch
 
-    from dtrain.training.sizing import CPU, machine_of, sizing_of_cpu
+    from dtrain.training.sizing import CPU, describe_machine, sizing_without_plan
 
     is_open = job.plan is not None and bool(open_keys(recipe))
     if job.plan is None or place.rank > 0:
         return StartedPlan(is_open)
     sizing = None
     if is_open and device.type == "cpu":
-        machine = machine_of(place.world_size, CPU, total_memory())
-        sizing = sizing_of_cpu(recipe, machine, free_host_memory(place.local_world_size))
+        machine = describe_machine(place.world_size, CPU, total_memory())
+        sizing = sizing_without_plan(recipe, machine, free_host_memory(place.local_world_size))
     is_wanted = device.type == "cuda" if recipe.metrics.plan == "auto" else bool(recipe.metrics.plan)
     if is_open and sizing is None and recipe.metrics.plan is not False:
         is_wanted = True
@@ -219,7 +219,7 @@ def use_interfaces(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch
     from dtrain.launch.meeting import named_interface
 
     # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
-    reaches_out = job.train is not None or method_of(recipe).sends_weights()
+    reaches_out = job.train is not None or build_method(recipe).sends_weights()
     stack.enter_context(named_interface(place, nccl=device.type == "cuda" and not reaches_out))
 
 
@@ -252,22 +252,22 @@ def choose_sizes(
     devices: Sequence[DeviceFacts],
 ) -> Sizes:
     """Decide on rank 0 what the recipe leaves to `auto`, and share it. Collective over `store`."""
-    from dtrain.training.sizing import CPU, machine_of, sized, sizing_by_plan
+    from dtrain.training.sizing import CPU, describe_machine, share_sizing, sizing_with_plan
 
     if not plan.is_open:
         return Sizes(recipe)
     smallest = min(devices, key=lambda device: device.memory, default=None)  # None on CPU and on ranks other than 0
     if smallest is None:
-        machine = machine_of(place.world_size, CPU, total_memory())
+        machine = describe_machine(place.world_size, CPU, total_memory())
     else:
-        machine = machine_of(place.world_size, smallest.name, smallest.memory)
+        machine = describe_machine(place.world_size, smallest.name, smallest.memory)
     free = min((device.free for device in devices if device.free is not None), default=None)
     host = free_host_memory(place.local_world_size)
 
     def decide() -> Any:
-        return plan.sizing or sizing_by_plan(recipe, machine, host, plan.planned, smallest, free)
+        return plan.sizing or sizing_with_plan(recipe, machine, host, plan.planned, smallest, free)
 
-    recipe, lines = sized(recipe, place.rank, attempt, store, decide)
+    recipe, lines = share_sizing(recipe, place.rank, attempt, store, decide)
     return Sizes(recipe, lines, machine)
 
 

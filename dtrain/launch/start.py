@@ -22,7 +22,7 @@ from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.recipe.world import open_keys
 from dtrain.training import recipe_and_problems
-from dtrain.training.hub_files import not_here, to_copy, with_local_model, with_small_files
+from dtrain.training.hub_files import missing_problems, to_copy, with_local_model, with_small_files
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.preflight import notes, preflight, redacted
 from dtrain.training.setup.code import named_code
@@ -74,7 +74,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     from dtrain.training.dry_run import dry_run  # loads torch
 
     world = World(size, device_type, is_here)
-    result = dry_run(loaded, world, awaited=small.awaited, refused=[*problems, *small.problems])
+    result = dry_run(loaded, world, pending_downloads=small.pending_downloads, refused=[*problems, *small.problems])
     found = [*device_problems, *result.problems]
     if found:
         raise RecipeError(redacted(problem, loaded) for problem in found)
@@ -83,7 +83,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     lines = [verdict, str(sizes(result.recipe, size)), *notes(loaded), *result.notes]
     if keys := open_keys(loaded):
         lines.append(f"auto: the run's plan decides {', '.join(keys)} (dtrain plan shows it)")
-    lines += [*small.awaited.values(), *to_copy(loaded)]
+    lines += [*small.pending_downloads.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
 
 
@@ -105,7 +105,7 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
     """`recipe` with a model that is here, downloaded perhaps. Raises UserError."""
     recipe = with_local_model(recipe)
     problems = preflight(recipe, world_size)
-    if not problems and not_here(recipe):
+    if not problems and missing_problems(recipe):
         recipe = with_local_model(recipe, fetch=True)
         problems = preflight(recipe, world_size)
     if problems:

@@ -278,7 +278,7 @@ class GrpoMethod(MethodWithReference):
         if self.policy.reference is not None:
             with self.policy.use_reference_model():
                 self._score("reference_logprobs")
-        self._run.metrics.write_beside("samples", position.step + 1, rollout.rows)
+        self._run.metrics.write_rows("samples", position.step + 1, rollout.rows)
         self._table.show(position.step + 1, rollout)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:

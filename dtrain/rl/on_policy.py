@@ -170,7 +170,7 @@ class OnPolicyDistillMethod(DistillMethod):
     def before_step(self, cursor: Cursor) -> None:
         """Draws a rollout where the updates of the last one are done."""
         if rollout := self.source.draw(self.collector.collect, cursor):
-            self._run.metrics.write_beside("samples", self.source.position.step + 1, rollout.rows)
+            self._run.metrics.write_rows("samples", self.source.position.step + 1, rollout.rows)
 
     def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the divergences and the rollout's lengths. Only a rollout's first step has `rollout_time`."""

@@ -41,12 +41,12 @@ _POLL_SECONDS = 0.2
 
 # Changes of these make another run; the rest of a recipe may change between a save and a resume. `method` is not among
 # them: `resume.compare` never lets it change.
-TRAINED = ("lora", "train.vision", "train.train_only", "train.freeze")
-GUARDED = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED)
+TRAINED_KEYS = ("lora", "train.vision", "train.train_only", "train.freeze")
+GUARDED_KEYS = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED_KEYS)
 # Of those, what changes speed or place and no number.
-UNGUARDED = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text")
+UNGUARDED_KEYS = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text")
 # What decides which tensors a save holds, and their dtype: a resume cannot read others, whatever is allowed.
-KEPT_IN = ("optimizer.name", "optimizer.state", "train.masters")
+TENSOR_KEYS = ("optimizer.name", "optimizer.state", "train.masters")
 
 Difference = tuple[str, Any, Any]
 
@@ -60,7 +60,7 @@ class Misfit:
 
 
 class RunDirectory:
-    """A run's directory, held from `hold` to `release`.
+    """A run's directory, held from `acquire` to `release`.
 
     locks: Whether a lock keeps other runs out (`run.lock`).
     """
@@ -71,7 +71,7 @@ class RunDirectory:
         self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
         self._lock: int | None = None
 
-    def hold(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
+    def acquire(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
         """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process
         (None: WAIT_SECONDS, or AWAY_SECONDS where the holder is, or was, on another host).
 
@@ -116,9 +116,12 @@ class RunDirectory:
         self._lock = lock
         return self
 
-    def look(self) -> None:
-        """Raise the UserError that `hold` would, and leave nothing behind. A holder is named at once. Not for a process
-        that holds the run: the system drops a lock where any look at its file ends."""
+    def check_usable(self) -> None:
+        """Raise the UserError that `acquire` would raise, without waiting and without leaving files.
+
+        A process that has acquired the directory must not call this: POSIX drops a process's record locks on a file as
+        soon as the process closes any descriptor of that file.
+        """
         for directory in (self.path, self.checkpoints, self.model):
             _refuse_unwritable(directory)
         if self.locks and (self.path / "lock").is_file():
@@ -145,14 +148,14 @@ class RunDirectory:
         """Put DATA, what is known of the data, or ABOUT, of the run, in their file, in one step."""
         replace_text(self.path / name, json.dumps(facts, indent=1))
 
-    def keep_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
+    def copy_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
         """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is
         the text of another one that the run trains with."""
         self.model.mkdir(exist_ok=True)
         copy_companions(Path(source), self.model, config=True, chat_template=chat_template)
 
     @property
-    def left(self) -> str | None:
+    def leftovers(self) -> str | None:
         """Kind of files that an earlier run has left here: metrics, checkpoints, or None."""
         if self.metrics.is_file() and self.metrics.stat().st_size > 0:
             return "metrics"
@@ -161,11 +164,12 @@ class RunDirectory:
     def refuse_used(self, resume: str | None, began: str | None = None) -> None:
         """Raise UserError where an earlier run has left metrics or checkpoints, for a `checkpoint.resume` that starts
         anew here (null, or another run's checkpoint). began: the checkpoint that it began from."""
-        if self.left is not None:
+        if self.leftovers is not None:
             which = f", which began from {began}" if began else ""
+            setting = f"checkpoint.resume={resume or 'null'}"
             raise UserError(
-                f"{self.path} holds the {self.left} of an earlier run{which}, and checkpoint.resume={resume or 'null'} "
-                "starts anew: choose another run.name, delete the directory, or resume with checkpoint.resume=auto"
+                f"{self.path} holds the {self.leftovers} of an earlier run{which}, and {setting} starts anew: choose "
+                "another run.name, delete the directory, or resume with checkpoint.resume=auto"
             )
 
 
@@ -211,7 +215,7 @@ def guard(
     Args:
         differences: Key, saved value and new value. Digests of files have keys of their own, "data.fingerprint" for
             example.
-        allow_changes: Keys, or sections above them, that may differ although they are `GUARDED`.
+        allow_changes: Keys, or sections above them, that may differ although they are `GUARDED_KEYS`.
         known: Keys that name only the place of a file whose content is the same.
         models: Keys of the method's section that name models. They are guarded too.
         misfit: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
@@ -221,13 +225,13 @@ def guard(
         UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
     """
     differences = list(differences)
-    kept_in = set(KEPT_IN)
+    kept_in = set(TENSOR_KEYS)
     if any(key == "train.dtype" and "float64" in (old, new) for key, old, new in differences):
         kept_in.add("train.dtype")  # in float64 the weights and moments are float64 too
     fixed = kept_in | {*(misfit.keys if misfit else ())}
     refused = []
     for key, old, new in differences:
-        is_guarded = _within(key, (*GUARDED, *models)) and key not in known and not _within(key, UNGUARDED)
+        is_guarded = _within(key, (*GUARDED_KEYS, *models)) and key not in known and not _within(key, UNGUARDED_KEYS)
         if key in fixed or (is_guarded and not _within(key, allow_changes)):
             refused.append((key, old, new))
     if refused:
@@ -269,7 +273,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def is_held(directory: Path) -> bool | None:
+def is_locked(directory: Path) -> bool | None:
     """Return whether a run writes in `directory` now; None where that cannot be told. Not for a process that holds
     it."""
     try:

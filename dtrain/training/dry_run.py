@@ -67,21 +67,23 @@ class DryRun:
     notes: tuple[str, ...] = ()
 
 
-def dry_run(recipe: Recipe, world: World, *, awaited: Collection[str] = (), refused: Iterable[Problem] = ()) -> DryRun:
+def dry_run(
+    recipe: Recipe, world: World, *, pending_downloads: Collection[str] = (), refused: Iterable[Problem] = ()
+) -> DryRun:
     """Find everything that the processes of `world` would refuse before their first step.
 
     Args:
         recipe: The recipe.
         world: The processes, which need not be on this machine.
-        awaited: Keys of files that the run downloads first.
+        pending_downloads: Keys of files that the run downloads first.
         refused: Problems that are known already. They are reported with the others.
     """
-    inputs = RunInputs.of(recipe, world, awaited)
+    inputs = RunInputs.of(recipe, world, pending_downloads)
     host = DryHost()
     host.problems.extend(without_repetition(refused, find_problems(inputs)))
     is_sound = not host.problems
-    host.problems.extend(metrics.lacking(recipe.metrics))
-    host.attempt("run.dir", inputs.run.look)
+    host.problems.extend(metrics.package_problems(recipe.metrics))
+    host.attempt("run.dir", inputs.run.check_usable)
     host.attempt("checkpoint.export", partial(outputs.refuse_unwritable_export, inputs))
     if not _has_tokenizer(inputs):
         return DryRun(tuple(host.problems), inputs.recipe)
@@ -110,7 +112,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
     if is_built:
         meta = host.attempt("model", partial(model.build, inputs, precision, False))
     identities: dict[str, str] = {}
-    if not inputs.awaited and meta is not None and model.has_small_weights(inputs):
+    if not inputs.pending_downloads and meta is not None and model.has_small_weights(inputs):
         identities = host.attempt("model.path", partial(resume.identities, inputs, host.ranks)) or {}
     check_other_models(inputs, host)
     data = first_rows.look_at_data(inputs, host)
@@ -127,7 +129,7 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
         return DryRun(tuple(host.problems), data.recipe, notes=tuple(notes))
     notes += decided.notes
 
-    if inputs.world.is_here and _is_packing_known(data):
+    if inputs.world.is_local and _is_packing_known(data):
         config = inputs.model_config(has_images)
         device = torch.device(inputs.world.device_type)
         kernels.check_device(decided.recipe, decided.method, config, precision, device, host)
@@ -184,8 +186,8 @@ def _checks_of_keys(inputs: RunInputs) -> list[tuple[str, Check]]:
 
 def _checks_of_models(inputs: RunInputs) -> list[tuple[str, Check]]:
     checks: list[tuple[str, Check]] = [("model.path", model.check_models)]
-    if inputs.others:
-        checks.append((inputs.recipe.method, _optional("others").check_models))
+    if inputs.other_models:
+        checks.append((inputs.recipe.method, _optional("other_models").check_models))
     if inputs.recipe.lora is not None:
         checks.append(("lora", _optional("adapter").check_models))
     checks += [("parallel", mesh.check_models), ("model.linear_attention", kernels.check_models)]
@@ -198,8 +200,8 @@ def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
         ("model.path", tokenizer.check_files),
         ("model.path", model.check_files),
     ]
-    if inputs.others:
-        checks.append((inputs.recipe.method, _optional("others").check_files))
+    if inputs.other_models:
+        checks.append((inputs.recipe.method, _optional("other_models").check_files))
     checks += [("", code.check_files), ("data", data.check_files)]
     if inputs.recipe.evals:
         checks.append(("eval", _optional("evals").check_files))
@@ -209,7 +211,7 @@ def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
 
 def notes_before(inputs: RunInputs) -> list[str]:
     """Return notes for the user before a run, which are no mistakes."""
-    lines = saved.notes(inputs.written)
+    lines = saved.notes(inputs.original_recipe)
     if inputs.recipe.lora is not None:
         lines += _optional("adapter").notes(inputs)
     return [*lines, *optimizer.notes(inputs), *data.notes(inputs)]

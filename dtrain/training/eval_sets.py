@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dtrain.rl.judging import Questions
 
 Better = Callable[[Iterable[float]], float]
-LONGEST_ANSWER = 512
+DEFAULT_MAX_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def sets(section: Eval | dict[str, Eval] | None) -> list[EvalSet]:
     return [EvalSet(name, f"eval.{name}", f"eval_{name}_", each) for name, each in (section or {}).items()]
 
 
-def longest_answer(positions: int) -> int:
+def default_max_new_tokens(positions: int) -> int:
     """Tokens, of a model with so many positions, where nothing is asked for."""
-    return min(LONGEST_ANSWER, positions // 2)
+    return min(DEFAULT_MAX_NEW_TOKENS, positions // 2)
 
 
 def fields(eval_set: EvalSet) -> dict[str, Better]:

@@ -105,7 +105,7 @@ class Evaluations:
         shown: list[str] = []
 
         def keep(answers: list[ScoredAnswer]) -> None:
-            metrics.write_beside("evals", step, (_line(opened, answer) for answer in answers))
+            metrics.write_rows("evals", step, (_line(opened, answer) for answer in answers))
             first = [answer for answer in answers if answer.sample == 0][: opened.set.section.show]
             if first:
                 shown.extend(["  reward  tokens  answer", *(_shown(answer) for answer in first)])

@@ -43,7 +43,7 @@ class FullRows:
             device: Device of the images' pixels, which are zeros.
         """
         rows = full_rows(method, micro_batches, spec)
-        return cls(rows, images_of(spec, len(rows), device))
+        return cls(rows, build_images(spec, len(rows), device))
 
     @property
     def pixels(self) -> Sequence[Tensor]:
@@ -52,16 +52,16 @@ class FullRows:
 
     def batch(self) -> dict[str, Any]:
         """Collate the rows, as the trainer does at each step."""
-        return batch_of(self.rows, self.images)
+        return build_batch(self.rows, self.images)
 
 
-def batch_of(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
+def build_batch(rows: Sequence[Row], images: RowImages | None) -> dict[str, Any]:
     """Return the batch of rows as full as `full_rows` makes them. images: of the rows."""
     batch: dict[str, Any] = collate(rows, list(rows[0]))
     return batch if images is None else batch | {"images": images}
 
 
-def images_of(spec: StepSpec, rows: int, device: str = "cpu") -> RowImages | None:
+def build_images(spec: StepSpec, rows: int, device: str = "cpu") -> RowImages | None:
     """Return the images of `rows` rows, with pixels of zeros on `device`. None without images."""
     if not spec.row_images or (tower := spec.model_config.vision) is None:
         return None
@@ -77,7 +77,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
     recipe = method.recipe
     length = method.row_length()
     count = micro_batches * recipe.train.micro * method.rows_of_a_sample()
-    documents = split(spec.row_images if spec else (), length, 2 if is_packed(method) else 1)
+    documents = split_row(spec.row_images if spec else (), length, 2 if is_packed(method) else 1)
     places = torch.arange(length)
     seq_ids = torch.arange(len(documents)).repeat_interleave(torch.tensor([tokens for tokens, _ in documents]))
     begins = torch.searchsorted(seq_ids, seq_ids)
@@ -88,7 +88,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
         "seq_ids": seq_ids,
     }
     if spec is not None and spec.row_images:
-        streams |= streams_of(documents, ImageReader(spec.source.tokenizer, spec.source.path).processor)
+        streams |= build_image_streams(documents, ImageReader(spec.source.tokenizer, spec.source.path).processor)
     if method.kind == "prompts":
         of_rollouts = ["old_logprobs", "sampling_logprobs", "advantages", "reference_logprobs"]
         names = of_rollouts if method.needs_reference() else of_rollouts[:-1]
@@ -100,7 +100,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
     return [*rows, *({**row, "desirable": torch.zeros_like(row["desirable"])} for row in others)]
 
 
-def split(images: Sequence[Layout], length: int, count: int) -> list[tuple[int, Sequence[Layout]]]:
+def split_row(images: Sequence[Layout], length: int, count: int) -> list[tuple[int, Sequence[Layout]]]:
     """Return tokens and images of each document, 1 or 2 of them, of a row of `length` tokens: halves of the row, as far
     as the images of either fit into it behind a token of text."""
     if count == 1:
@@ -112,7 +112,9 @@ def split(images: Sequence[Layout], length: int, count: int) -> list[tuple[int, 
     return [(middle, first), (length - middle, second)]
 
 
-def streams_of(documents: Sequence[tuple[int, Sequence[Layout]]], processor: ImageProcessor) -> dict[str, Tensor]:
+def build_image_streams(
+    documents: Sequence[tuple[int, Sequence[Layout]]], processor: ImageProcessor
+) -> dict[str, Tensor]:
     """Return the image streams of a row of `documents`, each with its images one behind the other behind its first
     token; [S, ..] each."""
     parts = []

@@ -17,7 +17,7 @@ from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.recipe.world import replace_keys
 from dtrain.training import eval_sets
-from dtrain.training.registry import method_of
+from dtrain.training.registry import build_method
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class SmallFiles:
 
     Attributes:
         recipe: The recipe with the models' directories.
-        awaited: For each key, a line on the files that the run downloads first.
+        pending_downloads: For each key, a line on the files that the run downloads first.
         problems: What the hub refuses, as it would refuse the run.
     """
 
     recipe: Recipe
-    awaited: Mapping[str, str]
+    pending_downloads: Mapping[str, str]
     problems: Sequence[Problem]
 
 
@@ -74,13 +74,15 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
 
 def with_small_files(recipe: Recipe) -> SmallFiles:
     """Download the small files of models on the hub, and look up the files that the run would download."""
-    awaited: dict[str, str] = {}
+    pending_downloads: dict[str, str] = {}
     problems: list[Problem] = []
     for key, name, needs_weights in model_ids(recipe):
         try:
             if needs_weights:
                 directory, size = look(name, key)
-                awaited[key] = f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
+                pending_downloads[key] = (
+                    f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
+                )
             else:
                 directory = download(name, weights=False, key=key)
             recipe = replace_keys(recipe, {key: str(directory)})
@@ -92,10 +94,10 @@ def with_small_files(recipe: Recipe) -> SmallFiles:
         except UserError as error:
             problems.append(_refused(key, name, error))
             continue
-        awaited[key] = (
+        pending_downloads[key] = (
             f"{key}={name}: the run downloads {count} {plural(count, 'file')} from the hub and checks the rows then"
         )
-    return SmallFiles(recipe, awaited, problems)
+    return SmallFiles(recipe, pending_downloads, problems)
 
 
 def _refused(key: str, name: str, error: UserError) -> Problem:
@@ -104,7 +106,7 @@ def _refused(key: str, name: str, error: UserError) -> Problem:
     return Problem(key, f"{key}={name}: {reason}")
 
 
-def not_here(recipe: Recipe) -> list[Problem]:
+def missing_problems(recipe: Recipe) -> list[Problem]:
     """Return a problem for each model and dataset that `with_local_model` would fetch."""
     problems = []
     for key, name, needs_weights in model_ids(recipe):
@@ -125,7 +127,7 @@ def not_here(recipe: Recipe) -> list[Problem]:
 def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     """Return key, id and whether weights are needed, for every model that the recipe names by an id on the hub."""
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
-    named += [(key, path, True) for key, path in method_of(recipe).other_models()]
+    named += [(key, path, True) for key, path in build_method(recipe).other_models()]
     return [(key, name, needs_weights) for key, name, needs_weights in named if name and is_id(name)]
 
 

@@ -18,7 +18,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import Recipe
 from dtrain.recipe.world import dp_of, with_compile, without_auto
 from dtrain.training.directory import RunDirectory
-from dtrain.training.registry import REWARD_MODEL, method_of
+from dtrain.training.registry import REWARD_MODEL, build_method
 
 if TYPE_CHECKING:
     from dtrain.methods import Method
@@ -31,12 +31,12 @@ class World:
     Attributes:
         size: Their number.
         device_type: "cuda" or "cpu".
-        is_here: Whether they run on this machine, whose devices and compilers can then be examined.
+        is_local: Whether they run on this machine, whose devices and compilers can then be examined.
     """
 
     size: int
     device_type: str = "cpu"
-    is_here: bool = True
+    is_local: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,32 @@ class RunInputs:
     """A recipe in a world, with the objects that follow from both without reading a file.
 
     Attributes:
-        written: The recipe as it was given.
+        original_recipe: The recipe as it was given.
         recipe: The recipe with values in place of `auto`, except for those that the data decide (data.packing,
             train.global_batch).
         world: The processes.
         method: The recipe's method.
         run: The run's directory.
         source: The directory of model.path.
-        others: The directories of the method's other models, by key.
-        awaited: Keys of files that the run downloads first, and that a dry run therefore cannot read.
+        other_models: The directories of the method's other models, by key.
+        pending_downloads: Keys of files that the run downloads first, and that a dry run therefore cannot read.
     """
 
-    written: Recipe
+    original_recipe: Recipe
     recipe: Recipe
     world: World
     method: "Method"
     run: RunDirectory
     source: ModelDirectory
-    others: Mapping[str, ModelDirectory]
-    awaited: Collection[str] = ()
+    other_models: Mapping[str, ModelDirectory]
+    pending_downloads: Collection[str] = ()
 
     @classmethod
-    def of(cls, written: Recipe, world: World, awaited: Collection[str] = ()) -> "RunInputs":
+    def of(cls, original_recipe: Recipe, world: World, pending_downloads: Collection[str] = ()) -> "RunInputs":
         """Return the inputs of a recipe, which need not be checked yet."""
-        recipe = with_compile(written, world.device_type, world.is_here)
+        recipe = with_compile(original_recipe, world.device_type, world.is_local)
         recipe = without_auto(recipe, dp_of(recipe, world.size))
-        method = method_of(recipe)
+        method = build_method(recipe)
         data = recipe.data
         template_options = (data.chat_template, data.template_kwargs, data.special_tokens)
         source = ModelDirectory(recipe.model.directory, method.labels(), *template_options)
@@ -77,7 +77,7 @@ class RunInputs:
         for key, path in method.other_models():
             others[key] = ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None)
         run = RunDirectory(recipe.run.directory, recipe.run.lock)
-        return cls(written, recipe, world, method, run, source, others, awaited)
+        return cls(original_recipe, recipe, world, method, run, source, others, pending_downloads)
 
     @property
     def cache(self) -> Path:
@@ -101,4 +101,4 @@ class RunInputs:
     @cached_property
     def wrong_values(self) -> list[tuple[str, object, str]]:
         """Values of the recipe that are out of their range, as of `out_of_range`."""
-        return out_of_range(self.written)
+        return out_of_range(self.original_recipe)

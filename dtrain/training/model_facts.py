@@ -20,7 +20,7 @@ from dtrain.parallel.apply import find_plan, in_words
 from dtrain.parallel.fsdp import units_of
 from dtrain.parallel.placement import bytes_of
 from dtrain.recipe import Recipe
-from dtrain.training.eval_sets import longest_answer
+from dtrain.training.eval_sets import default_max_new_tokens
 
 
 class WeightCounts(NamedTuple):
@@ -110,7 +110,9 @@ class ModelFacts:
             return 0
         from dtrain.inference.kv_cache import position_bytes, slot_size  # only runs with `eval` generate
 
-        answer = max(each.sampling.max_new_tokens or longest_answer(positions) for each in recipe.evals.values())
+        answer = max(
+            each.sampling.max_new_tokens or default_max_new_tokens(positions) for each in recipe.evals.values()
+        )
         prompt = max(1, min(recipe.data.max_length, positions) - answer)
         num_positions = slot_size(answer) + slot_size(prompt)
         return int(num_positions * position_bytes(self.config, compute, tp) / FREE_MEMORY_SHARE)

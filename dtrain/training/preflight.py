@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem, RecipeError, without_repetition
 from dtrain.recipe import Recipe, redact
-from dtrain.training.hub_files import not_here, with_local_model
+from dtrain.training.hub_files import missing_problems, with_local_model
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.registry import recipe_and_problems
 
@@ -52,7 +52,7 @@ def shapes(recipe: Recipe, world_size: int) -> list[Problem]:
 
     Only each model's config.json is read, which must be on this machine.
     """
-    absent = [redacted(problem, recipe) for problem in not_here(recipe)]
+    absent = [redacted(problem, recipe) for problem in missing_problems(recipe)]
     return [*preflight(recipe, world_size, "models"), *absent]
 
 

@@ -66,7 +66,7 @@ def _load(entry: "str | type[Method]") -> "type[Method]":
     return getattr(import_module(module), class_name)
 
 
-def method_of(recipe: Recipe) -> "Method":
+def build_method(recipe: Recipe) -> "Method":
     """Return the method of a recipe, which need not be checked."""
     method = method_class(recipe.method)(recipe)
     variant = method.variant()

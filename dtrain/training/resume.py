@@ -63,7 +63,7 @@ DIGEST_OF_LOCATION = {
 }
 
 # Keys that decide which tensors a run trains, and of which shapes.
-SHAPING = (
+SHAPE_KEYS = (
     *("lora", "lora.path", "lora.rank", "lora.rank_pattern", "lora.target", "lora.exclude", "lora.modules_to_save"),
     *("lora.dora", "train.vision", "train.train_only", "train.freeze", "model.path", "model.config"),
 )
@@ -165,7 +165,7 @@ def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
 def _read_began(inputs: RunInputs) -> tuple[bool, dict[str, Any]]:
     """Return whether an earlier start left files in the run's directory, and the checkpoints that it began from."""
     began = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
-    return inputs.run.left is not None, began
+    return inputs.run.leftovers is not None, began
 
 
 def _continue_run(
@@ -269,7 +269,7 @@ def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
         adapter = Path(recipe.lora.path)
         files = [adapter / name for name in ADAPTER_FILES]
         found["lora.path"] = digest(digests(files, _other_model("lora.path", adapter), ranks))
-    for key, model in inputs.others.items():
+    for key, model in inputs.other_models.items():
         weight_digests = digests(weight_files(model.path), _other_model(key, model.path), ranks)
         config_digest = digest(read_model_config(model.path))
         ranks.same(config_digest, _other_model(key, model.path))
@@ -434,7 +434,7 @@ def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misf
     keys = []
     settings = []  # that restore the saved recipe, such as "lora.rank=8"
     for key, old, _ in differences:
-        if key in SHAPING:
+        if key in SHAPE_KEYS:
             keys.append(key)
             settings.append(f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={shown(old)}")
     if not keys:

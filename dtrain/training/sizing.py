@@ -55,10 +55,10 @@ class Sizing:
         return cls(values, (f"{', '.join(as_choices(recipe, values))} (auto): {why}",))
 
 
-def sizing_before(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | None:
+def previous_sizing(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | None:
     """Return what this run chose before on such a machine, for a recipe whose memory is the same; None where it did
     not."""
-    recipe, run = inputs.written, inputs.run
+    recipe, run = inputs.original_recipe, inputs.run
     with suppress(OSError, ValueError, KeyError, UserError):
         if recipe.checkpoint.resume is None or json.loads((run.path / ABOUT).read_text())[MACHINE] != machine:
             return None
@@ -70,7 +70,7 @@ def sizing_before(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | Non
     return None
 
 
-def usual_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
+def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     """Return the usual values for processes of a CPU with `memory` bytes each, where a closed form that is far too
     large shows that they fit; None where it takes a plan."""
     method, shape = inputs.method, inputs.source.config
@@ -87,22 +87,22 @@ def usual_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     kept = tokens * (shape.num_hidden_layers * (width + heads * length) + 4 * shape.vocab_size)
     if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
         return None
-    values = {key: value_of_key(inputs.recipe, key) for key in open_keys(inputs.written)}
-    return Sizing.of(inputs.written, values, "a small model")
+    values = {key: value_of_key(inputs.recipe, key) for key in open_keys(inputs.original_recipe)}
+    return Sizing.of(inputs.original_recipe, values, "a small model")
 
 
-def machine_of(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
+def describe_machine(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
     """Return what a choice of sizes depends on beside the recipe, as about.json keeps it."""
     return {"device": device_name, "memory": memory, "world_size": world_size}
 
 
-def sizing_of_cpu(recipe: Any, machine: Mapping[str, Any], host: int) -> Sizing | None:
+def sizing_without_plan(recipe: Any, machine: Mapping[str, Any], host: int) -> Sizing | None:
     """Return the sizes of a run on CPUs that needs no plan for them, or None. host: bytes of its memory for a rank."""
     inputs = RunInputs.of(recipe, World(machine["world_size"]))
-    return sizing_before(inputs, machine) or usual_sizing(inputs, host)
+    return previous_sizing(inputs, machine) or small_model_sizing(inputs, host)
 
 
-def sizing_by_plan(
+def sizing_with_plan(
     recipe: Any, machine: Mapping[str, Any], host: int, planned: Any, device: Any = None, free: int | None = None
 ) -> Sizing:
     """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
@@ -112,7 +112,7 @@ def sizing_by_plan(
     nothing fits.
     """
     world_size, is_cpu = machine["world_size"], machine["device"] == CPU
-    before = None if is_cpu else sizing_before(RunInputs.of(recipe, World(world_size)), machine)
+    before = None if is_cpu else previous_sizing(RunInputs.of(recipe, World(world_size)), machine)
     if before is not None:
         if planned is not None:
             planned.settle(before.values)
@@ -138,7 +138,7 @@ def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
     return values
 
 
-def sized(
+def share_sizing(
     recipe: Config, rank: int, attempt: int, store: "dist.Store | None", decide: Callable[[], Sizing]
 ) -> tuple[Config, tuple[str, ...]]:
     """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks

@@ -49,11 +49,11 @@ class RunSpec:
     """Everything that is decided about a run before its model is built.
 
     Attributes:
-        written: The recipe as it was given.
+        original_recipe: The recipe as it was given.
         recipe: The recipe with values in place of `auto`.
         run: The run's directory.
         source: The directory of model.path.
-        others: The directories of the method's other models, by key.
+        other_models: The directories of the method's other models, by key.
         method: The method of `recipe`.
         precision: Dtypes of the weights and of the computation.
         model_config: The config of the model, with its vision tower if the data have images.
@@ -70,11 +70,11 @@ class RunSpec:
         notes: Lines for the user.
     """
 
-    written: Recipe
+    original_recipe: Recipe
     recipe: Recipe
     run: RunDirectory
     source: ModelDirectory
-    others: Mapping[str, ModelDirectory]
+    other_models: Mapping[str, ModelDirectory]
     method: "Method"
     precision: Precision
     model_config: ModelConfig
@@ -146,11 +146,11 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     begun = start.resolve(inputs, data, decided, meta, {**identities, **data.identities}, host)
     assert begun is not None and begun.total_steps is not None, "a rank raises instead"
     spec = RunSpec(
-        written=inputs.written,
+        original_recipe=inputs.original_recipe,
         recipe=decided.recipe,
         run=inputs.run,
         source=inputs.source,
-        others=inputs.others,
+        other_models=inputs.other_models,
         method=decided.method,
         precision=precision,
         model_config=inputs.model_config(has_images),
@@ -174,13 +174,13 @@ def check_other_models(inputs: RunInputs, host: Host) -> None:
 
     Raises UserError on every rank. Collective: one broadcast for each model.
     """
-    if not inputs.others:
+    if not inputs.other_models:
         return
-    from dtrain.training.setup import others  # most runs need no second model
+    from dtrain.training.setup import other_models  # most runs need no second model
 
-    for key, source in inputs.others.items():
-        if key not in inputs.awaited:
-            host.on_first_rank(key, partial(others.check_weights, source))
+    for key, source in inputs.other_models.items():
+        if key not in inputs.pending_downloads:
+            host.on_first_rank(key, partial(other_models.check_weights, source))
 
 
 def read_evals(inputs: RunInputs, data: DataFacts, host: Host) -> EvalFacts:

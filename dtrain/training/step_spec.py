@@ -25,7 +25,7 @@ from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.model_facts import ModelFacts
 from dtrain.training.preflight import shapes
-from dtrain.training.registry import method_of
+from dtrain.training.registry import build_method
 from dtrain.training.setup import model as model_setup
 from dtrain.training.setup import sizes as sizes_setup
 from dtrain.training.setup.data import DataFacts, images_of_first_rows
@@ -40,11 +40,11 @@ class StepSpec:
     """Everything that decides what one optimizer step stores and computes.
 
     Attributes:
-        written: The recipe as it was given.
+        original_recipe: The recipe as it was given.
         recipe: The recipe with values in place of `auto`, and with dtrain's own code in place of import paths.
         world: The number and the device type of the ranks.
         source: The directory of model.path.
-        others: The directories of the method's other models, by key.
+        other_models: The directories of the method's other models, by key.
         method_class: The class of the method.
         precision: Dtypes of the weights and of the computation.
         model: The model on the meta device.
@@ -54,11 +54,11 @@ class StepSpec:
         notes: Lines on what is assumed.
     """
 
-    written: Recipe
+    original_recipe: Recipe
     recipe: Recipe
     world: World
     source: ModelDirectory
-    others: Mapping[str, ModelDirectory]
+    other_models: Mapping[str, ModelDirectory]
     method_class: "type[Method]"
     precision: Precision
     model: "CausalLM"
@@ -109,16 +109,16 @@ def resolve_step(
     if recipe.train.global_batch == "auto":
         # The batch that `auto` means depends on the number of rows, which is not known here. Some methods have the same
         # batch for any number of rows, for example that of a rollout.
-        method = method_of(recipe)
+        method = build_method(recipe)
         smallest = method.automatic_batch(0)
         largest = method.automatic_batch(LARGEST_AUTO * STEPS_OF_A_PASS)
         if smallest == largest:
             recipe = replace_keys(recipe, {"train.global_batch": smallest})
     # Weights of awaited models are not read, and need not be here.
-    awaited = ["model.path"]
-    for key, _ in method_of(recipe).other_models():
-        awaited.append(key)
-    inputs = RunInputs.of(recipe, World(world_size, device_type, is_here=False), awaited)
+    pending_downloads = ["model.path"]
+    for key, _ in build_method(recipe).other_models():
+        pending_downloads.append(key)
+    inputs = RunInputs.of(recipe, World(world_size, device_type, is_local=False), pending_downloads)
     found = [*shapes(inputs.recipe, world_size), *problems]
     if found:
         raise RecipeError(found)
@@ -137,11 +137,11 @@ def resolve_step(
     if meta is None or decided is None:
         raise RecipeError(host.problems)
     return StepSpec(
-        written=inputs.written,
+        original_recipe=inputs.original_recipe,
         recipe=_without_foreign_code(decided.recipe, decided.sizes),
         world=inputs.world,
         source=inputs.source,
-        others=inputs.others,
+        other_models=inputs.other_models,
         method_class=type(decided.method),
         precision=precision,
         model=meta.model,
@@ -171,4 +171,4 @@ def config_of(recipe: Recipe) -> ModelConfig:
     Raises:
         UserError: If config.json cannot be read.
     """
-    return ModelDirectory(recipe.model.directory, method_of(recipe).labels()).config
+    return ModelDirectory(recipe.model.directory, build_method(recipe).labels()).config

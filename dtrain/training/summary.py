@@ -15,7 +15,7 @@ from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource
 from dtrain.training import eval_sets
 from dtrain.training.metrics import Recorder, records
-from dtrain.training.metrics.terminal import one_line, plot
+from dtrain.training.metrics.terminal import plot, shorten_to_line
 from dtrain.training.model_facts import count_weights
 from dtrain.training.setup import schedule as scheduling
 from dtrain.training.setup import sizes as sizing
@@ -49,38 +49,38 @@ class BuiltRun:
     before_gib: float
 
 
-def labelled(label: str, text: str) -> str:
+def labelled_line(label: str, text: str) -> str:
     """A line of a table without borders."""
     return f"{label:<{LABEL}}{text}"
 
 
-def opening(run: BuiltRun) -> Iterator[str]:
+def opening_lines(run: BuiltRun) -> Iterator[str]:
     """The sizes of a run that is built: model, rows, mesh, batch, steps; then the choices that were made for it."""
-    written = run.spec.written
+    written = run.spec.original_recipe
     recipe, sizes, policy, rows = run.spec.recipe, run.spec.sizes, run.policy, run.spec.rows["train"]
     count, trained = count_weights(policy.model)
     of_it = "" if trained == count else f" ({_short(trained)} of them trained)"
-    yield labelled("model", f"{recipe.model.path}, {_short(count)} parameters{of_it}, init {recipe.model.init}")
+    yield labelled_line("model", f"{recipe.model.path}, {_short(count)} parameters{of_it}, init {recipe.model.init}")
     if policy.model.config.vision is not None:
-        yield labelled("vision", _vision(run))
+        yield labelled_line("vision", _vision(run))
     elif policy.model.config.is_text_tower and recipe.model.init != "scratch":
-        yield labelled("", "its other parts (a vision tower) are not trained: an export has them as the files do")
+        yield labelled_line("", "its other parts (a vision tower) are not trained: an export has them as the files do")
     counted = written.train.global_batch == "auto" or recipe.train.epochs is not None
     per_pass = f"{rows.rows_in_epoch(0):,} rows a pass, " if counted else ""
     packed = f"packed to {rows.capacity:,} tokens" if rows.packing else f"of up to {rows.capacity:,} tokens"
-    yield labelled("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
+    yield labelled_line("data", f"{rows.samples.meta['samples']:,} {rows.samples.noun}, {per_pass}{packed}")
     world = f"{sizes.world_size} processes: {sizes.axes}" if sizes.world_size > 1 else "one process"
-    yield labelled("mesh", f"{world}, {policy.device.type}")
+    yield labelled_line("mesh", f"{world}, {policy.device.type}")
     auto = " (auto)" if written.train.global_batch == "auto" else ""
-    yield labelled(
+    yield labelled_line(
         "batch",
         f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
         f"{sizes.accumulation} × dp {sizes.dp}",
     )
     yield from run.runtime.chosen
-    yield labelled("steps", _steps(run))
+    yield labelled_line("steps", _steps(run))
     if recipe.train.validate_every == "auto" and run.spec.validate_every is not None:
-        yield labelled("", f"a validation every {run.spec.validate_every} of them (auto), and at the end")
+        yield labelled_line("", f"a validation every {run.spec.validate_every} of them (auto), and at the end")
     yield from run.spec.method.choices
     yield f"compute in {str(policy.precision.compute).removeprefix('torch.')} ({policy.precision.reason})"
     if policy.device.type == "cuda":
@@ -95,7 +95,7 @@ def opening(run: BuiltRun) -> Iterator[str]:
     yield from run.recorder.choices
 
 
-def about(run: BuiltRun, planned: int = 0) -> dict[str, Any]:
+def describe_run(run: BuiltRun, planned: int = 0) -> dict[str, Any]:
     """about.json of the run. planned: bytes of a rank's tensors at their peak, where there is a plan."""
     device, (parameters, trained) = run.policy.device, count_weights(run.policy.model)
     is_cuda = device.type == "cuda"
@@ -147,7 +147,7 @@ def _notes(run: BuiltRun) -> Iterator[str]:
     yield from sizing.position_notes(run.spec.recipe, run.spec.source)
 
 
-def closing(
+def closing_lines(
     recipe: Recipe, method: "Method", directory: Path, *, has_export: bool, has_images: bool = False
 ) -> Iterator[str]:
     """Yield the last lines of a run: what it has learned, by its metrics.jsonl, and commands to continue with.
@@ -166,24 +166,24 @@ def closing(
     curves = {name: curve for name in names if (curve := records.curve_points(rows, name))}
     drawn = next((name for name, curve in curves.items() if len(curve) >= PLOTTED), "")
     for number, line in enumerate(plot(curves.get(drawn, []))):
-        yield labelled("" if number else names[drawn], line)
+        yield labelled_line("" if number else names[drawn], line)
     for name, curve in curves.items():
         values = [value for _, value in curve]
-        first, last, count = records.curve_ends(name, values)
+        first, last, count = records.summarize_curve(name, values)
         best = f"; the lowest {min(values):.4g}" if name == "val_loss" and min(values) < last else ""
         steps = f"means of the first and last {count}" if count > 1 else "the first and the last"
         if len(values) > 1:
-            yield labelled("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
+            yield labelled_line("result", f"{names[name]} {first:.4g} → {last:.4g} ({steps} of {len(values)}{best})")
     yield from _answers(directory)
-    yield labelled("next", f"dtrain report {directory}")
+    yield labelled_line("next", f"dtrain report {directory}")
     if not has_export or method.labels() is not None:
         return
     image = "--image FILE " if has_images else ""
-    yield labelled("", f'dtrain generate {directory} {image}--prompt "..."')
-    yield labelled("", f"dtrain eval {directory} {_questions(recipe, method.kind)}")
-    yield labelled("", f"dtrain serve {directory}")
+    yield labelled_line("", f'dtrain generate {directory} {image}--prompt "..."')
+    yield labelled_line("", f"dtrain eval {directory} {_questions(recipe, method.kind)}")
+    yield labelled_line("", f"dtrain serve {directory}")
     if recipe.lora is not None:
-        yield labelled("", f"dtrain export {directory} OUT    # whole, the adapter merged")
+        yield labelled_line("", f"dtrain export {directory} OUT    # whole, the adapter merged")
 
 
 def _questions(recipe: Recipe, kind: str) -> str:
@@ -198,17 +198,17 @@ def _answers(directory: Path) -> Iterator[str]:
     paths = [path for name in ("evals.jsonl", "samples.jsonl") if (path := directory / name).is_file()]
     if not paths:
         return
-    from dtrain.training.metrics.records import Answers  # a run without answers loads nothing of them
+    from dtrain.training.metrics.records import AnswerFile  # a run without answers loads nothing of them
 
-    for index in map(Answers, paths):
-        index.look()
-        first = next(index.of_step(min(index.steps)), None) if len(index.steps) > 1 else None
+    for index in map(AnswerFile, paths):
+        index.refresh()
+        first = next(index.read_step(min(index.steps)), None) if len(index.steps) > 1 else None
         if first is None:
             continue
-        same = (answer for answer in index.of_step(max(index.steps)) if answer.key == first.key)
-        last = next(same, None) or next(index.of_step(max(index.steps)), first)
+        same = (answer for answer in index.read_step(max(index.steps)) if answer.key == first.key)
+        last = next(same, None) or next(index.read_step(max(index.steps)), first)
         for label, answer in (("answers", first), ("", last)):
             reward = "" if answer.reward is None else f" (reward {answer.reward:.3g})"
-            prompt = one_line(answer.prompt, SHOWN)
-            yield labelled(label, f"step {answer.step}{reward}: {prompt} → {one_line(answer.text, SHOWN)}")
+            prompt = shorten_to_line(answer.prompt, SHOWN)
+            yield labelled_line(label, f"step {answer.step}{reward}: {prompt} → {shorten_to_line(answer.text, SHOWN)}")
         return

@@ -53,7 +53,7 @@ from dtrain.training.eval_sets import better
 from dtrain.training.preflight import shapes
 from dtrain.training.resume import Start
 from dtrain.training.spec import ResolvedRun, resolve
-from dtrain.training.summary import BuiltRun, about, closing, opening
+from dtrain.training.summary import BuiltRun, closing_lines, describe_run, opening_lines
 
 if TYPE_CHECKING:
     from dtrain.training.evaluations import Evaluations
@@ -93,7 +93,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
             return
         trainer.loop(start)
         if runtime.is_main:
-            lines = closing(
+            lines = closing_lines(
                 trainer.recipe,
                 trainer.method,
                 trainer.run.path,
@@ -122,7 +122,7 @@ class Trainer:
         self.run, self.method, self.store = spec.run, spec.method, spec.store
         self.rows, self.val_rows = spec.rows["train"], spec.rows.get("val")
         self.start, self.identities, self.total_steps = spec.start, spec.identities, spec.total_steps
-        self._recipe_text = config.to_yaml(spec.written)
+        self._recipe_text = config.to_yaml(spec.original_recipe)
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
         options = BuildOptions(longest_row=self.method.longest_row())
@@ -145,7 +145,7 @@ class Trainer:
             self.evaluations = module.Evaluations(spec, self.policy, run)
         self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
-            for line in opening(self._built):
+            for line in opening_lines(self._built):
                 self.metrics.say(line)
 
     @classmethod
@@ -204,8 +204,8 @@ class Trainer:
         replace_text(self.run.began, json.dumps(start.began))
         replace_text(self.run.config, self._recipe_text)
         self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
-        self.run.write_json(ABOUT, about(self._built))
-        self.run.keep_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
+        self.run.write_json(ABOUT, describe_run(self._built))
+        self.run.copy_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
 
     def loop(self, start: Start) -> None:
         """Train from `start` to the last step, saving and validating on the way; the export at the end."""
@@ -394,7 +394,7 @@ class Trainer:
             path=self.run.path,
             identities=self.identities,
             source=self.spec.source,
-            others=self.spec.others,
+            others=self.spec.other_models,
             stack=self._stack,
             ask_stop=ask_stop,
         )
@@ -421,7 +421,7 @@ class Trainer:
             return
         self._planned = None
         if self.runtime.is_main:
-            self.run.write_json(ABOUT, about(self._built, planned.size))
+            self.run.write_json(ABOUT, describe_run(self._built, planned.size))
         measured = f"{metrics.memory_gib(self.runtime.device):.3f} GiB"
         if self.runtime.device.type == "cuda":
             self.metrics.say(f"memory of a rank: {planned.words}, measured {measured}")

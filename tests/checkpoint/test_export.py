@@ -38,10 +38,10 @@ def make_run(path, family, steps=(1, 2), scratch=False):
     source = path.parent / "source"
     save_family(family, source)
     (source / "tokenizer.json").write_text("{}")
-    run = RunDirectory(path).hold()
+    run = RunDirectory(path).acquire()
     init = "scratch" if scratch else "pretrained"
     run.config.write_text(f"model: {{path: {source}, init: {init}}}\n")
-    run.keep_model_files(source)
+    run.copy_model_files(source)
     model = models.from_pretrained(source)
     for step in steps:
         optimizer = train_a_little(model, 1)
@@ -176,8 +176,8 @@ def test_memory_stays_near_one_tensor(tmp_path):
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(source)
-    run = RunDirectory(tmp_path / "run").hold()
-    run.keep_model_files(source)
+    run = RunDirectory(tmp_path / "run").acquire()
+    run.copy_model_files(source)
     model = models.build(models.read_config(source))
     size = sum(parameter.nbytes for parameter in model.parameters()) >> 20
     CheckpointStore(run.checkpoints).save(1, training_tensors(model), {})

@@ -19,7 +19,7 @@ from dtrain.commands import cli
 from dtrain.launch import launch
 from dtrain.training.preflight import load
 from tests.loopback_hub import hub as loopback  # noqa: F401 (a fixture)
-from tests.problem_lines import not_here, preflight
+from tests.problem_lines import missing_problems, preflight
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 
 NAME = "someone/Tiny-0.1B"
@@ -81,7 +81,7 @@ def test_a_reward_model_has_an_id_too(tmp_path, cache):
 def test_a_part_of_a_model_is_not_taken_for_the_whole(tmp_path, cache):
     (cache / "model.safetensors").unlink()
     recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained"))
-    assert "Fetch it with `dtrain download someone/Tiny-0.1B`" in not_here(recipe)[0]
+    assert "Fetch it with `dtrain download someone/Tiny-0.1B`" in missing_problems(recipe)[0]
     assert load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=scratch")).model.path == str(cache)
 
 
@@ -93,7 +93,7 @@ def test_half_a_download_names_the_shards_that_its_index_lacks(tmp_path, cache, 
     said = f"{NAME}: its download into the hub's cache on this machine is incomplete: 2 files are missing "
     said += "(model-00002-of-00003.safetensors, model-00003-of-00003.safetensors). Run `dtrain download someone/Tiny"
     recipe = load(tiny_recipe(tmp_path, f"model.path={NAME}", "model.init=pretrained"))
-    assert said in not_here(recipe)[0]
+    assert said in missing_problems(recipe)[0]
     for command in (["download", NAME], ["generate", NAME, "--prompt", "a"]):
         assert cli.main(command) == 1
         assert said in capsys.readouterr().err

@@ -93,9 +93,9 @@ def test_a_run_s_links_that_cannot_be_written_are_refused_by_name(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to("/proc/there")
     with pytest.raises(UserError, match="run.dir: /proc/there"):
-        RunDirectory(tmp_path / "run").hold()
+        RunDirectory(tmp_path / "run").acquire()
     (tmp_path / "run" / "checkpoints").unlink()
     (tmp_path / "run" / "checkpoints").symlink_to("/proc/self")
     if not os.access("/proc/self", os.W_OK):
         with pytest.raises(UserError, match="checkpoints, which is /proc/.*, cannot be written"):
-            RunDirectory(tmp_path / "run").hold()
+            RunDirectory(tmp_path / "run").acquire()

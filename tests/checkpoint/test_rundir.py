@@ -23,7 +23,7 @@ from tests.tiny import tiny_recipe, write_rows
 HOLDER = textwrap.dedent("""
     import os, sys, time
     from dtrain.training.directory import RunDirectory
-    RunDirectory(sys.argv[1]).hold()
+    RunDirectory(sys.argv[1]).acquire()
     child = os.fork() if sys.argv[2] == "fork" else 1
     if child:
         print(child, flush=True)
@@ -48,7 +48,7 @@ def test_a_second_run_waits_then_names_the_holder(holder, tmp_path):
     told = []
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"held by process {holder.pid} on {os.uname().nodename}"):
-        RunDirectory(tmp_path).hold(wait=0.5, tell=told.append)
+        RunDirectory(tmp_path).acquire(wait=0.5, tell=told.append)
     assert 0.5 <= time.monotonic() - began < 5
     assert len(told) == 1 and str(holder.pid) in told[0]
 
@@ -65,21 +65,21 @@ def test_the_lock_of_another_host_is_waited_for_longer(holder, tmp_path, host, s
         raise Told
 
     with pytest.raises(Told):
-        RunDirectory(tmp_path).hold(tell=tell)
+        RunDirectory(tmp_path).acquire(tell=tell)
 
 
 @pytest.mark.parametrize("holder", ["alone", "fork"], indirect=True)
 def test_the_lock_dies_with_its_holder_even_when_its_workers_live(holder, tmp_path):
     holder.kill()
     holder.wait()
-    run = RunDirectory(tmp_path).hold(wait=5)
+    run = RunDirectory(tmp_path).acquire(wait=5)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     run.release()
 
 
 def test_a_released_directory_can_be_held_by_another_process(tmp_path):
-    RunDirectory(tmp_path).hold(wait=0).release()
-    code = "import sys; from dtrain.training.directory import RunDirectory; RunDirectory(sys.argv[1]).hold(wait=0)"
+    RunDirectory(tmp_path).acquire(wait=0).release()
+    code = "import sys; from dtrain.training.directory import RunDirectory; RunDirectory(sys.argv[1]).acquire(wait=0)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
@@ -91,21 +91,21 @@ def test_importing_it_loads_no_torch():
 def test_a_directory_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/run cannot be made: .*/file: Not a directory"):
-        RunDirectory(tmp_path / "file" / "run").hold()
+        RunDirectory(tmp_path / "file" / "run").acquire()
 
 
 def test_model_files_are_kept(tmp_path):
-    run = RunDirectory(tmp_path / "run").hold()
+    run = RunDirectory(tmp_path / "run").acquire()
     model = tmp_path / "model"
     model.mkdir()
     (model / "additional_chat_templates").mkdir()
     tool_use = "additional_chat_templates/tool_use.jinja"
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", tool_use, "model.safetensors"):
         (model / name).write_text(name)
-    run.keep_model_files(model)
+    run.copy_model_files(model)
     kept = [str(path.relative_to(run.model)) for path in run.model.rglob("*") if path.is_file()]
     assert sorted(kept) == [tool_use, "chat_template.jinja", "config.json", "tokenizer.json"]
-    run.keep_model_files(run.model, chat_template="{{ own }}")
+    run.copy_model_files(run.model, chat_template="{{ own }}")
     assert (run.model / "config.json").read_text() == "config.json"
     assert (run.model / "chat_template.jinja").read_text() == "{{ own }}"
     assert not (run.model / tool_use).exists()  # it would write rows with tools, in the place of the own template

@@ -14,7 +14,7 @@ from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe import schema
 from dtrain.training import load_recipe
-from dtrain.training.registry import method_of
+from dtrain.training.registry import build_method
 from dtrain.training.resume import compare
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
@@ -265,7 +265,7 @@ class Begun:
 
 def differences(recipe, start, identities, rows):
     own_rows = {"train": rows} if rows else {}
-    return compare(recipe, start, identities, own_rows, method_of(recipe), allow_changes=[], unfit=None)
+    return compare(recipe, start, identities, own_rows, build_method(recipe), allow_changes=[], unfit=None)
 
 
 def test_recipes_that_were_saved_without_the_key(tmp_path):

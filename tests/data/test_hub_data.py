@@ -15,7 +15,7 @@ from dtrain.data.sources.hub import Pick, cached, choose_files, download, read_c
 from dtrain.launch import launch
 from dtrain.training.preflight import load
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
-from tests.problem_lines import not_here, preflight
+from tests.problem_lines import missing_problems, preflight
 from tests.tiny import tiny_recipe, write_rows
 
 NAME = "someone/tiny-rows"
@@ -136,7 +136,7 @@ def test_a_run_fetches_what_it_needs_and_goes_on_offline(tmp_path, hub, rows, mo
     recipe = load(tiny_recipe(tmp_path, f"data.train.path={NAME}", *shape))
     why = "is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache"
     assert preflight(recipe, 1) == []
-    assert not_here(recipe) == [
+    assert missing_problems(recipe) == [
         f"data.train.path={NAME} {why}: `dtrain download --data {NAME}` fetches it",
         f"data.val.path={NAME} {why}: `dtrain download --data {NAME} --split test` fetches it",
     ]

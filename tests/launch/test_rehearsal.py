@@ -41,7 +41,7 @@ def test_a_run_that_goes_on(tmp_path):
 
 
 def hold(path, ready, done):
-    run = RunDirectory(path).hold()
+    run = RunDirectory(path).acquire()
     os.write(ready, b"1")
     os.read(done, 1)
     run.release()

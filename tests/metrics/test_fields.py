@@ -4,7 +4,7 @@ import pytest
 
 from dtrain.commands.report.charts import charts_of
 from dtrain.training import METHODS, method_class
-from dtrain.training.metrics.records import EVALUATION, FIELDS, field_of
+from dtrain.training.metrics.records import EVALUATION, FIELDS, find_field
 from tests.methods import test_distill, test_dpo_runs, test_kto, test_on_policy, test_reward
 from tests.running import metrics, run
 from tests.tiny import tiny_grpo, tiny_recipe, write_prompts
@@ -49,7 +49,7 @@ def recipes(root, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_runs_write_the_fields_of_the_table_and_no_others(tmp_path, method):
     written = {name for recipe in recipes(tmp_path, method) for row in metrics(run(recipe)) for name in row}
-    known = {name: field_of(name) for name in written}
+    known = {name: find_field(name) for name in written}
     assert [name for name, one in known.items() if one is None or not writes(method, one)] == []
     promised = {one.name for one in FIELDS if writes(method, one)} - RARE - ELSEWHERE.get(method, set())
     assert promised - {one.name for one in known.values()} == set()
@@ -69,7 +69,7 @@ def test_evaluations_write_the_fields_of_the_table(tmp_path):
 def test_the_table_knows_the_methods_and_what_reports_read():
     assert len({one.name for one in FIELDS}) == len(FIELDS)
     for method in map(method_class, METHODS):
-        assert all(field_of(name) is not None for name in (*method.measures, *method.curves))
+        assert all(find_field(name) is not None for name in (*method.measures, *method.curves))
     titles = {chart.lines[0][0]: (chart.title, chart.unit) for chart in charts_of(one.name for one in FIELDS)}
     assert titles["mem_gib"] == ("Peak memory of rank 0", "GiB")
     assert titles["forward_kl"] == ("KL(teacher ‖ student)", "nats")

@@ -4,25 +4,25 @@ import json
 import random
 
 from dtrain.training.metrics import records
-from dtrain.training.metrics.records import Answers, NewLines, read_rows
-from dtrain.training.metrics.terminal import one_line, plot
+from dtrain.training.metrics.records import AnswerFile, LineFollower, read_rows
+from dtrain.training.metrics.terminal import plot, shorten_to_line
 
 
 def test_lines_are_read_once_whole_and_anew_where_a_file_was_cut_or_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
-    lines = NewLines(path)
-    assert list(lines.look()) == []
+    lines = LineFollower(path)
+    assert list(lines.read_new()) == []
     path.write_bytes(b"one\ntwo\nthr")
-    assert list(lines.look()) == [(0, b"one\n"), (4, b"two\n")]
+    assert list(lines.read_new()) == [(0, b"one\n"), (4, b"two\n")]
     with path.open("ab") as file:
         file.write(b"ee\n")
-    assert list(lines.look()) == [(8, b"three\n")] and lines.times == 0 and list(lines.look()) == []
+    assert list(lines.read_new()) == [(8, b"three\n")] and lines.num_restarts == 0 and list(lines.read_new()) == []
     path.write_bytes(b"one\n")  # cut, as a resume does
-    assert list(lines.look()) == [(0, b"one\n")] and lines.times == 1
+    assert list(lines.read_new()) == [(0, b"one\n")] and lines.num_restarts == 1
     fresh = path.with_suffix(".new")
     fresh.write_bytes(b"eno\nmore\n")  # replaced by a longer one
     fresh.replace(path)
-    assert list(lines.look()) == [(0, b"eno\n"), (4, b"more\n")] and lines.times == 2
+    assert list(lines.read_new()) == [(0, b"eno\n"), (4, b"more\n")] and lines.num_restarts == 2
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
@@ -30,10 +30,10 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     for long in (99, 100, 101, 150, 200, 250):
         path.write_bytes(b"one\n" + b"x" * long + b"\ntwo\n")
-        lines = NewLines(path)
-        found = [line for _, line in lines.look()]
-        assert found[0] == b"one\n" and found[-1] == b"two\n" and len(found) + lines.skipped == 3
-        assert lines.skipped == (long >= 100) and list(lines.look()) == [] and lines.times == 0
+        lines = LineFollower(path)
+        found = [line for _, line in lines.read_new()]
+        assert found[0] == b"one\n" and found[-1] == b"two\n" and len(found) + lines.num_skipped == 3
+        assert lines.num_skipped == (long >= 100) and list(lines.read_new()) == [] and lines.num_restarts == 0
 
 
 def test_rows_leave_out_what_is_damaged(tmp_path):
@@ -48,15 +48,15 @@ def test_answers_are_found_by_their_steps_in_any_order_of_the_file(tmp_path):
     written = [{"step": draw.randrange(5), "group": n, "prompt": "p", "completion": f"c{n}"} for n in range(200)]
     written[7] = {"completion": "other order", "step": 2, "group": 7}
     path.write_text("".join(json.dumps(row) + "\n" for row in written[:150]))
-    index = Answers(path)
-    assert index.look() and not index.look()
+    index = AnswerFile(path)
+    assert index.refresh() and not index.refresh()
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in written[150:])
-    assert index.look()
+    assert index.refresh()
     for step in range(5):
-        assert [one.index for one in index.of_step(step)] == [row["group"] for row in written if row["step"] == step]
+        assert [one.index for one in index.read_step(step)] == [row["group"] for row in written if row["step"] == step]
     path.write_text("")
-    assert index.look() and not index.steps and list(index.of_step(2)) == []
+    assert index.refresh() and not index.steps and list(index.read_step(2)) == []
 
 
 def test_a_plot_spans_the_values_and_keeps_a_single_spike():
@@ -74,5 +74,5 @@ def test_a_plot_spans_the_values_and_keeps_a_single_spike():
 
 
 def test_a_text_on_one_line_is_short_and_harmless():
-    assert one_line("a\n b\x1b[31m\tc\ud800", 40) == "a b\\x1b[31m c\\ud800"
-    assert one_line("x" * 100, 10) == "x" * 9 + "…"
+    assert shorten_to_line("a\n b\x1b[31m\tc\ud800", 40) == "a b\\x1b[31m c\\ud800"
+    assert shorten_to_line("x" * 100, 10) == "x" * 9 + "…"

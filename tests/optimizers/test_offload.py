@@ -66,12 +66,12 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
 def given(recipe, rank, size):
     """Return the weights that a policy gives out before and after a step, with another's in place, and off the card."""
     from dtrain.base.batch import collate
-    from dtrain.training import method_of
+    from dtrain.training import build_method
     from dtrain.training.full_rows import full_rows
     from tests.optimizers.stepping import give_gradients, policy_on
 
     policy = policy_on(recipe, rank, size, runtime_of(rank, size).device)
-    rows = full_rows(method_of(recipe), 1)
+    rows = full_rows(build_method(recipe), 1)
     batch, given = collate(rows, list(rows[0])), {}
     given["begun"] = policy.logprobs(batch)
     policy.init_reference_model()

@@ -18,7 +18,15 @@ from dtrain.recipe.world import USUAL, open_keys, replace_keys, without_auto
 from dtrain.training import load_recipe
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
-from dtrain.training.sizing import MACHINE, Sizing, machine_of, sized, sizing_before, sizing_by_plan, usual_sizing
+from dtrain.training.sizing import (
+    MACHINE,
+    Sizing,
+    describe_machine,
+    previous_sizing,
+    share_sizing,
+    sizing_with_plan,
+    small_model_sizing,
+)
 from tests.tiny import tiny_recipe, write_model
 
 H100 = GPUS["h100"]
@@ -97,9 +105,9 @@ def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path,
 
 def test_small_models_on_a_cpu_need_no_plan(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    assert usual_sizing(RunInputs.of(recipe, World(2)), 2**34).values == USUAL
-    assert usual_sizing(RunInputs.of(recipe, World(2)), 2**24) is None
-    assert usual_sizing(RunInputs.of(load_recipe(recipe, ["data.max_length=100000"]), World(2)), 2**34) is None
+    assert small_model_sizing(RunInputs.of(recipe, World(2)), 2**34).values == USUAL
+    assert small_model_sizing(RunInputs.of(recipe, World(2)), 2**24) is None
+    assert small_model_sizing(RunInputs.of(load_recipe(recipe, ["data.max_length=100000"]), World(2)), 2**34) is None
 
 
 def test_a_batch_decides_how_many_rows_are_usual(tmp_path):
@@ -111,18 +119,18 @@ def test_a_batch_decides_how_many_rows_are_usual(tmp_path):
 def test_a_run_keeps_what_it_chose_on_the_same_machine_alone(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
     values = USUAL | {"train.micro_batch": 2, "train.activation_checkpointing": "full"}
-    machine = machine_of(1, "cpu", 2**34)
+    machine = describe_machine(1, "cpu", 2**34)
     spec = RunInputs.of(recipe, World(1))
-    assert sizing_before(spec, machine) is None
+    assert previous_sizing(spec, machine) is None
     spec.run.path.mkdir(parents=True)
     spec.run.config.write_text(dtrain.recipe.to_yaml(replace_keys(recipe, values)))
     (spec.run.path / ABOUT).write_text(json.dumps({MACHINE: machine}))
-    assert sizing_before(spec, machine).values == values
-    assert sizing_before(RunInputs.of(load_recipe(recipe, ["train.steps=20"]), World(1)), machine).values == values
-    assert sizing_before(spec, machine_of(1, "cpu", 2**33)) is None
-    assert sizing_before(spec, machine_of(2, "cpu", 2**34)) is None
-    assert sizing_before(RunInputs.of(load_recipe(recipe, ["data.max_length=16"]), World(1)), machine) is None
-    assert sizing_before(RunInputs.of(load_recipe(recipe, ["checkpoint.resume=null"]), World(1)), machine) is None
+    assert previous_sizing(spec, machine).values == values
+    assert previous_sizing(RunInputs.of(load_recipe(recipe, ["train.steps=20"]), World(1)), machine).values == values
+    assert previous_sizing(spec, describe_machine(1, "cpu", 2**33)) is None
+    assert previous_sizing(spec, describe_machine(2, "cpu", 2**34)) is None
+    assert previous_sizing(RunInputs.of(load_recipe(recipe, ["data.max_length=16"]), World(1)), machine) is None
+    assert previous_sizing(RunInputs.of(load_recipe(recipe, ["checkpoint.resume=null"]), World(1)), machine) is None
 
 
 class Store(dict):
@@ -137,8 +145,8 @@ class Store(dict):
 def test_all_ranks_get_what_the_first_one_decides(tmp_path):
     recipe, store = tiny_recipe(tmp_path, *AUTO), Store()
     sizing = Sizing(USUAL | {"train.micro_batch": 1}, ("why",))
-    first = sized(recipe, 0, 0, store, lambda: sizing)
-    second = sized(recipe, 1, 0, store, lambda: pytest.fail("only the first rank decides"))
+    first = share_sizing(recipe, 0, 0, store, lambda: sizing)
+    second = share_sizing(recipe, 1, 0, store, lambda: pytest.fail("only the first rank decides"))
     assert first == second and first[0].train.micro_batch == 1 and first[1] == ("why",)
 
     def refuse():
@@ -146,12 +154,12 @@ def test_all_ranks_get_what_the_first_one_decides(tmp_path):
 
     for rank in range(2):
         with pytest.raises(UserError, match="too large"):
-            sized(recipe, rank, 1, store, refuse)
+            share_sizing(recipe, rank, 1, store, refuse)
 
 
 def test_without_a_plan_little_memory_is_taken(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    sizing = sizing_by_plan(recipe, machine_of(1, "NVIDIA H100", 2**36), 2**36, None)
+    sizing = sizing_with_plan(recipe, describe_machine(1, "NVIDIA H100", 2**36), 2**36, None)
     assert sizing.values["train.micro_batch"] == 1 and sizing.values["train.activation_checkpointing"] == "full"
 
 

@@ -11,7 +11,7 @@ from dtrain.commands.plan.report import text
 from dtrain.commands.plan.step import plan_step
 from dtrain.data.images.processor import Layout
 from dtrain.recipe.schema import DataSource
-from dtrain.training.full_rows import split
+from dtrain.training.full_rows import split_row
 from dtrain.training.setup.data import densest_images
 from tests.data.makers import write_jsonl
 from tests.pictures import picture_recipe, write_model
@@ -32,11 +32,11 @@ def test_a_row_has_the_images_of_the_document_with_the_most_patches():
 def test_images_stand_within_the_documents_of_their_row():
     for images in ([], [image(3)], [image(3)] * 10, [image(60)], [image(1), image(60)], [image(97), image(1)]):
         for length in (100, 101):
-            (first, some), (second, others) = split(images, length, 2)
+            (first, some), (second, others) = split_row(images, length, 2)
             assert first + second == length and [*some, *others] == images
             assert sum(each.tokens for each in some) < first and sum(each.tokens for each in others) < second
-    assert [tokens for tokens, _ in split([image(3)] * 2, 101, 2)] == [51, 50]
-    assert split([image(3)], 20, 1) == [(20, [image(3)])]
+    assert [tokens for tokens, _ in split_row([image(3)] * 2, 101, 2)] == [51, 50]
+    assert split_row([image(3)], 20, 1) == [(20, [image(3)])]
 
 
 def test_a_plan_says_what_images_it_takes_rows_to_have(tmp_path):

@@ -17,8 +17,8 @@ from dtrain.memory import tiles
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.policy import Policy
-from dtrain.training import method_of
-from dtrain.training.full_rows import batch_of, full_rows, images_of
+from dtrain.training import build_method
+from dtrain.training.full_rows import build_batch, build_images, full_rows
 from tests.cases import run_cases
 from tests.pictures import picture_recipe
 from tests.stepping import train_step
@@ -81,13 +81,13 @@ def peaks_of_a_step(rank, recipe, world_size):
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, spec.model_config, mesh, runtime)
     policy.init_optimizer(10)
-    method = method_of(recipe)
+    method = build_method(recipe)
     if recipe.method == "dpo" and method.needs_reference():
         method.keep_reference(policy)
 
     def step():
         rows = full_rows(method, sizes.accumulation, spec)
-        batch, loss = method.prepare(policy, batch_of(rows, images_of(spec, len(rows))))
+        batch, loss = method.prepare(policy, build_batch(rows, build_images(spec, len(rows))))
         train_step(policy, batch, loss, method.micro_rows)
 
     step()

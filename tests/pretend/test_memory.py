@@ -14,7 +14,7 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy
-from dtrain.training import method_of
+from dtrain.training import build_method
 from dtrain.training.full_rows import full_rows
 from tests.policy.test_compile import by_aot_eager
 from tests.pretend.runs import runtime_of
@@ -48,7 +48,7 @@ def peak_of_a_step(rank, recipe, size):
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
-    method = method_of(recipe)
+    method = build_method(recipe)
     if recipe.method == "dpo":
         method.keep_reference(policy)
     peaks = []

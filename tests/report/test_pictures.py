@@ -12,7 +12,7 @@ from PIL import Image
 from dtrain.commands.report import page as page_module
 from dtrain.commands.report.page import Pictures, page, page_state
 from dtrain.commands.report.run_files import open_runs
-from dtrain.training.metrics.records import Answer, ImageOfPrompt, prompt_text
+from dtrain.training.metrics.records import Answer, PromptImage, prompt_text
 from tests.report.test_report import HOSTILE, ROWS, Read, write_run
 
 
@@ -60,7 +60,7 @@ def test_a_prompt_shows_its_pictures_once_beside_the_answers_of_all_steps(tmp_pa
 
 def test_pictures_of_a_page_are_bounded(tmp_path, monkeypatch):
     entries = [image_of(tmp_path / f"{n}.png", 10, 20, (n, n, n)) for n in range(4)]
-    images = [ImageOfPrompt(**entry) for entry in entries]
+    images = [PromptImage(**entry) for entry in entries]
     assert [picture.uri is not None for picture in Pictures().of(images)] == [True] * 4
     assert opened(Pictures().of(images)[0].uri).size == (10, 20)
     size = len(Pictures().of(images)[0].uri)

@@ -95,7 +95,7 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
     from dtrain.models.read_config import read_config
     from dtrain.parallel.mesh import Runtime, build_mesh, init_one_process_group
     from dtrain.policy import Policy
-    from dtrain.training import method_of
+    from dtrain.training import build_method
     from dtrain.training.full_rows import full_rows
 
     if size == 1:
@@ -105,7 +105,7 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.directory), mesh, runtime)
     policy.init_optimizer(10)
-    method = method_of(recipe)
+    method = build_method(recipe)
 
     def step() -> None:
         rows = full_rows(method, sizes.accumulation)

@@ -36,7 +36,7 @@ from dtrain.rl.judging import evaluate as answer_and_judge
 from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.scoring import known
 from dtrain.training.directory import DATA
-from dtrain.training.eval_sets import longest_answer
+from dtrain.training.eval_sets import default_max_new_tokens
 from dtrain.training.metrics import records
 from dtrain.training.setup.evals import usual_reward
 
@@ -78,7 +78,7 @@ def evaluate(arguments: Namespace) -> Report:
         model, tokenizer = loaded
         images = ImageReader(tokenizer, model_files(arguments.directory)) if has_images else None
         length = model.config.max_position_embeddings
-        new = arguments.max_new_tokens or longest_answer(length)
+        new = arguments.max_new_tokens or default_max_new_tokens(length)
         if new >= length:
             raise UserError(
                 f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"

@@ -83,7 +83,7 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
 
 class _Search:
     def __init__(self, spec: StepSpec, memory: int, hardware: Hardware | None, host: int | None):
-        self.spec, self.recipe, self.world_size = spec, spec.written, spec.world.size
+        self.spec, self.recipe, self.world_size = spec, spec.original_recipe, spec.world.size
         self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE))
         self.host_budget = inf if host is None else host * (1 - FREE)
         self.hardware = hardware or next(iter(GPUS.values()))
@@ -300,7 +300,7 @@ class _Search:
         if MICRO_BATCH in values:
             why = "more would not be faster" if tried.micro >= wanted else "more do not fit"
             why = "all rows of a rank" if tried.micro == self.rows else why
-            (choice,) = as_choices(self.spec.written, {MICRO_BATCH: tried.micro})
+            (choice,) = as_choices(self.spec.original_recipe, {MICRO_BATCH: tried.micro})
             yield f"{choice} (auto): {why}"
         others = {key: value for key, value in values.items() if key != MICRO_BATCH}
         usual = {key: value for key, value in others.items() if value == USUAL[key]}

@@ -106,7 +106,7 @@ def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Ha
 
 def _assumed(spec: StepSpec) -> Iterator[str]:
     """Yield notes of what `resolve_step` put in place of what was written."""
-    name, tensor_plan = spec.written.optimizer.name, spec.written.parallel.custom_plan
+    name, tensor_plan = spec.original_recipe.optimizer.name, spec.original_recipe.parallel.custom_plan
     if name != spec.recipe.optimizer.name:
         yield f"optimizer.name={name} is not imported: its state is taken to be as large as AdamW's"
     if tensor_plan != spec.recipe.parallel.custom_plan:

@@ -87,7 +87,7 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
     tracer.see_all(weights.on_host, LEFT_OUT)
     observer.watch_layers(policy.model.model.layers)
     method = spec.method
-    for name, tensors in method.attach_models(policy, spec.others).tensors().items():
+    for name, tensors in method.attach_models(policy, spec.other_models).tensors().items():
         tracer.see_all(tensors, name)
     micro_batches = min(sizes.accumulation, TRACED)
     rows = FullRows.of(spec, method, micro_batches, "meta")

@@ -16,7 +16,7 @@ from typing import Any
 from dtrain import training
 from dtrain.commands.report.run_files import Curve, RunFiles
 from dtrain.training.metrics import records
-from dtrain.training.metrics.records import Answers, field_of
+from dtrain.training.metrics.records import AnswerFile, find_field
 
 LEARNING, EVALUATION, POLICY = "Learning", "Evaluation", "Policy and completions"
 OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
@@ -40,7 +40,7 @@ class Chart:
 
 def _chart(group: str, field: str, *lines: tuple[str, str]) -> Chart:
     """Return a chart of `lines`, titled as the table of fields has `field`."""
-    known = field_of(field)
+    known = find_field(field)
     return Chart(group, known.title if known else field, lines, known.unit if known else "")
 
 
@@ -157,7 +157,7 @@ def _drawn(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
                 continue
             is_rare = name in ("validation", "evaluation") or field.startswith("eval_")
             dash = DASHES[at % len(DASHES)]
-            x, y = thinned(curve.steps, [value if records.is_sound(value) else None for value in curve.values])
+            x, y = thinned(curve.steps, [value if records.is_plottable(value) else None for value in curve.values])
             points = len(curve.steps)
             lines.append(dict(run=number, field=field, name=name, dash=dash, dots=is_rare, x=x, y=y, points=points))
             if text := _summary(curve, better_of(field, run.method)):
@@ -223,9 +223,9 @@ def lengths(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     for title, files in (("Completions of rollouts", "samples"), ("Answers of evaluations", "evals")):
         counted = []
         for number, run in enumerate(runs):
-            index: Answers = getattr(run, files)
+            index: AnswerFile = getattr(run, files)
             for step in sorted({min(index.steps), max(index.steps)} if index.steps else ()):
-                tokens = (answer.tokens for answer in index.of_step(step))
+                tokens = (answer.tokens for answer in index.read_step(step))
                 if values := [count for count in tokens if count is not None and count >= 0]:
                     counted.append((number, f"step {step}", values))
         if counted:

@@ -24,7 +24,7 @@ from dtrain.commands.report import charts, sections
 from dtrain.commands.report.results import cut, differences, identities, results
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.images.files import read_image, upright_image
-from dtrain.training.metrics.records import ImageOfPrompt
+from dtrain.training.metrics.records import PromptImage
 from dtrain.training.metrics.terminal import printable
 
 THUMBNAIL_SIDE = 256  # pixels of a thumbnail's longer side, at most
@@ -123,14 +123,14 @@ class Pictures:
     image that the run read, or cannot be decoded."""
 
     def __init__(self) -> None:
-        self._uris: dict[ImageOfPrompt, str | None] = {}
+        self._uris: dict[PromptImage, str | None] = {}
         self._count = self._bytes = 0
 
-    def of(self, images: Sequence[ImageOfPrompt]) -> list[Picture]:
+    def of(self, images: Sequence[PromptImage]) -> list[Picture]:
         """Return the pictures of a prompt's images."""
         return [Picture(image.name, self._taken(image)) for image in images]
 
-    def _taken(self, image: ImageOfPrompt) -> str | None:
+    def _taken(self, image: PromptImage) -> str | None:
         """Return the thumbnail of `image` where the page has room for it."""
         if image.path is None or self._count >= MOST_THUMBNAILS:
             return None
@@ -143,7 +143,7 @@ class Pictures:
         return uri
 
 
-def thumbnail(image: ImageOfPrompt) -> str | None:
+def thumbnail(image: PromptImage) -> str | None:
     """Return the thumbnail of an image with a path as a data URI; None where its file cannot be read or shown, is
     another one by its digest, or Pillow is not installed."""
     try:

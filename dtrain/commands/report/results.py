@@ -169,7 +169,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
             texts.append("")
             values.append(None)
             continue
-        first, last, _ = records.curve_ends(field, [value for _, value in known])
+        first, last, _ = records.summarize_curve(field, [value for _, value in known])
         text, compared = f"{shown(first)} → {shown(last)}" if len(known) > 1 else shown(last), last
         if better is not None and field.startswith(("val_", "eval_")):
             compared = better(value for _, value in known)

@@ -9,16 +9,16 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.recipe import secrets
 from dtrain.training import METHODS
-from dtrain.training.directory import ABOUT, DATA, is_held
+from dtrain.training.directory import ABOUT, DATA, is_locked
 from dtrain.training.metrics import records
-from dtrain.training.metrics.records import Answers
+from dtrain.training.metrics.records import AnswerFile
 
 METRICS, SAMPLES, EVALS = "metrics.jsonl", "samples.jsonl", "evals.jsonl"
 
 
 class Curve:
     """The values of a field by step, in the order of the file; not finite ones among them. known: the points whose
-    value is sound (`records.is_sound`)."""
+    value is sound (`records.is_plottable`)."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("d"), array("d")
@@ -27,7 +27,7 @@ class Curve:
     def add(self, step: float, value: float) -> None:
         self.steps.append(step)
         self.values.append(value)
-        if records.is_sound(value):
+        if records.is_plottable(value):
             self.known.append((step, value))
 
 
@@ -39,8 +39,8 @@ class RunFiles:
 
     def __init__(self, directory: Path, name: str):
         self.directory, self.name = directory, name
-        self.samples, self.evals = Answers(directory / SAMPLES), Answers(directory / EVALS)
-        self.metrics = records.NewLines(directory / METRICS)
+        self.samples, self.evals = AnswerFile(directory / SAMPLES), AnswerFile(directory / EVALS)
+        self.metrics = records.LineFollower(directory / METRICS)
         self._times = self.damaged = 0
         self.curves: dict[str, Curve] = {}
         self.recipe: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class RunFiles:
 
     def look(self) -> bool:
         """Read what is new. Return whether anything is new."""
-        return self.look_at_record() | self.samples.look() | self.evals.look()
+        return self.look_at_record() | self.samples.refresh() | self.evals.refresh()
 
     def look_at_record(self) -> bool:
         """Read what is new, without the answers. Return whether anything is new."""
@@ -59,16 +59,16 @@ class RunFiles:
         secrets.hide(self.recipe)
         paths = [self.directory / name for name in (DATA, ABOUT)]
         self.data, self.about = (read_json(path, constants=True) if path.is_file() else {} for path in paths)
-        self.is_running = is_held(self.directory)
+        self.is_running = is_locked(self.directory)
         return self._read_metrics() or before != (self.recipe, self.data, self.about, self.is_running)
 
     def _read_metrics(self) -> bool:
         is_new = False
-        for _, line in self.metrics.look():
-            if self.metrics.times != self._times:
-                self._times, self.damaged, self.curves = self.metrics.times, 0, {}
+        for _, line in self.metrics.read_new():
+            if self.metrics.num_restarts != self._times:
+                self._times, self.damaged, self.curves = self.metrics.num_restarts, 0, {}
             is_new = True
-            row = records.row_of(line) or {}
+            row = records.parse_row(line) or {}
             if (step := sound(row.get("step"))) is None:
                 self.damaged += 1
                 continue
@@ -127,9 +127,9 @@ class RunFiles:
 
 
 def sound(value: Any) -> float | None:
-    """Return a number of a file; None for anything else, and for one that is not sound (`records.is_sound`)."""
+    """Return a number of a file; None for anything else, and for one that is not sound (`records.is_plottable`)."""
     known = records.number(value)
-    return known if known is not None and records.is_sound(known) else None
+    return known if known is not None and records.is_plottable(known) else None
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFiles]:

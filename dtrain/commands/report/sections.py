@@ -11,7 +11,7 @@ from markupsafe import Markup
 from dtrain.commands.report import charts
 from dtrain.commands.report.results import mesh_of, mesh_words
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.training.metrics.records import Answer, Answers
+from dtrain.training.metrics.records import Answer, AnswerFile
 
 STEPS = 5  # of a run whose answers are shown side by side
 LONGEST = 1500  # characters of an answer or a prompt
@@ -39,7 +39,7 @@ def prompts(runs: Sequence[RunFiles], most: int) -> tuple[list[tuple[Prompt, dic
     for number, run in enumerate(runs):
         own = sorted(run.evals.steps)
         for step in sorted({*common, *own[-1:]}) if len(runs) > 1 and common else _spread(own, STEPS):
-            for answer in run.evals.of_step(step):
+            for answer in run.evals.read_step(step):
                 key = (answer.set, answer.index, answer.prompt, tuple(image.digest for image in answer.images))
                 total.add(key)
                 if answer.sample == 0 and answer.index < most:
@@ -73,10 +73,10 @@ def _rewards(answers: Sequence[Answer]) -> list[float]:
     return [answer.reward for answer in answers if answer.reward is not None]
 
 
-def _widest(index: Answers, step: int) -> list[Answer]:
+def _widest(index: AnswerFile, step: int) -> list[Answer]:
     """Return the group of a step whose rewards differ most; the first of several."""
     by_prompt: dict[int, list[Answer]] = {}
-    for answer in islice(index.of_step(step), READ):
+    for answer in islice(index.read_step(step), READ):
         by_prompt.setdefault(answer.index, []).append(answer)
 
     def width(group: list[Answer]) -> float:
@@ -120,7 +120,7 @@ def notes(runs: Sequence[RunFiles]) -> list[tuple[int, str]]:
         if longest > charts.MOST:
             text = f"its curves have {longest:,} points; a chart has about {charts.MOST:,} of each, the smallest and "
             entries.append((number, f"{text}the largest of every bucket of neighbours among them"))
-        if unread := run.damaged + run.metrics.skipped:
+        if unread := run.damaged + run.metrics.num_skipped:
             entries.append((number, f"{unread:,} damaged or overlong lines of metrics.jsonl are left out"))
         if not run.curves:
             entries.append((number, "it has no row of metrics yet"))

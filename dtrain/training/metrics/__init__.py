@@ -6,6 +6,6 @@ terminal  the bar and the lines of a run, words made harmless, small plots
 records   the table of a row's fields; rows and completions read again
 """
 
-from dtrain.training.metrics.metrics import Recorder, build, lacking, memory_gib, model_flops_utilisation
+from dtrain.training.metrics.metrics import Recorder, build, memory_gib, model_flops_utilisation, package_problems
 
-__all__ = ["Recorder", "build", "lacking", "memory_gib", "model_flops_utilisation"]
+__all__ = ["Recorder", "build", "package_problems", "memory_gib", "model_flops_utilisation"]

@@ -42,7 +42,7 @@ class Recorder:
         self._progress = progress
         self._every = every
         self.choices = choices
-        self.hide: Callable[[str], str] = str  # what is said, without what is not for others
+        self.redact: Callable[[str], str] = str  # what is said, without what is not for others
 
     def resume_at(self, step: int) -> None:
         """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
@@ -76,7 +76,7 @@ class Recorder:
         row = {"step": step, **row}
         self._to_sinks(lambda sink: sink.write(row))
 
-    def write_beside(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows to a file beside the record, a line each. samples: completions that `step` is the first to train
         on; evals: judged answers of an evaluation after it."""
         if name in self._beside:
@@ -91,7 +91,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
         if self._progress is not None:
-            self._progress.say(self.hide(text))
+            self._progress.say(self.redact(text))
 
     def end(self) -> None:
         """The last step is done: what is said from here on stands below the bar."""
@@ -144,7 +144,7 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
             if tensorboard
             else "metrics.tensorboard=auto: off, since tensorboard is not installed (pip install 'dtrain[tensorboard]')"
         )
-    problems = lacking(section)
+    problems = package_problems(section)
     if problems:
         raise UserError("\n".join(map(str, problems)))
     if not is_main:
@@ -159,7 +159,7 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
     return Recorder(sinks, progress, section.every, choices, beside)
 
 
-def lacking(section: Metrics) -> list[Problem]:
+def package_problems(section: Metrics) -> list[Problem]:
     """Check that the packages for the recipe's `metrics` section are installed."""
     wanted = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
     problems = []

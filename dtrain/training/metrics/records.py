@@ -27,10 +27,10 @@ Point = tuple[float, float]
 AVERAGED_STEPS = 10  # a curve is summarised by the means of its first and its last steps
 LARGEST_VALUE = 1e300  # what sums and differences of are still numbers
 LONGEST_LINE = 1 << 24  # bytes of a line that is read
-MOST_RECIPE_ENTRIES = 100_000  # entries of a recipe, with what its aliases repeat
+MAX_RECIPE_ENTRIES = 100_000  # entries of a recipe, with what its aliases repeat
 _MARK_BYTES = 64  # bytes before the place that was read to, by which a file is known again
 
-MOST_PROMPT_IMAGES = 64  # of a prompt
+MAX_PROMPT_IMAGES = 64  # of a prompt
 _STEP_OF_LINE = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
@@ -61,32 +61,32 @@ ROW_ORDER = tuple(field.name for field in _ROW)
 _BY_NAME: Mapping[str, MetricField] = MappingProxyType({field.name: field for field in FIELDS})
 
 
-def field_of(name: str) -> MetricField | None:
+def find_field(name: str) -> MetricField | None:
     """Return the table's entry of a field of a training or validation row; None for one that it has not."""
     entry = _BY_NAME.get(name) or _BY_NAME.get(name.removeprefix("val_"))
     family = name.partition("/")[0] + "/NAME"
     return entry or (_BY_NAME.get(family) if "/" in name else None)
 
 
-class NewLines:
-    """The whole lines of a file that others write to: `look` gives those that are new.
+class LineFollower:
+    """The whole lines of a file that others write to: `read_new` gives those that are new.
 
-    A file that was cut or replaced, as a resume does, is read from its beginning again: `times` counts these.
-    `skipped`: lines longer than LONGEST.
+    A file that was cut or replaced, as a resume does, is read from its beginning again: `num_restarts` counts these.
+    `num_skipped`: lines longer than LONGEST.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.times = self.skipped = 0
+        self.num_restarts = self.num_skipped = 0
         self._end, self._mark = 0, b""
 
-    def look(self) -> Iterator[tuple[int, bytes]]:
+    def read_new(self) -> Iterator[tuple[int, bytes]]:
         """Yield each new line that is whole, with the place where it begins. None where there is no file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self._end - _MARK_BYTES))
                 if file.read(min(self._end, _MARK_BYTES)) != self._mark:
-                    self.times, self.skipped, self._end, self._mark = self.times + 1, 0, 0, b""
+                    self.num_restarts, self.num_skipped, self._end, self._mark = self.num_restarts + 1, 0, 0, b""
                     file.seek(0)
                 while line := file.readline(LONGEST_LINE):
                     start, is_whole, mark = self._end, line.endswith(b"\n"), self._mark + line[-_MARK_BYTES:]
@@ -98,14 +98,14 @@ class NewLines:
                     if is_whole:
                         yield start, line
                     else:
-                        self.skipped += 1
+                        self.num_skipped += 1
         except FileNotFoundError:
             return
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror or error}") from error
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """The row that a line holds; None where it is damaged."""
     try:
         row = loads(line)
@@ -116,8 +116,8 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON lines. Damaged lines, and a last one that is torn, are none; nor is a missing file."""
-    for _, line in NewLines(path).look():
-        if (row := row_of(line)) is not None:
+    for _, line in LineFollower(path).read_new():
+        if (row := parse_row(line)) is not None:
             yield row
 
 
@@ -131,7 +131,7 @@ def number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def is_sound(value: float) -> bool:
+def is_plottable(value: float) -> bool:
     """Return whether a value can be drawn and summed: neither NaN nor infinite, nor near that."""
     return abs(value) <= LARGEST_VALUE
 
@@ -139,10 +139,10 @@ def is_sound(value: float) -> bool:
 def curve_points(rows: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
     """(step, value) of the rows that have that field, as a sound number."""
     pairs = ((number(row.get("step")), number(row.get(field))) for row in rows)
-    return [(x, y) for x, y in pairs if x is not None and y is not None and is_sound(x) and is_sound(y)]
+    return [(x, y) for x, y in pairs if x is not None and y is not None and is_plottable(x) and is_plottable(y)]
 
 
-def curve_ends(field: str, values: Sequence[float]) -> tuple[float, float, int]:
+def summarize_curve(field: str, values: Sequence[float]) -> tuple[float, float, int]:
     """The first and the last value of a curve, each the mean of so many; of all validation rows one alone, so that it
     is no chance."""
     count = 1 if field.startswith(("val_", "eval_")) else max(1, min(AVERAGED_STEPS, len(values) // 2))
@@ -156,14 +156,14 @@ def read_recipe(directory: Path) -> dict[str, Any]:
         return {}
     try:
         tree = yaml.safe_load(read_text(path))
-        check_shape(tree, MOST_RECIPE_ENTRIES)
+        check_shape(tree, MAX_RECIPE_ENTRIES)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     return tree if isinstance(tree, dict) else {}
 
 
 @dataclass(frozen=True)
-class ImageOfPrompt:
+class PromptImage:
     """Image of a prompt. digest: SHA-256 of its bytes, in hex. path: its file; None: its bytes are in the data's
     cache."""
 
@@ -172,7 +172,7 @@ class ImageOfPrompt:
     path: str | None = None
 
     @classmethod
-    def of(cls, entry: Any) -> "ImageOfPrompt | None":
+    def of(cls, entry: Any) -> "PromptImage | None":
         """Return the image of an entry of a row's `images`, None for what is none."""
         if not isinstance(entry, Mapping) or not isinstance(entry.get("digest"), str):
             return None
@@ -196,7 +196,7 @@ class Answer:
     tokens: int | None
     is_truncated: bool
     advantage: float | None
-    images: tuple[ImageOfPrompt, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -224,26 +224,26 @@ class Answer:
             is_truncated=row.get("finish") == "length" or row.get("truncated") is True,
             advantage=_sound_number(row.get("advantage")),
             images=tuple(
-                filter(None, map(ImageOfPrompt.of, images[:MOST_PROMPT_IMAGES] if isinstance(images, list) else ()))
+                filter(None, map(PromptImage.of, images[:MAX_PROMPT_IMAGES] if isinstance(images, list) else ()))
             ),
         )
 
 
-class Answers:
+class AnswerFile:
     """samples.jsonl or evals.jsonl by their steps. `steps`: of each, where its lines begin and end; rows are read when
     they are asked for, since such a file may be larger than the memory."""
 
     def __init__(self, path: Path):
         self.steps: dict[int, list[tuple[int, int]]] = {}
-        self._lines, self._times = NewLines(path), 0
+        self._lines, self._times = LineFollower(path), 0
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Find the steps that are new; whether there is anything new."""
         is_new = False
-        for start, line in self._lines.look():
+        for start, line in self._lines.read_new():
             is_new = self._renew() or True
             match = _STEP_OF_LINE.match(line)  # as dtrain writes a row
-            step = int(match[1]) if match else _count((row_of(line) or {}).get("step"))
+            step = int(match[1]) if match else _count((parse_row(line) or {}).get("step"))
             if step is None:
                 continue
             places, end = self.steps.setdefault(step, []), start + len(line)
@@ -255,19 +255,19 @@ class Answers:
 
     def _renew(self) -> bool:
         """Forget all where the file began again; whether it did."""
-        if self._lines.times == self._times:
+        if self._lines.num_restarts == self._times:
             return False
-        self.steps, self._times = {}, self._lines.times
+        self.steps, self._times = {}, self._lines.num_restarts
         return True
 
-    def of_step(self, step: int) -> Iterator[Answer]:
+    def read_step(self, step: int) -> Iterator[Answer]:
         """The answers of a step, as they were written."""
         for start, end in self.steps.get(step, ()):
             with suppress(OSError), self._lines.path.open("rb") as file:  # it may have gone since
                 file.seek(start)
                 while file.tell() < end and (line := file.readline(LONGEST_LINE)):
                     if (
-                        (row := row_of(line)) is not None
+                        (row := parse_row(line)) is not None
                         and (answer := Answer.of(row)) is not None
                         and answer.step == step
                     ):
@@ -309,7 +309,7 @@ def _content_text(content: Any) -> str | None:
 
 def _sound_number(value: Any) -> float | None:
     known = number(value)
-    return known if known is not None and is_sound(known) else None
+    return known if known is not None and is_plottable(known) else None
 
 
 def _count(value: Any) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dtrain.base.files import replace
-from dtrain.training.metrics.records import row_of
+from dtrain.training.metrics.records import parse_row
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -58,7 +58,7 @@ class JsonlSink:
 
 def _step_of(line: bytes) -> float:
     """The row's step; infinity where the line is no row, so that it goes."""
-    step = (row_of(line) or {}).get("step")
+    step = (parse_row(line) or {}).get("step")
     return step if isinstance(step, int | float) else float("inf")
 
 

@@ -156,7 +156,7 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def one_line(text: str, most: int) -> str:
+def shorten_to_line(text: str, most: int) -> str:
     """`text` on one line of at most `most` characters, its end cut."""
     text = printable(" ".join(text[: 4 * most].split()))
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -3,7 +3,7 @@
 outputs      the run's directory, its metrics, its export, the measure that its saves are kept by
 tokenizer    the tokenizer and the chat template
 model        precision, the model on the meta device
-others       a reference, a teacher, a reward model
+other_models a reference, a teacher, a reward model
 adapter      the section `lora`
 code         what the recipe names by an import path or a command
 mesh         the mesh, and whether the batch and the models fit it

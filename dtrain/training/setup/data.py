@@ -189,7 +189,7 @@ def check_hub_options(source: Source, key: str) -> list[Problem]:
 
 def local_files(inputs: RunInputs, source: Source, key: str) -> list[Path]:
     """Return the files of a source that are on this machine already. Raises UserError."""
-    if not source.path or absent_ids(source, key):  # reported by `check_keys` or `hub_files.not_here`
+    if not source.path or absent_ids(source, key):  # reported by `check_keys` or `hub_files.missing_problems`
         return []
     paths = [path for path in paths_of(source) if not _needs_copy(inputs, path, f"{key}.path")]
     return find_files(paths, f"{key}.path", source, inputs.cache) if paths else []

@@ -23,7 +23,7 @@ from dtrain.rl.judging import QuestionOptions, Questions, prepare_questions
 from dtrain.rl.rewards.catalog import BUILT_IN, is_import_path
 from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
 from dtrain.rl.rewards.math_answers import answer_in
-from dtrain.training.eval_sets import EvalFacts, EvalSet, longest_answer, sets
+from dtrain.training.eval_sets import EvalFacts, EvalSet, default_max_new_tokens, sets
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
 from dtrain.training.setup.data import check_hub_options, local_files, refuse_images
@@ -184,7 +184,7 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
     questions = {}
     notes: list[str] = []
     for eval_set in sets(inputs.recipe.eval):
-        if f"{eval_set.key}.path" in inputs.awaited:
+        if f"{eval_set.key}.path" in inputs.pending_downloads:
             continue
         read = host.on_first_rank(f"{eval_set.key}.path", partial(_read_set, inputs, eval_set, plain_prompts))
         if read is not None:
@@ -214,7 +214,7 @@ def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _Read
     positions = source.config.max_position_embeddings
     chosen = section.sampling
     sampling = SamplingParams(
-        chosen.max_new_tokens or longest_answer(positions),
+        chosen.max_new_tokens or default_max_new_tokens(positions),
         chosen.temperature,
         chosen.top_k,
         chosen.top_p,

@@ -79,7 +79,7 @@ def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
         The facts as far as they are known. They have no rows if not all rows were read.
     """
     facts = DataFacts(inputs.recipe)
-    keys = [*(problem.key for problem in host.problems), *inputs.awaited]
+    keys = [*(problem.key for problem in host.problems), *inputs.pending_downloads]
     if any(_is_of_data(key) for key in keys) or to_copy(inputs.recipe):
         return facts
     # Copies of files at URLs go to the cache, where the run finds them again. Tokenised rows are not kept.

@@ -109,7 +109,7 @@ def _adapter_problem(directory: Path) -> Problem:
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check the headers of the weights."""
     is_read = inputs.source.any_config is not None and inputs.recipe.model.init == "pretrained"
-    if not is_read or "model.path" in inputs.awaited:
+    if not is_read or "model.path" in inputs.pending_downloads:
         return []
     return weight_problems(inputs.source.path, ", or model.init=scratch for random weights")
 
@@ -181,7 +181,7 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
         styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
-    if recipe.model.init == "pretrained" and "model.path" not in inputs.awaited:
+    if recipe.model.init == "pretrained" and "model.path" not in inputs.pending_downloads:
         check_fit(model, WeightFiles(recipe.model.directory))
     return MetaModel(model, optimizer.build(inputs, model, precision))
 
@@ -196,7 +196,7 @@ def refuse_unused_tower(recipe: Recipe, has_images: bool) -> None:
 
 def has_small_weights(inputs: RunInputs) -> bool:
     """Return whether the weights that the run reads are so small that a dry run computes their digests too."""
-    sources = list(inputs.others.values())
+    sources = list(inputs.other_models.values())
     if inputs.recipe.model.init == "pretrained":
         sources.append(inputs.source)
     files = [file for source in sources for file in weight_files(source.path)]

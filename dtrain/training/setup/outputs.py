@@ -113,13 +113,13 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     recipe, run = inputs.recipe, inputs.run
 
     def lock() -> None:
-        run.hold(tell=print)
+        run.acquire(tell=print)
 
     ranks.first(lock)
     if is_main:
         stack.callback(run.release)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
-    recorder.hide = partial(masked, secrets=getattr(recipe, "secrets", ()))
+    recorder.redact = partial(masked, secrets=getattr(recipe, "secrets", ()))
     stack.callback(recorder.close)
     ranks.first(lambda: refuse_unwritable_export(inputs))
     return recorder

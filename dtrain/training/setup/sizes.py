@@ -13,7 +13,7 @@ from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.world import largest_divisor
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
-from dtrain.training.registry import method_of
+from dtrain.training.registry import build_method
 from dtrain.training.setup.data import DataFacts
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
             return None
         recipe = decided
         notes += _note_on_micro_batch(inputs, data.recipe, recipe)
-    method = host.attempt(recipe.method, partial(method_of, recipe))
+    method = host.attempt(recipe.method, partial(build_method, recipe))
     if method is None:
         return None
     steps = None
@@ -134,7 +134,7 @@ def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
     if recipe.train.global_batch != "auto":
         return recipe
     rows_per_pass = rows.rows_in_epoch(0)
-    total = method_of(recipe).automatic_batch(rows_per_pass)
+    total = build_method(recipe).automatic_batch(rows_per_pass)
     dp = config.sizes(recipe, inputs.world.size).dp
     if total % dp:
         fewer = max(n for n in range(1, dp) if total % n == 0)
@@ -150,7 +150,7 @@ def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
 
 def _note_on_micro_batch(inputs: RunInputs, before: Recipe, after: Recipe) -> list[str]:
     """Return a note if the micro-batch that the recipe sets does not divide a rank's rows."""
-    if after.train.micro == before.train.micro or inputs.written.train.micro_batch == "auto":
+    if after.train.micro == before.train.micro or inputs.original_recipe.train.micro_batch == "auto":
         return []
     rows = after.train.batch // config.sizes(after, inputs.world.size).dp
     return [

@@ -134,10 +134,10 @@ def _check_same_model(inputs: RunInputs, path: Path) -> list[Problem]:
     saved, key = ModelDirectory(saved_model, inputs.source.labels), "checkpoint.init_from"
     if inputs.source.any_config is None or saved.any_config is None:
         return []
-    from dtrain.training.setup import others  # most runs need no second model
+    from dtrain.training.setup import other_models  # most runs need no second model
 
-    problems = others.reference_problems(inputs.source.config, saved.config, key, str(path))
-    problems += others.token_problems(saved, inputs.source, key, str(path))
+    problems = other_models.reference_problems(inputs.source.config, saved.config, key, str(path))
+    problems += other_models.token_problems(saved, inputs.source, key, str(path))
     allowing = "or allow the change with checkpoint.allow_changes=[model.config]"
     return [replace(problem, fix=f"{problem.fix}, {allowing}") for problem in problems]
 
@@ -297,13 +297,13 @@ def _compare(
         One broadcast.
     """
     unfit = host.ranks.first(lambda: _misfit(start, meta))
-    allowed = inputs.written.checkpoint.allow_changes
+    allowed = inputs.original_recipe.checkpoint.allow_changes
     if host.is_dry:
         unread = [key for key, digest_key in resume.DIGEST_OF_LOCATION.items() if digest_key not in identities]
         unread += [key for key in model_keys(sizes.recipe.method) if key not in identities]
         allowed = [*allowed, *unread]
     return resume.compare(
-        inputs.written, start, identities, data.rows, sizes.method, allow_changes=allowed, unfit=unfit
+        inputs.original_recipe, start, identities, data.rows, sizes.method, allow_changes=allowed, unfit=unfit
     )
 
 

@@ -27,7 +27,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
     """Check each config.json, and that the models fit the trained one and the mesh."""
     on_hub = {key for key, _, _ in model_ids(inputs.recipe)}
     problems = []
-    for key, source in inputs.others.items():
+    for key, source in inputs.other_models.items():
         if key not in on_hub:
             problems += problems_in(key, partial(_check_model, inputs, key, source))
     return problems
@@ -107,10 +107,10 @@ def reference_problems(policy: ModelConfig, reference: ModelConfig, key: str, pa
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check the headers of their weights, and their tokenizers."""
     problems = []
-    for key, source in inputs.others.items():
+    for key, source in inputs.other_models.items():
         if source.any_config is None:
             continue
-        if key not in inputs.awaited:
+        if key not in inputs.pending_downloads:
             problems += weight_problems(source.path, key=key)
         if key.endswith(REWARD_MODEL):
             problems += problems_in(key, partial(_check_template, source))
