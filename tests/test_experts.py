@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain import models
 from dtrain.models.common.config import Experts, RouterSettings
 from dtrain.models.common.moe import SparseMLP, share_routing
-from dtrain.parallel.experts import spread_experts
+from dtrain.parallel.experts import shard_experts
 from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.policy import Packed
@@ -65,7 +65,7 @@ def rows_of(rank):
 
 def of_rank(rank, size):
     mlp, x = sparse_mlp(), rows_of(rank)
-    spread_experts(mlp, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), init_device_mesh("cpu", (1,)))
+    shard_experts(mlp, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), init_device_mesh("cpu", (1,)))
     with Sent() as forward:
         out = mlp(x)
     with Sent() as backward:

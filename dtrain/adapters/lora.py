@@ -133,8 +133,8 @@ class Adapter:
         tokens, share = None if context is None else context.dropout_tokens, self.settings.dropout
         if tokens is None or not share or not layer.training:
             return x
-        first = 0 if layer.tp is None else layer.tp.first(layer.in_features)
-        tp = layer.cut if layer.cut is not None and layer.cut.sequence else None
+        first = 0 if layer.tp is None else layer.tp.local_start(layer.in_features)
+        tp = layer.sequence_tp if layer.sequence_tp is not None and layer.sequence_tp.sequence_parallel else None
         if tp is not None:  # sequence parallel cuts the rows outside of blocks
             tokens = tokens.chunk(tp.size, 1)[tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)

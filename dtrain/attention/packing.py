@@ -38,7 +38,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dtrain.parallel.context.batch import chunks_of
+from dtrain.parallel.context.batch import get_chunk_indices
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Packing:
             keys are into full rows, [B · S].
         """
         chunk, calls = self.length // (2 * size), []
-        for index in chunks_of(rank, size):
+        for index in get_chunk_indices(rank, size):
             start, stop = index * chunk, (index + 1) * chunk
             call = Call(_causal(window))
             for row in range(len(self.begins)):
@@ -171,7 +171,7 @@ class Packing:
             if none of the keys is visible. Slices are into the tokens of a rank, [B · 2c].
         """
         own = Call(_causal(window))
-        chunk, mine = self.length // (2 * size), chunks_of(rank, size)
+        chunk, mine = self.length // (2 * size), get_chunk_indices(rank, size)
         for row in range(len(self.begins)):
             for slot, index in enumerate(mine):
                 start, stop = index * chunk, (index + 1) * chunk
@@ -182,7 +182,7 @@ class Packing:
         for distance in range(size):
             calls = [own] if distance == 0 else []
             for slot, index in enumerate(mine):
-                for key_slot, key_index in enumerate(chunks_of((rank - distance) % size, size)):
+                for key_slot, key_index in enumerate(get_chunk_indices((rank - distance) % size, size)):
                     if key_index < index:
                         calls += self._between(window, chunk, (index, slot), (key_index, key_slot))
             steps.append(calls)

@@ -31,7 +31,7 @@ class Prefill:
     right of every token, and what it writes is hidden by the prompt's length. ends: [B, S], as `Images` has them.
     """
 
-    bare = False
+    skips_hooks = False
 
     def __init__(self, store: KeyValues, slots: Sequence[KVSlot], device: torch.device, ends: Tensor | None = None):
         self._kinds = [*zip(store.windows, store.bidirectional, strict=True)]
@@ -42,18 +42,25 @@ class Prefill:
         self._lengths = torch.tensor([slot.length for slot in slots], device=device)
         self._kernel = SdpaKernel()
         self._masks: dict[tuple[int | None, bool], object] = {}
-        self.turns: dict[Any, Tensor] = {}
+        self.rotary_frequencies: dict[Any, Tensor] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
         self.last: Tensor | None = self._lengths - 1
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_stored: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values, and return the attention [B, S, H, hd_v] of q [B, S, H, hd].
 
         k is [B, S, kv, hd], v [B, S, kv, hd_v].
         """
-        if not held:
+        if not is_stored:
             self._write(layer, k, v)
         window, is_bidirectional = kind = self._kinds[layer]
         if kind not in self._masks:
@@ -84,10 +91,10 @@ class Prefill:
         """Return the mask of the prompts, each a document."""
         return LinearMask.of_lengths(self._lengths, self._length, width)
 
-    def states(self, layer: int) -> tuple[Tensor, ...]:
+    def read_states(self, layer: int) -> tuple[Tensor, ...]:
         raise ValueError("a prompt goes on from nothing")
 
-    def keep(self, layer: int, *states: Tensor) -> None:
+    def write_states(self, layer: int, *states: Tensor) -> None:
         """Store the states [B, ..] after the prompts' last tokens."""
         for held, fresh in zip(self._pool.states(layer, states), states, strict=True):
             held[self._indices] = fresh
@@ -106,8 +113,8 @@ class Decode:
     last: Tensor | None = None
 
     def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
-        self.bare = fixed
-        self.turns: dict[Any, Tensor] = {}
+        self.skips_hooks = fixed
+        self.rotary_frequencies: dict[Any, Tensor] = {}
         self._windows = store.windows
         self._kinds = {window: layer for layer, window in enumerate(store.windows)}  # a layer with each window
         self._slots = store.rows_in_order()
@@ -188,11 +195,11 @@ class Decode:
     def linear_mask(self, width: int) -> None:
         return None
 
-    def states(self, layer: int) -> tuple[Tensor, ...]:
+    def read_states(self, layer: int) -> tuple[Tensor, ...]:
         """Return the states of a layer, [R, ..] each."""
         return concatenated([tuple(state[: len(own.indices)] for state in own.pool.held(layer)) for own in self._own])
 
-    def keep(self, layer: int, *states: Tensor) -> None:
+    def write_states(self, layer: int, *states: Tensor) -> None:
         """Store the states of a layer, [R, ..] each."""
         for own in self._own:
             for held, fresh in zip(own.pool.held(layer), states, strict=True):
@@ -216,7 +223,7 @@ class Decode:
     @property
     def is_full(self) -> bool:
         """Return whether, with `fixed`, a row has come to the last key that a step looks at."""
-        return self.bare and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
+        return self.skips_hooks and any(max(slot.length for slot in own.pool.slots) == own.reach for own in self._own)
 
     def addresses(self) -> list[int]:
         """Return the addresses of what steps read and write of the cache."""
@@ -284,14 +291,21 @@ class Decode:
             slot.length += 1
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_stored: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values, and return the attention [R, 1, H, hd_v] of q [R, 1, H, hd].
 
         k is [R, 1, kv, hd], v [R, 1, kv, hd_v].
         """
         window, heads, key_heads = self._windows[layer], q.shape[2], k.shape[2]
-        if not held:
+        if not is_stored:
             self._write(layer, k, v)
         grouped = (q[:, 0] * scale).unflatten(1, (key_heads, heads // key_heads))  # [R, kv, rep, hd]
         parts = []

@@ -103,13 +103,13 @@ class ChatEncoder:
             return None
         import torch
 
-        from dtrain.inference.images import images_of
+        from dtrain.inference.images import build_images
 
         layouts = [image.layout for image in prompt.images]
         if pixels is None:
             pixels = torch.cat([self._pixels(number, image) for number, image in enumerate(prompt.images)])
         streams = self.reader.streams(torch.tensor(prompt.ids), layouts)
-        return images_of(streams, pixels, [layout.grid for layout in layouts])
+        return build_images(streams, pixels, [layout.grid for layout in layouts])
 
     def _pixels(self, number: int, image: LaidOutImage) -> "Tensor":
         try:

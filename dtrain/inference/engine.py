@@ -19,13 +19,13 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.cached_attention import Decode, Prefill
-from dtrain.inference.images import check_images, joined, no_images, rotary_shift
+from dtrain.inference.images import batch_images, check_images, empty_images, rotary_shift
 from dtrain.inference.kv_cache import (
     SMALLEST_SLOT,
     CachedPrompt,
     KeyValues,
     PromptKey,
-    SlotFlash,
+    SlotFlashAttention,
     choose_budget,
     slot_size,
 )
@@ -37,7 +37,7 @@ from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, Images
 from dtrain.models.common.routing import RoutingRecord
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import Step, Steps
+    from dtrain.inference.graphs import GraphedStep, GraphedSteps
 
 
 Ticket = int
@@ -46,7 +46,7 @@ Ticket = int
 _LOOK_EVERY = {"cpu": 1}
 _LOOK_EVERY_ELSEWHERE = 16
 
-LOGITS_AT_ONCE = 1 << 26  # elements, in float32
+MAX_LOGITS_PER_CHUNK = 1 << 26  # elements, in float32
 
 
 @dataclass
@@ -55,11 +55,11 @@ class DecodingRows:
 
     decode: Decode
     sampler: Sampler
-    step: "Step | None" = None
+    step: "GraphedStep | None" = None
 
 
 @contextmanager
-def at_rest(model: CausalLM) -> Iterator[None]:
+def evaluation_mode(model: CausalLM) -> Iterator[None]:
     """Context in which the model is in evaluation mode."""
     was_training = model.training
     model.eval()
@@ -69,7 +69,7 @@ def at_rest(model: CausalLM) -> Iterator[None]:
         model.train(was_training)
 
 
-class NotFinite(UserError):
+class NonFiniteLogits(UserError):
     """The model's logits for the rows of `tickets` are not finite. These have ended; the others go on unharmed."""
 
     def __init__(self, tickets: Sequence[Ticket]):
@@ -107,7 +107,7 @@ class Engine:
     of keys and values held at a time, in slots of powers of two. Both are chosen by default, see `choose_budget`.
     A request is let in only when its whole length fits, so that none is ever thrown out.
     steps: decodes by captured graphs, for a model that is whole on its device and whose weights are gathered; rows then
-    have slots for all their tokens from the beginning. notes_experts: keeps where the tokens of prompts went, so that
+    have slots for all their tokens from the beginning. records_routing: keeps where the tokens of prompts went, so that
     requests may ask for it; of a mixture of experts, without graphs. flash: attends in place of products, for many rows
     (`NativeEngine` chooses it): FlashAttention-2 never splits keys, so that few rows of many keys are slow.
     """
@@ -121,12 +121,12 @@ class Engine:
         max_tokens: int | None = None,
         device: torch.device | None = None,
         peers: Peers | None = None,
-        steps: "Steps | None" = None,
-        notes_experts: bool = False,
-        flash: SlotFlash | None = None,
+        steps: "GraphedSteps | None" = None,
+        records_routing: bool = False,
+        flash: SlotFlashAttention | None = None,
     ):
-        if notes_experts and (model.routing is None or steps is not None):
-            raise ValueError("notes_experts is for a mixture of experts, without graphs")
+        if records_routing and (model.routing is None or steps is not None):
+            raise ValueError("records_routing is for a mixture of experts, without graphs")
         self.model = model
         self.device = device or next(model.parameters()).device
         chosen = choose_budget(model, self.device, with_graphs=steps is not None)
@@ -134,7 +134,7 @@ class Engine:
         self._decode_text = decode
         self._peers = peers or Peers()
         self._steps = steps
-        self._notes_experts = notes_experts
+        self._notes_experts = records_routing
         self._flash = flash
         self.adapters: AdapterContext | None = None  # of every forward, see `use_adapters`
         self._look_every = _LOOK_EVERY.get(self.device.type, _LOOK_EVERY_ELSEWHERE)
@@ -188,7 +188,7 @@ class Engine:
                     raise Interrupted
                 completions.update(self.step())
         finally:
-            self.abandon()
+            self.drop_all_work()
         return [completions[ticket] for ticket in tickets]
 
     def add(self, request: Request) -> Ticket:
@@ -228,9 +228,9 @@ class Engine:
         """Let waiting requests in, decode one token of every row, and return what has ended, in no fixed order.
 
         On CUDA completions come up to 16 steps late: looking at tokens waits for the device. Without work it returns
-        nothing. Raises NotFinite for rows whose logits are not; what has ended beside them comes with the next step.
+        nothing. Raises NonFiniteLogits for rows whose logits are not finite; other ended rows come with the next step.
         """
-        with at_rest(self.model):
+        with evaluation_mode(self.model):
             if self._sequences:
                 self._drop_ended()
                 decoding = self._lay_out(*self._read_prompts(self._admit()))
@@ -242,7 +242,7 @@ class Engine:
             self._clear()
         if self._failed:
             failed, self._failed = self._failed, []
-            raise NotFinite(failed)
+            raise NonFiniteLogits(failed)
         finished, self._finished = self._finished, []
         return finished
 
@@ -257,7 +257,7 @@ class Engine:
         self._waiting.setdefault(sequence.prompt, deque()).append(sequence)
         return ticket
 
-    def abandon(self) -> None:
+    def drop_all_work(self) -> None:
         """Drop all work, also where a step has raised in its middle."""
         self._sequences.clear()
         self._finished.clear()
@@ -329,7 +329,7 @@ class Engine:
         # With a token of its own: a NaN that padding brings in would be one after the masked product too.
         padded = [[*ids, *ids[-1:] * (longest - len(ids))] for ids in prompts]
         several = [row.request.images for row in rows if row.request.images is not None]
-        images = joined(several, longest, self.model.config, self.device) if several else None
+        images = batch_images(several, longest, self.model.config, self.device) if several else None
         shifts = list(map(rotary_shift, several)) or [0] * len(rows)
         slots = [self._store.new_prompt(len(ids), shift) for ids, shift in zip(prompts, shifts, strict=True)]
         cache = Prefill(self._store, slots, self.device, None if images is None else images.ends)
@@ -344,7 +344,7 @@ class Engine:
         """Return `next_logits` [B, V], and with `notes` the experts of the tokens [B, S], [B, S, layers, k] int16."""
         self._peers.before_forward(images is not None)
         if images is None and self._peers.run_tower:
-            images = no_images(tokens, self.model.config)
+            images = empty_images(tokens, self.model.config)
         record = RoutingRecord(notes_choices=True) if notes else None
         logits = self.model.next_logits(tokens, cache, images, record, self.adapters)
         return logits, None if record is None else record.choices_by_row(len(tokens))
@@ -488,8 +488,8 @@ class TokenScores:
     the likeliest token in its place, and log p of that one."""
 
     logprobs: list[float]
-    likeliest: list[int]
-    highest: list[float]
+    argmax_ids: list[int]
+    max_logprobs: list[float]
 
 
 @torch.no_grad()
@@ -500,7 +500,7 @@ def score_prompts(
     together: tokens of one forward, beyond a single prompt. adapters: whether those of the model take part. No
     collective."""
     scores: dict[int, TokenScores] = {}
-    with at_rest(model):
+    with evaluation_mode(model):
         for batch, ids in _batches_of_like_length(prompts, together, next(model.parameters()).device):
             hidden = model.model(ids, MicroBatchContext(adapters=adapters))  # [B, S, D]
             for index, states, tokens in zip(batch, hidden, ids, strict=True):
@@ -516,7 +516,7 @@ def classify_rows(model: CausalLM, rows: Sequence[Sequence[int]], together: int)
     `score_prompts`."""
     weight, pad = next(model.parameters()), model.config.pad_token_id
     outputs = torch.zeros(len(rows), model.config.labels or 0, dtype=torch.promote_types(weight.dtype, torch.float32))
-    with at_rest(model):
+    with evaluation_mode(model):
         for batch, ids in _batches_of_like_length(rows, together, weight.device):
             ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]
             states = model.model(ids, MicroBatchContext())[
@@ -543,7 +543,7 @@ def _batches_of_like_length(
 def _token_scores(model: CausalLM, hidden: Tensor, tokens: Tensor) -> TokenScores:
     """Return the scores of tokens [n], each predicted by its row of hidden [n, D]."""
     parts: list[tuple[Tensor, ...]] = []
-    rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    rows = max(1, MAX_LOGITS_PER_CHUNK // model.config.vocab_size)
     for states, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
         logits = model.logits(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [rows, V]

@@ -105,7 +105,11 @@ def generate_text(
 
 
 def _with_images(
-    loaded: "Loaded", directory: Path, template: ChatTemplate, parts: Sequence[dict[str, Any]], prompts: Sequence[str]
+    loaded: "LoadedModel",
+    directory: Path,
+    template: ChatTemplate,
+    parts: Sequence[dict[str, Any]],
+    prompts: Sequence[str],
 ) -> Iterator[tuple[list[int], Images | None]]:
     """Yield token ids and images of each prompt, a user's message with the parts of images in front of its text."""
     length, pixels = loaded.model.config.max_position_embeddings, None
@@ -118,7 +122,7 @@ def _with_images(
         yield chat.ids, images
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """Model and tokenizer of a directory."""
 
     model: CausalLM
@@ -144,15 +148,15 @@ class Loaded(NamedTuple):
 
 def load(
     directory: Path, dtype: torch.dtype, device: torch.device, classifiers: bool = False, vision: bool = False
-) -> Loaded:
+) -> LoadedModel:
     """Return model and tokenizer of a Hugging Face directory, or of a hub's id that is in the cache; an adapter's in
     PEFT's layout (with its base; the tokenizer is its own, else the base's), a run's directory or a checkpoint's.
     vision: with the tower for images. Raises UserError, for a classifier too unless `classifiers`."""
     if (held := _whole_in(directory)) is not None:
         model = _model_in(held, dtype, device, 0 if classifiers else None, vision)
-        return Loaded(model, _tokenizer(held))
+        return LoadedModel(model, _tokenizer(held))
     store, step, source = _step_in(directory)
-    return Loaded(_model_of(store, step, source, dtype, device, vision), Tokenizer.from_directory(source))
+    return LoadedModel(_model_of(store, step, source, dtype, device, vision), Tokenizer.from_directory(source))
 
 
 def model_files(directory: Path) -> Path:

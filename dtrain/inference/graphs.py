@@ -20,22 +20,22 @@ from torch import Tensor, nn
 
 from dtrain.base.errors import UserError
 from dtrain.inference.cached_attention import Decode
-from dtrain.inference.kv_cache import KeyValues, SlotFlash
+from dtrain.inference.kv_cache import KeyValues, SlotFlashAttention
 from dtrain.inference.sampling import Sampler
 from dtrain.models.common.decoder import CausalLM
 
 # Graphs held at a time: each takes a few MiB on the device for its kernels' arguments.
-MOST = 32
+MAX_GRAPHS = 32
 
 # Share of a device's memory that may stay taken while the model trains: half of what a choice of `auto` leaves free.
-KEPT = 1 / 20
+MAX_KEPT_SHARE = 1 / 20
 
 Replay = Callable[[], None]
 
 
-def kept_bytes(device: torch.device) -> int:
-    """Return how much `Steps` may keep on a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).total_memory * KEPT)
+def max_kept_bytes(device: torch.device) -> int:
+    """Return how much `GraphedSteps` may keep on a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory * MAX_KEPT_SHARE)
 
 
 class CudaGraphs:
@@ -72,8 +72,8 @@ class CudaGraphs:
         return graph.replay
 
 
-class Steps:
-    """Steps of one rank's engines, one engine at a time, by their shapes.
+class GraphedSteps:
+    """Captured steps of one rank's engines, one engine at a time, by their shapes.
 
     make: called for a maker of graphs. keeps: bytes that may stay between two runs of work. insists: whether what keeps
     a step from being a graph is a UserError. obstacle: what does; steps are taken kernel by kernel from then on. lost:
@@ -98,12 +98,12 @@ class Steps:
         self._clear()
 
     def _clear(self) -> None:
-        self._held: dict[tuple[object, ...], Step] = {}  # the step last opened stands last
+        self._held: dict[tuple[object, ...], GraphedStep] = {}  # the step last opened stands last
         self._maker: CudaGraphs | None = None
         self._store: KeyValues | None = None
         self._copies: dict[int, nn.Parameter] = {}  # by place among the weights
 
-    def rest(self, flash: SlotFlash | None = None) -> KeyValues:
+    def rest(self, flash: SlotFlashAttention | None = None) -> KeyValues:
         """Return an empty cache, before and after work. Steps and what they read stay, or all of it goes. flash: of the
         cache; with another one than before nothing stays."""
         if self._store is not None and self._store.flash is not flash:
@@ -166,21 +166,21 @@ class Steps:
         read = [self._copies.get(place, weight) for place, weight in enumerate(self.weights())]
         return [weight.data_ptr() for weight in read if weight is not None]
 
-    def open(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> "Step":
+    def open(self, decode: Decode, sampler: Sampler, tokens: Tensor) -> "GraphedStep":
         """Return the step for other rows; tokens: the last ones of decode's R, [R] int64."""
         sampler.prepare(self._model.config.vocab_size)
         shape = decode.shape, sampler.shape
         step = self._held.pop(shape, None)
         if step is None:
-            step = Step(self._model, self, decode, sampler, tokens)
+            step = GraphedStep(self._model, self, decode, sampler, tokens)
         else:
             step.load(decode, sampler, tokens)
         self._held[shape] = step
-        if len(self._held) > MOST:
+        if len(self._held) > MAX_GRAPHS:
             del self._held[next(iter(self._held))]
         return step
 
-    def capture(self, step: "Step") -> Replay | None:
+    def capture(self, step: "GraphedStep") -> Replay | None:
         """Return what replays `step`, None where it is no graph. The first one is proved: from the same state kernels
         and replay give the same. Raises UserError where the capture itself fails: torch's allocator then takes it to be
         underway for good, and fails where it next gives memory back."""
@@ -213,13 +213,13 @@ class Steps:
         self.obstacle = self.obstacle or obstacle
 
 
-class Step:
+class GraphedStep:
     """Step that decodes one token more of every row, on memory of its own. tokens: the last ones, [R] int64; logprobs:
     theirs, [R] in max(float32, the dtype)."""
 
     logprobs: Tensor
 
-    def __init__(self, model: CausalLM, steps: Steps, decode: Decode, sampler: Sampler, tokens: Tensor):
+    def __init__(self, model: CausalLM, steps: GraphedSteps, decode: Decode, sampler: Sampler, tokens: Tensor):
         self._model, self._steps = model, steps
         self._decode, self._sampler = decode, sampler
         self.tokens = tokens.clone()

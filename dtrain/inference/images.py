@@ -46,10 +46,10 @@ def prompt_images(reader: "ImageReader", ids: Sequence[int], records: Sequence["
     if not records:
         return None
     (row,) = reader.rows_of([[(torch.tensor(ids), records)]])
-    return images_of(row, row["pixels"], [record.layout.grid for record in records])
+    return build_images(row, row["pixels"], [record.layout.grid for record in records])
 
 
-def images_of(streams: Mapping[str, Tensor], pixels: Tensor, grids: Sequence[Grid]) -> Images:
+def build_images(streams: Mapping[str, Tensor], pixels: Tensor, grids: Sequence[Grid]) -> Images:
     """Return the images of one prompt as a batch of one row. streams: [S, ..] of its tokens, as `ImageReader.streams`
     gives them."""
     rows = {name: streams[name][None] for name in IMAGE_STREAMS if name in streams}
@@ -61,7 +61,7 @@ def rotary_shift(images: Images) -> int:
     return 0 if images.rotary_ids is None else int(images.rotary_ids.max()) + 1 - images.rotary_ids.shape[1]
 
 
-def joined(rows: Sequence[Images], length: int, config: ModelConfig, device: torch.device) -> Images:
+def batch_images(rows: Sequence[Images], length: int, config: ModelConfig, device: torch.device) -> Images:
     """Return the images of prompts, of one row each, as those of a batch of rows of `length` on a device, padded on the
     right."""
     assert config.vision is not None
@@ -84,7 +84,7 @@ def joined(rows: Sequence[Images], length: int, config: ModelConfig, device: tor
     )
 
 
-def no_images(tokens: Tensor, config: ModelConfig) -> Images:
+def empty_images(tokens: Tensor, config: ModelConfig) -> Images:
     """Return the images of tokens [B, S] that are text, for a forward that runs the tower because other ranks do."""
     assert config.vision is not None
     return Images(torch.empty(0, config.vision.values, device=tokens.device), [], torch.full_like(tokens, -1))

@@ -6,7 +6,7 @@ slots of a pool that are in use are its first ones: attention reads them as one 
 sliding window keep no more than a later token can see. Layers of linear attention keep, in place of keys, the states
 that `attention.linear` goes on from, of one size whatever the length; a row begins with its prompt's.
 
-`SlotFlash` is variable-length attention to the slots, which a cache uses on CUDA in half precision.
+`SlotFlashAttention` is variable-length attention to the slots, which a cache uses on CUDA in half precision.
 """
 
 from collections.abc import Container, Sequence
@@ -26,7 +26,7 @@ from dtrain.models.common.decoder import CausalLM
 SMALLEST_SLOT = 32
 
 
-class Slots(NamedTuple):
+class VarlenSegments(NamedTuple):
     """Segments. query_ends, key_ends: [n + 1] int32, where each begins and the last one ends; queries may stand behind
     the last one. used: [n] int32, the keys that are seen of each. longest_query, longest_key: of a segment, or more."""
 
@@ -37,10 +37,10 @@ class Slots(NamedTuple):
     longest_key: int
 
 
-class SlotFlash:
+class SlotFlashAttention:
     """The operation: q [T, kv, hd], k and v [K, kv, hd] → [T, kv, hd], and the log-sum-exp [kv, T], float32."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots, scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, slots: VarlenSegments, scale: float) -> tuple[Tensor, Tensor]:
         # Splits of the keys are left to the kernel: as the products of other layers, it may round by how many rows
         # there are. FlashAttention-2 never splits here; 3 does, but for deterministic algorithms.
         ends, longest = (slots.query_ends, slots.key_ends), (slots.longest_query, slots.longest_key)
@@ -227,7 +227,7 @@ class KeyValues:
         self,
         windows: Sequence[int | None],
         bidirectional: Sequence[bool] | None = None,
-        flash: SlotFlash | None = None,
+        flash: SlotFlashAttention | None = None,
     ):
         self.windows = tuple(windows)
         self.bidirectional = tuple(bidirectional or [False] * len(windows))
@@ -238,7 +238,7 @@ class KeyValues:
         self._prompt_keeps = [None if window is None else max(window - 1, 1) for window in windows]
 
     @classmethod
-    def of(cls, config: ModelConfig, flash: SlotFlash | None = None) -> "KeyValues":
+    def of(cls, config: ModelConfig, flash: SlotFlashAttention | None = None) -> "KeyValues":
         """Return an empty cache for a model."""
         windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
         return cls(windows, [kind in config.bidirectional for kind in config.layer_types], flash)

@@ -18,17 +18,17 @@ from dtrain.base.errors import Interrupted
 from dtrain.base.hardware import free_device_memory
 from dtrain.base.ranks import Ranks, deal
 from dtrain.inference.cached_attention import Prefill
-from dtrain.inference.engine import Engine, Peers, at_rest
-from dtrain.inference.images import no_images
+from dtrain.inference.engine import Engine, Peers, evaluation_mode
+from dtrain.inference.images import empty_images
 from dtrain.inference.kv_cache import KeyValues, PromptKey, choose_budget
-from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
+from dtrain.inference.request import Completion, Request, RolloutEngine, ShouldStop
 from dtrain.inference.varlen_decode import choose_varlen_decode
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.tensor import whole_sequences
+from dtrain.parallel.tensor import without_sequence_parallel
 from dtrain.policy import Policy
 
 if TYPE_CHECKING:
-    from dtrain.inference.graphs import Steps
+    from dtrain.inference.graphs import GraphedSteps
 
 
 class NativeEngine(RolloutEngine):
@@ -46,7 +46,7 @@ class NativeEngine(RolloutEngine):
         *,
         decode: Callable[[list[int]], str] | None = None,
         unshard: bool | str = "auto",
-        steps: "Steps | None" = None,
+        steps: "GraphedSteps | None" = None,
         offloads: bool = False,
         say: Callable[[str], None] = print,
     ):
@@ -64,11 +64,11 @@ class NativeEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+        self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
     ) -> list[Completion]:
         """Return the completions of `requests`, in order. Collective: every rank passes all requests, gets all results.
 
-        ask_stop: called on each rank between two tokens; once it returns True that rank gives up, and Interrupted is
+        should_stop: called on each rank between two tokens; once it returns True that rank gives up, and Interrupted is
         raised on all of them, as soon as the others have given up too, or are done.
 
         Tokens are the same on every mesh in float64, and in float32 but where two tokens all but tie. Besides the
@@ -80,7 +80,7 @@ class NativeEngine(RolloutEngine):
         if not requests:
             return []
         ranks = self.mesh.dp_cp.size()
-        shares = share_out(requests, ranks)
+        shares = distribute_requests(requests, ranks)
         with ExitStack() as stack:
             if self._offloader is not None:
                 self._offloader.offload_before_refit()
@@ -92,7 +92,7 @@ class NativeEngine(RolloutEngine):
                     "grpo.unshard=true gathers them all the same"
                 )
                 self._without_graphs(self._steps.obstacle)
-            stack.enter_context(whole_sequences(self.model))
+            stack.enter_context(without_sequence_parallel(self.model))
             if gathers_once:
                 before = [] if self._steps is None else self._steps.weights()
                 stack.enter_context(self._sharding.unsharded())
@@ -101,17 +101,17 @@ class NativeEngine(RolloutEngine):
             else:
                 stack.callback(self._sharding.reshard)
             in_step = self.mesh.ep is not None or (self._sharding.is_sharded and ranks > 1 and not gathers_once)
-            peers = _MeshPeers(self.mesh, in_step=in_step, ask_stop=ask_stop)
+            peers = _MeshPeers(self.mesh, in_step=in_step, should_stop=should_stop)
             engine = self._engine(requests, peers)
             mine = [requests[index] for index in shares[self.mesh.dp_cp.get_local_rank()]]
             completions: list[Completion] | None = None
             with suppress(Interrupted):
                 completions = engine.generate(mine)
-            with at_rest(self.model):
+            with evaluation_mode(self.model):
                 while peers.others_go_on():  # a forward on nothing, for the weights or the experts that the others need
                     store = KeyValues([None] * self.model.config.num_hidden_layers)
                     token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-                    images = no_images(token, self.model.config) if peers.run_tower else None
+                    images = empty_images(token, self.model.config) if peers.run_tower else None
                     self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
         mine_and_why = completions, *((None, None) if self._steps is None else (self._steps.obstacle, self._steps.lost))
         everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
@@ -177,11 +177,11 @@ class _MeshPeers(Peers):
     """Peers on a mesh. in_step: every forward gathers weights over dp and cp, or sends tokens to experts there, so that
     all those ranks make as many."""
 
-    def __init__(self, mesh: Mesh, *, in_step: bool, ask_stop: AskStop | None):
+    def __init__(self, mesh: Mesh, *, in_step: bool, should_stop: ShouldStop | None):
         self._tp, self._dp_cp = mesh.tp, mesh.dp_cp
         self._in_step = in_step
-        self._ask_stop = ask_stop
-        self._first_stops: Tensor | None = None  # the first tp rank's `ask_stop` at the last draw, [R]
+        self._ask_stop = should_stop
+        self._first_stops: Tensor | None = None  # the first tp rank's `should_stop` at the last draw, [R]
 
     def before_forward(self, has_images: bool) -> None:
         if self._in_step:
@@ -223,7 +223,7 @@ _READING = 0.25
 _SLACK = 1.1
 
 
-def share_out(requests: Sequence[Request], ranks: int) -> list[list[int]]:
+def distribute_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:
     """Return the indices of `requests` for each of `ranks` ranks, ascending; the same on every rank that asks.
 
     The work of a request is taken from its max_new_tokens, for nobody knows where it will stop. What is dealt are whole

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dtrain.inference.chats import ImagePrompt
     from dtrain.models.common.micro_batch import Images
 
-AskStop = Callable[[], bool]  # whether to give up what is being drawn
+ShouldStop = Callable[[], bool]  # whether to give up what is being drawn
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class RolloutEngine(Protocol):
     is_remote: bool = False
 
     def generate(
-        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+        self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
     ) -> list[Completion]:
         """Return the completions of `requests`, in order. Collective: every rank passes all requests and gets all
-        completions, or Interrupted where a rank's `ask_stop` says yes meanwhile."""
+        completions, or Interrupted where a rank's `should_stop` says yes meanwhile."""
         ...
 
-    def expect(self, requests: Sequence[Request], version: int) -> None:
+    def prefetch(self, requests: Sequence[Request], version: int) -> None:
         """Take the requests that come next, where the engine `is_remote`."""
         return None

@@ -172,7 +172,7 @@ def _draw(logits: Tensor, numbers: Tensor, chunk: _Chunk) -> tuple[Tensor, Tenso
     if chunk.greedy is True:
         tokens = scores.argmax(-1)
     else:
-        tokens = look_up(probabilities, numbers)
+        tokens = sample_from_cdf(probabilities, numbers)
         if chunk.greedy is not False:
             tokens = torch.where(chunk.greedy, scores.argmax(-1), tokens)
     logprobs = probabilities.gather(1, tokens[:, None]).squeeze(1).log()
@@ -226,7 +226,7 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, share: Tensor, most: i
     return largest.gather(1, count - 1)
 
 
-def look_up(probabilities: Tensor, numbers: Tensor) -> Tensor:
+def sample_from_cdf(probabilities: Tensor, numbers: Tensor) -> Tensor:
     """Return the tokens [n] int64 on which numbers [n] float64 in (0, 1) fall in the distribution functions of
     probabilities [n, V], which need not sum to 1. A token of probability 0 is never taken.
 

@@ -6,8 +6,8 @@ all rows that go on from a prompt, whose keys are then read once; in it stand th
 results are merged by their log-sum-exp. In layers with a window, which may hide a part of a prompt, each row's another,
 prompts are left to `Decode`'s products.
 
-`kv_cache.SlotFlash` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small step with
-the products of `cached_attention.Decode`.
+`kv_cache.SlotFlashAttention` is the operation. Before it is used on a device, `choose_varlen_decode` compares a small
+step with the products of `cached_attention.Decode`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from dtrain.attention.blocks import Partial, merge_by_log_sum_exp, merge_with_si
 from dtrain.attention.kernels import HALF
 from dtrain.attention.varlen import UNSUPPORTED, describe_difference, does_not_run
 from dtrain.inference.cached_attention import Decode, Own, concatenated, members_of
-from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, SlotFlash, Slots, power_of_two
+from dtrain.inference.kv_cache import KeyValues, KVSlot, KVSlotPool, SlotFlashAttention, VarlenSegments, power_of_two
 from dtrain.models.common.config import ModelConfig
 
 _CHECK_PROMPTS = ((1, 3), (37, 1), (130, 2), (25, 1))  # lengths, and rows of each
@@ -48,7 +48,7 @@ class VarlenDecode(Decode):
     def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
         assert store.flash is not None
         self._flash = store.flash
-        self._segments: dict[tuple[object, ...], Slots] = {}  # of a step, as layers ask for them
+        self._segments: dict[tuple[object, ...], VarlenSegments] = {}  # of a step, as layers ask for them
         super().__init__(store, prompts, device, fixed=fixed)
 
     def _reach(self, pool: KVSlotPool) -> int | None:
@@ -113,13 +113,20 @@ class VarlenDecode(Decode):
         self._segments.clear()
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_stored: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values, and return the attention [R, 1, H, hd_v] of q [R, 1, H, hd].
 
         k is [R, 1, kv, hd], v [R, 1, kv, hd_v].
         """
-        if not held:
+        if not is_stored:
             self._write(layer, k, v)
         grouped = q[:, 0].unflatten(1, (k.shape[2], -1))  # [R, kv, rep, hd]
         window, rep = self._windows[layer], grouped.shape[2]
@@ -146,7 +153,7 @@ class VarlenDecode(Decode):
         by_head = merged.out.transpose(1, 2)  # [R, kv, rep, hd_v]
         return by_head.to(q.dtype, memory_format=torch.contiguous_format).flatten(1, 2)[:, None]
 
-    def _over(self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: Slots, scale: float) -> Partial:
+    def _over(self, queries: Tensor, keys_and_values: Sequence[Tensor], slots: VarlenSegments, scale: float) -> Partial:
         """Compute attention over the first keys of the slots of a pool.
 
         Args:
@@ -163,23 +170,23 @@ class VarlenDecode(Decode):
         rep = queries.shape[1]
         return Partial(out.unflatten(0, (-1, rep)), lse.t().unflatten(0, (-1, rep)))
 
-    def _slots_of_rows(self, own: Own, window: int | None, rep: int) -> Slots:
+    def _slots_of_rows(self, own: Own, window: int | None, rep: int) -> VarlenSegments:
         key = own.pool, window, rep
         if key not in self._segments:
             count, size = len(own.indices), own.pool.sizes[self._kinds[window]]
             used = (self._added[own.rows] + 1).clamp(max=size).to(torch.int32)
             ends = torch.arange(count + 1, dtype=torch.int32, device=self._device)
-            self._segments[key] = Slots(ends * rep, ends * size, used, max(2, rep), size)
+            self._segments[key] = VarlenSegments(ends * rep, ends * size, used, max(2, rep), size)
         return self._segments[key]
 
-    def _slots_of_prompts(self, prompts: _Prompts, rep: int) -> Slots:
+    def _slots_of_prompts(self, prompts: _Prompts, rep: int) -> VarlenSegments:
         key = prompts.pool, None, rep
         if key not in self._segments:
             capacity, longest = prompts.pool.capacity, max(2, prompts.longest * rep)
             ends = torch.arange(len(prompts.used) + 1, dtype=torch.int32, device=self._device)
             # Segments of no prompt may lie behind the last slot: of no key.
             ends = ends.clamp(max=len(prompts.pool.tensors()[0])) * capacity
-            self._segments[key] = Slots(prompts.ends * rep, ends, prompts.used, longest, capacity)
+            self._segments[key] = VarlenSegments(prompts.ends * rep, ends, prompts.used, longest, capacity)
         return self._segments[key]
 
 
@@ -191,7 +198,7 @@ def _room(count: int) -> int:
 
 def choose_varlen_decode(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, tp: int = 1
-) -> tuple[SlotFlash | None, str]:
+) -> tuple[SlotFlashAttention | None, str]:
     """Return what a model's rows are to attend with when they are decoded, computing in `dtype`; or None, and a note on
     why products do, "" where nothing else was to be had. tp: ranks that share the heads. No collective."""
     if device.type != "cuda" or dtype not in HALF:
@@ -202,14 +209,14 @@ def choose_varlen_decode(
             # Not padded to one size, as rows in training are: a cache would grow by half (192 and 128 elements).
             keys, values = shape["head_dim"], shape["value_dim"]
             return None, f"decoding attends by products: heads have {keys} elements in keys and {values} in values"
-    flash = SlotFlash()
+    flash = SlotFlashAttention()
     problems = (check_varlen_decode(flash, **shape, dtype=dtype, device=device) for shape in shapes)
     problem = next(filter(None, problems), None)
     return (flash, "") if problem is None else (None, f"decoding attends by products: {problem}")
 
 
 def check_varlen_decode(
-    flash: SlotFlash,
+    flash: SlotFlashAttention,
     *,
     heads: int,
     key_heads: int,
@@ -241,7 +248,7 @@ def check_varlen_decode(
     windows = [None] if window is None else [None, min(window, _CHECK_WINDOW)]
     sizes = heads, key_heads, head_dim, value_dim, sinks
 
-    def numbers(flash: SlotFlash | None, compute_dtype: torch.dtype) -> list[Tensor]:
+    def numbers(flash: SlotFlashAttention | None, compute_dtype: torch.dtype) -> list[Tensor]:
         return _attend_full_slots(KeyValues(windows, flash=flash), *sizes, compute_dtype, device)
 
     try:

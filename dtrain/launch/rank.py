@@ -310,9 +310,9 @@ def train(
         world_size=place.world_size,
         device=device,
         stop=stop,
-        planned=plan.planned.peak if plan.planned else None,
+        wait_for_plan=plan.planned.peak if plan.planned else None,
         collective_timeout=sizes.recipe.launch.collective_timeout,
-        chosen=sizes.lines,
+        size_notes=sizes.lines,
         machine=sizes.machine,
     )
     act = job.train or importlib.import_module("dtrain.training.trainer").train_checked

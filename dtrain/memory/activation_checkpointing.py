@@ -24,7 +24,7 @@ from torch.distributed._composable import checkpoint as checkpoint_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtrain.models.common.decoder import Layer
-from dtrain.parallel.collectives import PARTS, WHOLES
+from dtrain.parallel.collectives import REDUCE_SCATTER_OPS, REPLICATED_RESULT_OPS
 from dtrain.parallel.tensor import ParallelModel
 
 Contexts = Callable[[], tuple[Any, Any]]
@@ -41,12 +41,12 @@ STORED = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.torch_attn._varlen_attn.default,
-        *PARTS,
+        *REDUCE_SCATTER_OPS,
     }
 )
 """Operations whose results are stored, in layers that run as written."""
 
-STORED_COMPILED = STORED | WHOLES
+STORED_COMPILED = STORED | REPLICATED_RESULT_OPS
 """Operations whose results may be stored in compiled parts.
 
 Results of all-gathers and all-reduces are among them, because the compiler does not store the products that they add

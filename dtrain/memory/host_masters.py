@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.base.torch_functions import has_values
 from dtrain.parallel.fsdp import MasterTensor
-from dtrain.parallel.placement import chunk_bounds, cut_by, local_bounds, local_tensor, replace_local_tensor
+from dtrain.parallel.placement import chunk_bounds, get_sharding_dims, local_bounds, local_tensor, replace_local_tensor
 
 
 class HostMaster(MasterTensor):
@@ -90,7 +90,7 @@ def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
 def _largest_shard_size(parameter: DTensor) -> tuple[int, ...]:
     """Return the size of the largest local shard of a parameter on any FSDP rank: FSDP fills up the others to it."""
     # FSDP is the last to divide the rows.
-    *others, (mesh, dim) = cut_by(parameter, 0)
+    *others, (mesh, dim) = get_sharding_dims(parameter, 0)
     num_rows = parameter.shape[0]
     for other, other_dim in others:
         start, end = chunk_bounds(num_rows, other.size(other_dim), other.get_local_rank(other_dim))

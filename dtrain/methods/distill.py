@@ -119,7 +119,7 @@ class DistillMethod(Method):
     def other_models(self) -> list[tuple[str, str]]:
         return [("distill.teacher", self.section.teacher)] if self.section.teacher else []
 
-    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+    def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if the checkpoint was saved with the other value of `distill.samples`, too."""
         saved = "student" if "rollout" in state else "data"
         if saved != self.section.samples:
@@ -128,10 +128,10 @@ class DistillMethod(Method):
                 "resume cannot change it. Set it back, or begin another run with these weights (checkpoint.init_from, "
                 "run.name)"
             )
-        super().refuse_state(state, changed)
+        super().check_state(state, changed)
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        self.attach_models(policy, run.others)
+        self.attach_models(policy, run.other_models)
 
     def attach_models(self, policy: Policy, others: Mapping[str, ModelDirectory]) -> AttachedModels:
         """Override `Method.attach_models`: the teacher."""
@@ -188,7 +188,7 @@ class DistillMethod(Method):
         )
         return total, {"topk_mass": inside}
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return self.divergences(sums)
 
     def divergences(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -200,6 +200,6 @@ class DistillMethod(Method):
             if name in sums
         }
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = self.section.temperature**2 * sums["kl"] / max(sums["trained"], 1)
         return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.divergences(sums).items()}}

@@ -50,7 +50,7 @@ from dtrain.policy.batching import all_reduced, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import spelling
 
-PAIRS_AT_ONCE = 1024  # pairs of a set that are scored at once for `dpo.precompute`
+PAIRS_PER_BATCH = 1024  # pairs of a set that are scored at once for `dpo.precompute`
 
 FIELDS = ("rewards_chosen", "rewards_rejected", "rewards_margin", "accuracy", "pair_weight")
 
@@ -94,7 +94,7 @@ class Dpo:
         return [self.loss] if isinstance(self.loss, str) else list(self.loss)
 
 
-class PairSums(NamedTuple):
+class PairTotals(NamedTuple):
     """Sums over the labelled tokens of pairs, [pairs] each.
 
     chosen, rejected, ref_chosen, ref_rejected: Σ weight · log p under the policy and the reference (0 without one);
@@ -131,7 +131,7 @@ class PairSums(NamedTuple):
         )
 
     @classmethod
-    def of(cls, sums: Tensor) -> "PairSums":
+    def of(cls, sums: Tensor) -> "PairTotals":
         """sums [4 or 5, documents], a pair's two next to each other."""
         by_pair = sums.unflatten(1, (-1, 2)).transpose(1, 2)
         (chosen, rejected), (ref_chosen, ref_rejected), lengths, plain, *aligned = by_pair
@@ -158,23 +158,23 @@ class Objective:
         }
         self.whole_batch = bool(over_the_batch(self._names, section.kwargs))
 
-    def losses(self, sums: PairSums) -> Tensor:
+    def losses(self, sums: PairTotals) -> Tensor:
         """[pairs], the weighted sum of the named losses times the pair's weight, without the SFT term."""
         if not self._names:
             return torch.zeros_like(sums.chosen)
         losses = combined_preference_loss(self._names, *sums[:4], **self._named(sums))
         return losses if sums.pair_weights is None else losses * sums.pair_weights
 
-    def slopes(self, sums: PairSums) -> tuple[Tensor, Tensor]:
+    def slopes(self, sums: PairTotals) -> tuple[Tensor, Tensor]:
         """The losses [pairs], and their mean's derivative by the sums of chosen and rejected in turn, [2 · pairs]."""
         weights = preference_weights(self._names, *sums[:4], **self._named(sums))
         return weights.losses, torch.stack([weights.chosen, weights.rejected], 1).flatten()
 
-    def _named(self, sums: PairSums) -> dict[str, Any]:
+    def _named(self, sums: PairTotals) -> dict[str, Any]:
         lengths = {"chosen_lengths": sums.chosen_lengths, "rejected_lengths": sums.rejected_lengths}
         return lengths | self._options
 
-    def measure(self, sums: PairSums, losses: Tensor) -> dict[str, Tensor]:
+    def measure(self, sums: PairTotals, losses: Tensor) -> dict[str, Tensor]:
         """Sums over the pairs, scalars, from which the metrics are made; losses [pairs]."""
         rewards = preference_rewards(*sums[:4], beta=self.beta)
         return {
@@ -204,7 +204,7 @@ class DpoMethod(MethodWithReference):
     references = "start, base, none"
     measures = FIELDS
     curves = MappingProxyType({**MethodWithReference.curves, "accuracy": "accuracy"})
-    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
+    adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 1e-6
 
     _tables: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -244,9 +244,9 @@ class DpoMethod(MethodWithReference):
                 errors.append(Problem(f"dpo.{key}", text, "Set dpo.reference=start"))
         return errors
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         if format == "question":
-            return super().refuses(format)
+            return super().format_problem(format)
         if format not in ("auto", "preference", "tokenized"):
             return "method=dpo trains on pairs; set it to preference, or method=sft"
         return None
@@ -256,7 +256,7 @@ class DpoMethod(MethodWithReference):
         reads = any(LOSSES[name].needs_reference for name in self.section.losses if name in LOSSES)
         return reads and self.section.reference not in (None, "none")
 
-    def holds_reference(self) -> bool:
+    def keeps_reference_weights(self) -> bool:
         return self.needs_reference() and not self.section.precompute
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
@@ -264,7 +264,7 @@ class DpoMethod(MethodWithReference):
         if not self.needs_reference():
             return
         if not self.section.precompute:
-            self.attach_models(policy, run.others)
+            self.attach_models(policy, run.other_models)
             return
         tables = {}
         for split, rows in splits.items():
@@ -308,7 +308,7 @@ class DpoMethod(MethodWithReference):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `Objective.measure`."""
         scores = source.logprobs(log_p2=self.section.use_weighting)  # [B, S/cp]
-        sums = PairSums.of(source.by_document(PairSums.streams(batch, scores.logprobs, scores.log_p2)))
+        sums = PairTotals.of(source.by_document(PairTotals.streams(batch, scores.logprobs, scores.log_p2)))
         losses = self.objective.losses(sums)  # [pairs]
         total = losses.sum() * 2 / global_seqs
         if self.objective.sft_weight:
@@ -320,11 +320,11 @@ class DpoMethod(MethodWithReference):
         """The gradient as a weighted sum of log-probabilities, the weights being the derivative of the global batch's
         loss by them; exact, for the weights stay what they are within a step."""
         logprobs = policy.logprobs(batch, self.micro_rows)
-        streams = PairSums.streams(batch, logprobs)  # [4, n, S]
+        streams = PairTotals.streams(batch, logprobs)  # [4, n, S]
         count, ids = documents(batch), document_ids(batch)
         local = sum_by_document(streams, ids, count)
         gathered, first = gather_rows(local.t(), policy.mesh.dp)  # [documents of all ranks, 4]
-        sums = PairSums.of(gathered.t())
+        sums = PairTotals.of(gathered.t())
         losses, slopes = self.objective.slopes(sums)  # [pairs], [2 · pairs]
         total = losses.sum() / max(len(losses), 1) - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens
         mine = torch.cat([slopes.new_zeros(1), slopes[first : first + count]])
@@ -345,13 +345,13 @@ class DpoMethod(MethodWithReference):
 
         return {**batch, "token_weights": weights - sft}, loss
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {name: sums[name] / max(sums["pairs"], 1) for name in FIELDS if name in sums}
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         sft = self.objective.sft_weight * sums["chosen_nll"] / max(sums["chosen_tokens"], 1)
         val_loss = sums["loss"] / max(sums["pairs"], 1) + sft
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.train_metrics(sums).items()}}
 
 
 def _labels_of_chosen(batch: Batch) -> Tensor:
@@ -425,11 +425,11 @@ def reference_table(
     if kept is not None and everywhere:
         return torch.frombuffer(kept, dtype=torch.float64).view(shape)
     if policy.reference is None:
-        method.keep_reference(policy)
+        method.build_reference(policy)
     table = torch.zeros(shape, dtype=torch.float64)
     with policy.use_reference_model():
-        for start in range(0, shape[0], PAIRS_AT_ONCE):
-            _score_pairs(method, policy, rows, range(start, min(start + PAIRS_AT_ONCE, shape[0])), table, ld_alpha)
+        for start in range(0, shape[0], PAIRS_PER_BATCH):
+            _score_pairs(method, policy, rows, range(start, min(start + PAIRS_PER_BATCH, shape[0])), table, ld_alpha)
     all_reduced(table, policy.mesh.dp)  # each pair was scored by one rank
     if policy.rank == 0:
         partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table

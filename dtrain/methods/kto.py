@@ -29,7 +29,7 @@ from dtrain.policy import Policy
 from dtrain.policy.batching import all_reduced
 from dtrain.policy.score import LogprobSource, Loss
 
-LOOKED_AT = 256  # replies, for whether there are both kinds
+MAX_CHECKED_REPLIES = 256  # replies, for whether there are both kinds
 
 
 @dataclass
@@ -64,7 +64,7 @@ class KtoMethod(MethodWithReference):
     kind = "labelled"
     measures = ("rewards_chosen", "rewards_rejected", "rewards_margin", "logps_chosen", "logps_rejected", "kl")
     curves = MappingProxyType({**MethodWithReference.curves, "rewards_margin": "margin of rewards"})
-    adapter_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
+    adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 5e-7 to 5e-6
 
     _splits: Mapping[str, Rows] = MappingProxyType({})
 
@@ -83,7 +83,7 @@ class KtoMethod(MethodWithReference):
             errors.append(Problem("kto.desirable_weight", text))
         return errors + self.loss_on_problems()
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         if format in ("text", "question"):
             return "method=kto trains on replies with a label; give it prompt, completion and label"
         return None
@@ -91,7 +91,7 @@ class KtoMethod(MethodWithReference):
     def needs_reference(self) -> bool:
         return True
 
-    def examine(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
+    def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
         """Raises UserError where a split has one row alone: it has no reply of another."""
         for split, count in samples.items():
             if self._estimates and count < 2:
@@ -102,12 +102,12 @@ class KtoMethod(MethodWithReference):
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         for split, rows in splits.items():
-            some = range(0, len(rows.samples), -(-len(rows.samples) // LOOKED_AT))
+            some = range(0, len(rows.samples), -(-len(rows.samples) // MAX_CHECKED_REPLIES))
             if split == "train" and len(kinds := {is_wanted(rows.samples, index) for index in some}) == 1:
                 which = "is wanted" if True in kinds else "is one that is not wanted"
                 run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
         self._splits = splits
-        self.attach_models(policy, run.others)
+        self.attach_models(policy, run.other_models)
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """The rows, and behind them as many documents of prompts with other rows' replies."""
@@ -208,7 +208,7 @@ class KtoMethod(MethodWithReference):
             self._ask_reference(policy, own=own)
             yield own, loss
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """`rewards_chosen` and `logps_chosen` are of replies that are wanted, `.._rejected` of the others, where the
         batch has such."""
         result = {
@@ -223,9 +223,9 @@ class KtoMethod(MethodWithReference):
             result["kl"] = sums["kl"] / max(sums["chosen"] + sums["rejected"], 1)
         return result
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = sums["loss"] / max(sums["chosen"] + sums["rejected"], 1)
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.train_metrics(sums).items()}}
 
 
 def _reply(trained: Tensor) -> int:

@@ -55,7 +55,7 @@ class RunContext:
         source: The directory of model.path, with the run's tokenizer and chat template.
         others: The directories of the method's other models, by key.
         stack: Closes what is opened for the run when the run ends.
-        ask_stop: Returns whether this rank was asked to stop. Work that takes long between two steps may then raise
+        should_stop: Returns whether this rank was asked to stop. Work that takes long between two steps may then raise
             Interrupted, on every rank, and the run is saved as the last step left it.
     """
 
@@ -63,9 +63,9 @@ class RunContext:
     path: Path
     identities: Mapping[str, str]
     source: ModelDirectory
-    others: Mapping[str, ModelDirectory]
+    other_models: Mapping[str, ModelDirectory]
     stack: ExitStack
-    ask_stop: Callable[[], bool]
+    should_stop: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class BatchSource:
     def recipe(self) -> Recipe:
         return self.method.recipe
 
-    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
+    def remaining_steps(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
         saved: what the method's `state` gave at the start, empty for a fresh one."""
         left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
@@ -112,9 +112,9 @@ class BatchSource:
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
         """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
-        return iter(self.deal(policy, rows, cursor=cursor, num_workers=self.recipe.data.num_workers))
+        return iter(self.build_batches(policy, rows, cursor=cursor, num_workers=self.recipe.data.num_workers))
 
-    def deal(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
+    def build_batches(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
         """This dp rank's part of `rows`. more: of `Batches`."""
         size, mesh, by_length = self.recipe.train.batch, policy.mesh, self.method.is_dynamic()
         return Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length, **more)
@@ -135,7 +135,7 @@ class BatchSource:
         """Return tensors by name, [...] each."""
         return {}
 
-    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+    def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if this source cannot go on from a saved `state`.
 
         Args:
@@ -162,10 +162,10 @@ class Method:
     about: the method in words, for a reader. kind: what a sample of the data is: examples, pairs, labelled (replies
     that are wanted or not) or prompts. measures: its fields of metrics.jsonl (training/metrics/records.py), next to
     those of all methods. curves: fields that show what was learned, and their names for a reader. best: what of
-    `recipe.schema.BEST` it measures. more_steps: what of its section makes a pass more steps. adapter_rates: the
-    learning rate below which a fresh adapter hardly learns, and a usual one. models: the keys of the section that may
-    name models, whose ends say of which kind (`training.registry.TEACHER`, `REWARD_MODEL`). references: what else a
-    reference may be.
+    `recipe.schema.BEST` it measures. more_steps_hint: what of its section makes a pass more steps.
+    adapter_learning_rates: the learning rate below which a fresh adapter hardly learns, and a usual one. models: the
+    keys of the section that may name models, whose ends say of which kind (`training.registry.TEACHER`,
+    `REWARD_MODEL`). references: what else a reference may be.
 
     A step goes before_step → source.batches → batch → prepare → Policy.forward_backward with the loss that prepare
     returns → Policy.optimizer_step → fields.
@@ -180,7 +180,7 @@ class Method:
                  `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size
                  the ranks may ask for other pieces of them than were saved.
 
-    `refuse_state(state)` comes before `load`, also in `dtrain validate`: it raises UserError for a state that this
+    `check_state(state)` comes before `load`, also in `dtrain validate`: it raises UserError for a state that this
     method, with this recipe, did not write or cannot go on from.
     """
 
@@ -190,8 +190,8 @@ class Method:
     measures: tuple[str, ...] = ()
     curves: Mapping[str, str] = MappingProxyType({"loss": "loss", "val_loss": "validation loss"})
     best: tuple[str, ...] = ("val_loss", "loss")
-    more_steps: str | None = None
-    adapter_rates = (5e-5, "2e-4")
+    more_steps_hint: str | None = None
+    adapter_learning_rates = (5e-5, "2e-4")
     models: tuple[str, ...] = ()
     references = "start, base"
 
@@ -212,7 +212,7 @@ class Method:
         """Check the section, and other keys that it excludes. Ranges are checked elsewhere."""
         return []
 
-    def room_problems(self) -> list[Problem]:
+    def completion_length_problems(self) -> list[Problem]:
         """Check that completions of the section's `sampling` leave room for their prompts."""
         new, longest = self.section.sampling.max_new_tokens, self.recipe.data.max_length
         if longest < 2 or new < longest:
@@ -225,7 +225,7 @@ class Method:
         """Check the section for the model that is trained."""
         return []
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         """Return why rows of a format (`data.*.format`) are not for this method; None: they are."""
         if format == "question":
             return "a question has no answer to train on; method=grpo draws its own"
@@ -259,7 +259,7 @@ class Method:
         """The number of each of the data's rows that the loss reads."""
         return None
 
-    def rows_of_a_sample(self) -> int:
+    def rows_per_sample(self) -> int:
         """Rows of a batch that one of `train.global_batch` is: a pair that is not packed is two."""
         return 2 if self.kind == "pairs" and not self.recipe.data.packing else 1
 
@@ -275,7 +275,7 @@ class Method:
         """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
         return self.recipe.data.max_length * (2 if self.kind == "pairs" and self.recipe.data.packing else 1)
 
-    def longest_row(self) -> int:
+    def max_row_length(self) -> int:
         """Tokens of the longest row that a forward may be given. Packed completions of a micro-batch are one row."""
         is_packed = self.kind == "prompts" and self.recipe.data.packing
         return self.row_length() * (self.recipe.train.micro if is_packed else 1)
@@ -284,7 +284,7 @@ class Method:
         """Return whether the loss compares with a reference."""
         return False
 
-    def holds_reference(self) -> bool:
+    def keeps_reference_weights(self) -> bool:
         """Return whether the reference's weights stay on the devices beside the policy's."""
         return self.needs_reference()
 
@@ -293,7 +293,7 @@ class Method:
         return False
 
     @property
-    def needs_start(self) -> str | None:
+    def required_start_weights(self) -> str | None:
         """Return "start" where `begin` wants the weights that training starts from, on a resume too; "base": without an
         adapter."""
         return None
@@ -308,8 +308,8 @@ class Method:
         """Rows of a batch that make one micro-batch, or how else they are made. Completions are packed as they come: a
         micro-batch is one row of micro_batch · max_length tokens."""
         if self.kind == "prompts" and self.recipe.data.packing:
-            return Packed(self.longest_row())
-        of_a_sample = self.rows_of_a_sample()
+            return Packed(self.max_row_length())
+        of_a_sample = self.rows_per_sample()
         rows = self.recipe.train.micro * of_a_sample
         return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if self.is_dynamic() else rows
 
@@ -321,7 +321,7 @@ class Method:
             return []
         return [f"micro-batches: rows of like length, up to {rows.tokens:,} tokens with their padding"]
 
-    def examine(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
+    def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
         """Check what the method needs to begin, as far as possible before a model is built.
 
         Args:
@@ -332,7 +332,7 @@ class Method:
             UserError: If the method cannot begin.
         """
 
-    def refuse_device(self, device: torch.device) -> None:
+    def check_device_supported(self, device: torch.device) -> None:
         """Raise UserError where the method's section asks for what `device` does not do."""
 
     def attach_models(self, policy: Policy, others: Mapping[str, "ModelDirectory"]) -> AttachedModels:
@@ -372,15 +372,15 @@ class Method:
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the global batch's loss, a scalar, and of the sums that `fields` and `val_fields`
-        read, scalars by name."""
+        """This micro-batch's share of the global batch's loss, a scalar, and of the sums that `train_metrics` and
+        `val_metrics` read, scalars by name."""
         raise NotImplementedError(f"{type(self).__name__} names no loss")
 
     def after_step(self, policy: Policy, step: int) -> None:
         """Called after each optimizer step."""
         self.source.after_step(step)
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """A training row's fields of metrics.jsonl, beside `loss`, from the sums over the global batch."""
         return {}
 
@@ -390,7 +390,7 @@ class Method:
         for batch, loss in self.validation(policy, rows):
             for name, value in policy.evaluate(batch, loss, self.micro_rows).metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
-        return self.val_fields(sums)
+        return self.val_metrics(sums)
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
         """`val_batches`, each as `prepare` gives it."""
@@ -398,9 +398,9 @@ class Method:
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         """This dp rank's part of all of `rows`, as many batches on every rank."""
-        return (self.batch(part, "val") for part in self.source.deal(policy, rows))
+        return (self.batch(part, "val") for part in self.source.build_batches(policy, rows))
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """A validation row's fields, `val_loss` among them, from the sums over the whole validation set."""
         raise NotImplementedError(f"{type(self).__name__} names no validation loss")
 
@@ -411,15 +411,15 @@ class Method:
         """Return tensors by name, [...] each; see the class."""
         return self.source.tensors()
 
-    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+    def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if the method cannot go on from the `state` of a checkpoint.
 
-        Needs the recipe only, so `dtrain validate` calls it too. `changed` is as of `BatchSource.refuse_state`.
+        Needs the recipe only, so `dtrain validate` calls it too. `changed` is as of `BatchSource.check_state`.
         """
-        self.source.refuse_state(state, changed)
+        self.source.check_state(state, changed)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back a `state` that `refuse_state` has accepted."""
+        """Take back a `state` that `check_state` has accepted."""
         self.source.load(state)
 
 
@@ -436,7 +436,7 @@ class MethodWithReference(Method):
         return self.needs_reference() and self.section.sync_every is not None
 
     @property
-    def needs_start(self) -> str | None:
+    def required_start_weights(self) -> str | None:
         stands = self.needs_reference() and self.section.sync_every is None
         return self.section.reference if stands and self.section.reference in ("start", "base") else None
 
@@ -463,12 +463,12 @@ class MethodWithReference(Method):
 
     def attach_models(self, policy: Policy, others: Mapping[str, "ModelDirectory"]) -> AttachedModels:
         """Override `Method.attach_models`: the reference, if its weights stay on the devices."""
-        if self.holds_reference():
-            self.keep_reference(policy)
+        if self.keeps_reference_weights():
+            self.build_reference(policy)
             return AttachedModels(reference=policy.reference)
         return AttachedModels()
 
-    def keep_reference(self, policy: Policy) -> None:
+    def build_reference(self, policy: Policy) -> None:
         """Give `policy` the reference that the section names: its weights as they are, those without adapters, or those
         of another model of the same shapes. Collective."""
         named, moves = self.section.reference, self.section.sync_every is not None
@@ -486,7 +486,7 @@ class MethodWithReference(Method):
     def state(self) -> dict[str, Any]:
         return super().state() | {"has_reference": self._reference_moves}
 
-    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+    def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if the recipe has changed whether the reference moves, too.
 
         Only a reference that moves is in the checkpoint. One that stands still is read again where it came from.
@@ -501,7 +501,7 @@ class MethodWithReference(Method):
                 f"change whether the reference moves. Take the change of section {name} back, or begin another run "
                 "with these weights (checkpoint.init_from, run.name)"
             )
-        super().refuse_state(state, changed)
+        super().check_state(state, changed)
 
     def tensors(self) -> dict[str, Tensor]:
         """The reference's [...] by name, where it moves."""

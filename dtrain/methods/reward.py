@@ -97,7 +97,7 @@ class RewardMethod(Method):
             errors.append(Problem("data.loss_on", text, "Leave it out"))
         return errors
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         if format in ("preference", "question"):
             return f"reward.task={self.section.task} reads texts with a label; set reward.task=pairs for preferences"
         return None
@@ -153,13 +153,13 @@ class RewardMethod(Method):
             return F.cross_entropy(scores, targets.long(), reduction="none"), {"accuracy": accuracy}
         return (scores.squeeze(1) - targets.to(scores)).square(), {"reward_mean": scores.sum()}
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         count = max(sums["count"], 1)
         return {name: value / count for name, value in sums.items() if name not in ("count", "loss")}
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         val_loss = sums["loss"] / max(sums["count"], 1)
-        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.fields(sums).items()}}
+        return {"val_loss": val_loss, **{f"val_{name}": value for name, value in self.train_metrics(sums).items()}}
 
 
 class RewardPairsMethod(RewardMethod):
@@ -168,7 +168,7 @@ class RewardPairsMethod(RewardMethod):
     kind = "pairs"
     _documents = 2
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         if format not in ("auto", "preference", "tokenized"):
             return "reward.task=pairs reads preferences; set it to preference, or reward.task=classes or numbers"
         return None

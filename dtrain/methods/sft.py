@@ -80,11 +80,11 @@ class SftMethod(Method):
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
         return total / global_tokens, {"lost": total.detach(), "trained": trained, "correct": correct}
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The share of trained tokens that the model finds likeliest."""
         return {"token_accuracy": sums["correct"] / max(sums["trained"], 1)}
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Means over every trained token of the set: summed over all batches and ranks, and divided once."""
         count = max(sums["trained"], 1)
         return {"val_loss": sums["lost"] / count, "val_token_accuracy": sums["correct"] / count}

@@ -23,7 +23,7 @@ from dtrain.models.common.linear import Linear
 from dtrain.models.common.moe import ExpertLinear, Router, share_routing
 from dtrain.models.registry import class_of
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.tensor import exact_modules
+from dtrain.parallel.tensor import full_precision_modules
 
 Shape = tuple[int, ...]
 
@@ -53,9 +53,9 @@ def build(
 
 
 def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)`; what `exact_modules` have in float32 at least."""
+    """`model.to(dtype)`; what `full_precision_modules` have in float32 at least."""
     model.to(dtype)
-    for module in exact_modules(model).values():
+    for module in full_precision_modules(model).values():
         module.to(torch.promote_types(dtype, torch.float32))
 
 
@@ -152,9 +152,9 @@ def expert_shapes(config: ModelConfig, all_of_them: bool = False) -> dict[str, S
 
 
 def module_names(config: ModelConfig) -> list[str]:
-    """Return the names in files of the modules that have parameters of their own, except for `exact_modules`."""
+    """Return the names in files of the modules with parameters of their own, except for `full_precision_modules`."""
     model = on_meta(config)
-    exact = exact_modules(model)
+    exact = full_precision_modules(model)
     names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
     return list(dict.fromkeys(config.whole(name) for name in names if name not in exact))
 

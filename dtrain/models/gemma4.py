@@ -86,7 +86,7 @@ class Gemma4Attention(Attention):
         [B, S, H · hd], and the keys and values for later layers, where it has some to hand on"""
         if cache is not None:
             k, v = handed or fresh
-            out = cache.attend(self.source, q, k, v, self.scale, held=handed is not None)
+            out = cache.attend(self.source, q, k, v, self.scale, is_stored=handed is not None)
             return out.flatten(2), (k, v) if self.hands_on else None
         if handed is None:
             k, v = fresh

@@ -13,7 +13,7 @@ from dtrain.models.common.functions import RMSNorm, rms_norm, rotate
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
-from dtrain.parallel.collectives import enter_region, leave_region
+from dtrain.parallel.collectives import all_reduce_in_backward, all_reduce_in_forward
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
 
@@ -57,7 +57,7 @@ class OlmoAttention(Attention):
         wide = torch.promote_types(q.dtype, torch.float32)
         # A key head that several ranks have counts on each of them: the mean over ranks is the mean over heads.
         means = torch.cat([tensor.to(wide).square().mean(-1, keepdim=True) for tensor in (q, k)], -1) / self.tp.size
-        of_q, of_k = enter_region(leave_region(means, self.tp.group), self.tp.group).split(1, -1)
+        of_q, of_k = all_reduce_in_backward(all_reduce_in_forward(means, self.tp.group), self.tp.group).split(1, -1)
         return self.q_norm.scaled(q, of_q), self.k_norm.scaled(k, of_k)
 
 

@@ -83,7 +83,7 @@ class Decay(LocalParameters):
     least. The decoder calls it before its layers: under FSDP it is a unit, and what is checkpointed holds none.
     """
 
-    keeps_precision = True
+    keeps_full_precision = True
 
     def __init__(self, heads: int):
         super().__init__()
@@ -157,12 +157,12 @@ class GatedDeltaNet(Mixer):
         elif mask is not None:  # whole prompts
             out, state = gated_delta(*self._heads(causal_conv(x, weight, mask)), g, beta, mask)
             assert state is not None
-            cache.keep(self.index, last_window(x, mask), state)
+            cache.write_states(self.index, last_window(x, mask), state)
         else:
-            window, state = cache.states(self.index)
+            window, state = cache.read_states(self.index)
             mixed, window = conv_step(x, weight, window)
             out, state = delta_step(*self._heads(mixed), g, beta, state)
-            cache.keep(self.index, window, state)
+            cache.write_states(self.index, window, state)
         return self.norm.gated(out, z.unflatten(-1, (-1, self.sizes.value_dim))).flatten(2)
 
     def output(self, mixed: Tensor, adapters: AdapterContext | None) -> Tensor:

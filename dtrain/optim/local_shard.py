@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dtrain.base.randomness import bits, key
-from dtrain.parallel.placement import cut_by, local_bounds, local_tensor
+from dtrain.parallel.placement import get_sharding_dims, local_bounds, local_tensor
 
 MAX_SLICE_ELEMENTS = 2**22
 """Elements of a parameter that are stepped at once, 16 MiB in float32: a step's temporary memory stays within a few
@@ -85,7 +85,7 @@ class LocalShard:
         first, last = bounds[0]
         top, bottom = bounds[1] if len(shape) == 3 else (0, matrix_rows)
         left, right = bounds[-1]
-        column_cuts = cut_by(parameter, parameter.dim() - 1) if parameter.dim() > 1 else []
+        column_cuts = get_sharding_dims(parameter, parameter.dim() - 1) if parameter.dim() > 1 else []
         column_parts = math.prod(mesh.size(dim) for mesh, dim in column_cuts)
         return cls(
             num_rows=shape[0] * matrix_rows,

@@ -31,7 +31,7 @@ from dtrain.optim.local_shard import (
     random_sequence,
     round_bfloat16,
 )
-from dtrain.parallel.placement import cut_by, local_tensor
+from dtrain.parallel.placement import get_sharding_dims, local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SCALES = ("match_rms_adamw", "original")
@@ -352,7 +352,7 @@ def _process_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
     """Return the groups whose ranks share a parameter, the largest first."""
     groups: list[dist.ProcessGroup] = []
     for dim in range(parameter.dim()):
-        for mesh, mesh_dim in cut_by(parameter, dim):
+        for mesh, mesh_dim in get_sharding_dims(parameter, dim):
             if mesh.size(mesh_dim) > 1:
                 groups.append(mesh.get_group(mesh_dim))
     return sorted(groups, key=lambda group: -group.size())

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
 from dtrain.optim.local_shard import ShardOptimizer, allocate_state
-from dtrain.parallel.fsdp import masters_of
+from dtrain.parallel.fsdp import get_host_masters
 from dtrain.parallel.placement import bytes_of, clip_grads_, grad_norm, local_tensor, nonfinite_names, scale_grads_
 
 
@@ -283,7 +283,7 @@ class Updater:
         if not self._state_is_on_host:
             return 0
         moments = [tensor for tensor in self.state_tensors() if tensor.dim()]
-        return bytes_of([*moments, *masters_of(self.model)])
+        return bytes_of([*moments, *get_host_masters(self.model)])
 
     def is_fused_step(self, device_type: str) -> bool:
         """Check whether the optimizer's step reads and writes each of its tensors about once.

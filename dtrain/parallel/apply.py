@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from dtrain.base.errors import UserError
 from dtrain.parallel.tensor import (
-    MODULES,
+    STYLE_MODULES,
     STYLES,
     LocalParameters,
     ParallelModel,
@@ -61,7 +61,7 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
     """
     tp = TensorParallel(mesh, sequence_parallel, model.config.num_key_value_heads)
     modules, tied = dict(model.named_modules()), _tied_parameters(model)
-    styles = styles_of(model, plan, sequence_parallel=sequence_parallel)
+    styles = match_styles(model, plan, sequence_parallel=sequence_parallel)
     for name, style in styles.items():
         if isinstance(style, ParallelStyle):
             style._apply(modules[name], mesh)
@@ -75,7 +75,9 @@ def apply_plan(model: ParallelModel, mesh: DeviceMesh, plan: Plan, *, sequence_p
             module._parameters[other] = first._parameters[name]
 
 
-def styles_of(model: ParallelModel, plan: Plan, *, sequence_parallel: bool) -> dict[str, Style | str | ParallelStyle]:
+def match_styles(
+    model: ParallelModel, plan: Plan, *, sequence_parallel: bool
+) -> dict[str, Style | str | ParallelStyle]:
     """The style of each module that `plan` names. Raises UserError as `apply_plan` does; the model stays as it is."""
     modules = dict(model.named_modules())
     matched = {name: [pattern for pattern in plan if fnmatchcase(name, pattern)] for name in modules}
@@ -93,7 +95,7 @@ def styles_of(model: ParallelModel, plan: Plan, *, sequence_parallel: bool) -> d
     return styles
 
 
-def in_words(style: str | Style | ParallelStyle) -> str:
+def style_name(style: str | Style | ParallelStyle) -> str:
     """A style's name, or that of its function or class."""
     return style if isinstance(style, str) else getattr(style, "__qualname__", type(style).__name__)
 
@@ -116,7 +118,7 @@ def _contradictions(
     cut = sequence_parallel and (named or not unnamed)
     problems = []
     for name, style in styles.items():
-        kind = MODULES.get(style, LocalParameters) if name not in unnamed else nn.Module
+        kind = STYLE_MODULES.get(style, LocalParameters) if name not in unnamed else nn.Module
         if not isinstance(modules[name], kind):
             class_name = type(modules[name]).__name__
             problems.append(
@@ -125,8 +127,8 @@ def _contradictions(
     for name in unnamed:
         if styles[name] not in STYLES.values() and any(key.startswith("lora_") for key in modules[name]._parameters):
             problems.append(
-                f"{name}: {in_words(styles[name])} does not know the adapter beside this layer; give it a named style "
-                f"({', '.join(STYLES)}), or name the layer in lora.exclude"
+                f"{name}: {style_name(styles[name])} does not know the adapter beside this layer; give it a named "
+                f"style ({', '.join(STYLES)}), or name the layer in lora.exclude"
             )
     for name, module in modules.items():
         style, parent = styles.get(name), name.rpartition(".")[0]

@@ -16,8 +16,8 @@ _ops = torch.ops._c10d_functional
 wait = torch.ops._c10d_functional.wait_tensor  # of what a `begin_` gave; on CUDA the stream waits, not the host
 
 # Operations by what a rank gets, which checkpointing keeps apart: its own part of a sum; what all have, and the waits.
-PARTS = frozenset({_ops.reduce_scatter_tensor.default})
-WHOLES = frozenset({_ops.all_gather_into_tensor.default, _ops.all_reduce.default, wait.default})
+REDUCE_SCATTER_OPS = frozenset({_ops.reduce_scatter_tensor.default})
+REPLICATED_RESULT_OPS = frozenset({_ops.all_gather_into_tensor.default, _ops.all_reduce.default, wait.default})
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
@@ -52,13 +52,13 @@ def all_to_all(rows: Tensor, receives: Sequence[int], sends: Sequence[int], grou
     return wait(_ops.all_to_all_single(rows.contiguous(), list(receives), list(sends), group.group_name))
 
 
-def enter_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_in_backward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A replicated tensor [..] into a region where each rank computes its part: nothing forward, an all-reduce
     backward."""
     return _Collective.apply(tensor, lambda whole: whole.view_as(whole), partial(all_reduce, group=group))
 
 
-def leave_region(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_in_forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts [..] summed on every rank: all-reduce forward, nothing backward."""
     return _Collective.apply(tensor, partial(all_reduce, group=group), lambda grad: grad)
 
@@ -70,7 +70,7 @@ def gather_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _Collective.apply(tensor, partial(all_gather, dim=dim, group=group), back)
 
 
-def gather_alike(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gather_for_replicated(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n·ranks, ..], joined along `dim` (all-gather), for what every rank computes alike from it:
     backward each takes its part of a gradient that all have, and sends nothing."""
     length = tensor.shape[dim]
@@ -81,7 +81,7 @@ def gather_alike(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     )
 
 
-def scatter_sum_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_along(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """[.., n, ..] -> [.., n/ranks, ..]: the ranks' tensors summed, and cut along `dim` (reduce-scatter); backward an
     all-gather."""
     back = partial(all_gather, dim=dim, group=group)

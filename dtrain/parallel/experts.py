@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dtrain.base.torch_functions import has_values
 from dtrain.parallel.collectives import all_to_all, exchange
-from dtrain.parallel.mesh import joined_meshes
-from dtrain.parallel.placement import chunk_bounds, distributed, local_tensor
+from dtrain.parallel.mesh import concatenate_meshes
+from dtrain.parallel.placement import chunk_bounds, local_tensor, make_dtensor
 from dtrain.parallel.tensor import LocalParameters, LocalView
 
 
@@ -27,9 +27,11 @@ class Experts(nn.Module):
     """The part of a sparse MLP that has the experts' stacks as its children's parameters."""
 
     count: int  # of experts in the whole model's layer
-    ep: DeviceMesh | None = None  # set by `spread_experts`
+    ep: DeviceMesh | None = None  # set by `shard_experts`
 
-    def on_their_ranks(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def compute_on_expert_ranks(
+        self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """rows [n, D] of this rank, sorted by expert, counts [E] int64 of each -> their results [n, D'], by
         `compute(rows [m, D] of this rank's experts, sorted by expert, counts [E/ep])` -> [m, D'].
 
@@ -43,7 +45,7 @@ class Experts(nn.Module):
         if has_values(both):
             sends, receives = both.tolist()
         else:
-            sends, receives = on_host(both[0], len(rows)), on_host(both[1], len(rows))
+            sends, receives = counts_to_list(both[0], len(rows)), counts_to_list(both[1], len(rows))
         numbers = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = numbers.repeat_interleave(theirs.flatten(), output_size=sum(receives)).argsort(stable=True)  # [m]
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -57,10 +59,10 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for module in model.modules() if isinstance(module, Experts) for parameter in module.parameters()}
 
 
-def spread_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
+def shard_experts(model: nn.Module, ep: DeviceMesh, tp: DeviceMesh) -> None:
     """Leave this rank E/ep of the experts of each layer of `model`, whose plan over the one-dimensional `tp` is
     applied. Their parameters become DTensors over (ep, tp), or over `ep` where tp has one rank. No collective."""
-    both = joined_meshes(ep, tp) if tp.size() > 1 else ep
+    both = concatenate_meshes(ep, tp) if tp.size() > 1 else ep
     cut: dict[nn.Parameter, nn.Parameter] = {}  # what is shared before is shared after
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         experts.ep = ep
@@ -78,11 +80,11 @@ def _cut_by_expert(held: nn.Parameter, mesh: DeviceMesh, ep: DeviceMesh) -> nn.P
     local = local_tensor(held)
     start, end = chunk_bounds(held.shape[0], ep.size(), ep.get_local_rank())
     others = held.placements if isinstance(held, DTensor) else ()
-    placed = distributed(local.detach()[start:end].clone(), mesh, [Shard(0), *others], held)
+    placed = make_dtensor(local.detach()[start:end].clone(), mesh, [Shard(0), *others], held)
     return nn.Parameter(placed, requires_grad=held.requires_grad)
 
 
-def on_host(counts: Tensor, total: int) -> list[int]:
+def counts_to_list(counts: Tensor, total: int) -> list[int]:
     """Return counts [n] int64 whose sum is `total` as a list. The host waits for them. Without values, as on the meta
     device, the shares are even."""
     if has_values(counts):
@@ -90,13 +92,13 @@ def on_host(counts: Tensor, total: int) -> list[int]:
     return [(total + index) // len(counts) for index in range(len(counts))]
 
 
-def spread(x: Tensor, order: Tensor, copies: int) -> Tensor:
+def repeat_token_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:
     """Rows [n, D] of tokens x [T, D], of which each stands in `copies` places in a row: `order` [n] says which of the
     T · copies places each row is, none twice."""
     return cast(Tensor, _Spread.apply(x, order, copies))
 
 
-def collect(rows: Tensor, order: Tensor, tokens: int, copies: int) -> Tensor:
+def collect_token_rows(rows: Tensor, order: Tensor, tokens: int, copies: int) -> Tensor:
     """`spread` undone: rows [n, D] in their places, [T, copies, D], zeros in the others."""
     places = rows.new_zeros(tokens * copies, rows.shape[1])
     return places.index_copy(0, order, rows).view(tokens, copies, rows.shape[1])
@@ -112,7 +114,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return collect(grads[0], order, ctx.tokens, ctx.copies).sum(1), None, None
+        return collect_token_rows(grads[0], order, ctx.tokens, ctx.copies).sum(1), None, None
 
 
 class _Permuted(torch.autograd.Function):

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 
 from dtrain.parallel.experts import expert_parameters
 from dtrain.parallel.placement import local_tensor
-from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, exact_modules
+from dtrain.parallel.tensor import ParallelModel, ScoreHead, VocabEmbedding, full_precision_modules
 
 
 class _Unit(FSDPModule):
@@ -48,20 +48,20 @@ class MasterTensor(Tensor):
         raise NotImplementedError
 
 
-def masters_of(model: nn.Module) -> list[MasterTensor]:
+def get_host_masters(model: nn.Module) -> list[MasterTensor]:
     """Return the local tensors of `model` of which FSDP gathers rounded copies."""
     local_tensors = [local_tensor(parameter) for parameter in model.parameters()]
     return [tensor for tensor in local_tensors if isinstance(tensor, MasterTensor)]
 
 
-def on_device(parameter: Tensor) -> Tensor:
+def get_device_parameter(parameter: Tensor) -> Tensor:
     """Return `parameter` [..], or the device's rounded copy of its shard if the parameter is in host memory."""
     local = local_tensor(parameter)
     return local.rounded if isinstance(local, MasterTensor) else parameter
 
 
 @dataclass(frozen=True)
-class Units:
+class FsdpUnits:
     """The modules of a model that FSDP gathers each by itself, without those within them that are units too.
 
     exact: those that keep their precision. lookups: embeddings that are not tied to the head. tower: layers of a vision
@@ -74,7 +74,7 @@ class Units:
     layers: list[nn.Module]
     ends: list[nn.Module]
 
-    def gathered_again(self, reshard_after_forward: bool | str) -> list[nn.Module]:
+    def regathered_in_backward(self, reshard_after_forward: bool | str) -> list[nn.Module]:
         """Return the units that the forward gives back and the backward gathers once more."""
         if reshard_after_forward is False:
             return []
@@ -91,7 +91,7 @@ class Units:
             yield unit, own
 
 
-def units_of(model: ParallelModel) -> Units:
+def get_fsdp_units(model: ParallelModel) -> FsdpUnits:
     """Return the units of `model`: every decoder layer, an embedding and the head each where they are not tied to each
     other, and the root of what is left: the last norm, with a tied pair or a classifier's small head."""
     head = model.head
@@ -99,8 +99,8 @@ def units_of(model: ParallelModel) -> Units:
     lookups: list[nn.Module] = [embedding for embedding in embeddings if embedding.weight is not head.weight]
     is_in_root = len(lookups) < len(embeddings) or isinstance(head, ScoreHead)
     # A module that has buffers only is of no concern to FSDP.
-    exact = (module for module in exact_modules(model).values() if any(True for _ in module.parameters()))
-    return Units(
+    exact = (module for module in full_precision_modules(model).values() if any(True for _ in module.parameters()))
+    return FsdpUnits(
         exact=list(exact),
         lookups=lookups,
         tower=list(model.model.vision_layers),
@@ -139,8 +139,8 @@ def shard_model(
     offload = offload or OffloadPolicy()
     shards = None if expert_mesh is None else _shards(model, expert_mesh)
     own_unit = partial(_own_unit, shards=shards, whole=_left_whole(model, mesh, precision, offload, expert_mesh))
-    units = units_of(model)
-    again = units.gathered_again(reshard_after_forward)
+    units = get_fsdp_units(model)
+    again = units.regathered_in_backward(reshard_after_forward)
     # Modules that the decoder calls before the layers compute in float32 where the others compute in half: each is a
     # unit of its own, which stays gathered from the forward to the backward.
     wide = precision.param_dtype and torch.promote_types(precision.param_dtype, torch.float32)
@@ -300,7 +300,7 @@ class Sharding:
         try:
             yield
         finally:
-            for master in masters_of(self._model):
+            for master in get_host_masters(self._model):
                 master.refresh()
 
     def sync_gradients(self, is_last: bool, reduce_each: bool = False) -> None:

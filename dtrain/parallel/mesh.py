@@ -39,9 +39,9 @@ class Runtime:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     stop: StopFlag = field(default_factory=StopFlag)
-    planned: Callable[[float], Any] | None = None
+    wait_for_plan: Callable[[float], Any] | None = None
     collective_timeout: float | None = None
-    chosen: tuple[str, ...] = ()
+    size_notes: tuple[str, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,7 +50,7 @@ class Runtime:
 
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
-HOST_WAIT = timedelta(days=1)
+DEFAULT_GLOO_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def build_mesh(
         experts, expert_fsdp = split["ep"], split["expert_fsdp"]
         made += [experts, expert_fsdp]
         if dp_replicate > 1:
-            expert_fsdp = joined_meshes(mesh["dp_replicate"], expert_fsdp)
+            expert_fsdp = concatenate_meshes(mesh["dp_replicate"], expert_fsdp)
     for group in (*mesh.get_all_groups(), *(submesh.get_group() for submesh in made)):
         set_timeouts(group, runtime.collective_timeout)
     return Mesh(
@@ -112,12 +112,12 @@ def build_mesh(
     )
 
 
-def joined_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+def concatenate_meshes(*meshes: DeviceMesh) -> DeviceMesh:
     """The mesh of all dimensions of `meshes`, in their order; these are parts of one mesh. No collective."""
     return DeviceMesh._concatenate(device_mesh_list=list(meshes))
 
 
-def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+def get_group_devices(group: dist.ProcessGroup) -> list[torch.device]:
     """The devices whose tensors `group` can send, without an index."""
     return group._device_types
 
@@ -148,10 +148,10 @@ def set_timeouts(group: dist.ProcessGroup | None, seconds: float | None) -> None
     hour where `seconds` is None.
     """
     assert group is not None, "no process group is up"
-    for device in devices_of(group):
+    for device in get_group_devices(group):
         backend = group._get_backend(device)
         if seconds is not None or isinstance(backend, dist.ProcessGroupGloo):
-            backend.set_timeout(HOST_WAIT if seconds is None else timedelta(seconds=seconds))
+            backend.set_timeout(DEFAULT_GLOO_TIMEOUT if seconds is None else timedelta(seconds=seconds))
 
 
 def new_host_group(collective_timeout: float | None = None) -> dist.ProcessGroup:

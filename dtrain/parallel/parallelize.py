@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.base.errors import UserError
 from dtrain.parallel.apply import Plan, apply_plan, find_plan
-from dtrain.parallel.fits import mesh_problems_of_model
 from dtrain.parallel.fsdp import mixed_precision, shard_model
+from dtrain.parallel.size_checks import check_model_mesh
 from dtrain.parallel.tensor import ParallelModel
 
 
@@ -43,7 +43,7 @@ def _parallelize_llama(
     if getattr(model, "plan", None) is None:
         raise ValueError(f"{type(model).__name__} has no plan: these functions take dtrain's models (dtrain.models)")
     if tp_mesh is not None and tp_mesh.size() > 1:
-        if problems := mesh_problems_of_model(model.config, tp_mesh.size()):
+        if problems := check_model_mesh(model.config, tp_mesh.size()):
             raise ValueError("\n".join(map(str, problems)))
         try:
             apply_plan(model, tp_mesh, find_plan(custom_plan, model), sequence_parallel=sequence_parallel)

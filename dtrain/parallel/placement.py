@@ -43,15 +43,15 @@ def replace_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-def distributed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
     """The DTensor of the shape of `whole` of which this rank holds `local`. No collective."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def on_its_device(tensor: Tensor) -> Tensor:
+def to_parameter_device(tensor: Tensor) -> Tensor:
     """Return `tensor` [..] without its gradient, on the parameter's device. Only a host master is copied."""
     if isinstance(tensor, DTensor) and tensor._local_tensor.device != tensor.device:
-        return distributed(tensor._local_tensor.to(tensor.device), tensor.device_mesh, tensor.placements, tensor)
+        return make_dtensor(tensor._local_tensor.to(tensor.device), tensor.device_mesh, tensor.placements, tensor)
     return tensor.detach()
 
 
@@ -80,14 +80,14 @@ def local_bounds(
     Raises ValueError as `local_slices`."""
     bounds = [(0, n) for n in tensor.shape]
     for dim in range(tensor.dim()):
-        for mesh, mesh_dim in cut_by(tensor, dim):
+        for mesh, mesh_dim in get_sharding_dims(tensor, dim):
             start, end = bounds[dim]
             low, high = chunk_bounds(end - start, mesh.size(mesh_dim), rank_in(mesh, mesh_dim))
             bounds[dim] = (start + low, start + high)
     return tuple(bounds)
 
 
-def cut_by(tensor: Tensor, dim: int) -> list[tuple[DeviceMesh, int]]:
+def get_sharding_dims(tensor: Tensor, dim: int) -> list[tuple[DeviceMesh, int]]:
     """The mesh and its dimensions that cut dimension `dim` of `tensor` [..], in the order in which they do."""
     if not isinstance(tensor, DTensor):
         return []

@@ -22,9 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dtrain.parallel.collectives import all_gather, enter_region, gather_along, leave_region, scatter_sum_along
-from dtrain.parallel.fits import ModelSizes
-from dtrain.parallel.placement import chunk_bounds, distributed
+from dtrain.parallel.collectives import (
+    all_gather,
+    all_reduce_in_backward,
+    all_reduce_in_forward,
+    gather_along,
+    reduce_scatter_along,
+)
+from dtrain.parallel.placement import chunk_bounds, make_dtensor
+from dtrain.parallel.size_checks import ModelSizes
 
 SEQUENCE = 1  # the dimension of [B, S, D] that sequence parallel cuts
 
@@ -56,10 +62,10 @@ class LocalParameters(nn.Module):
     """A module that computes with its parameters as `local(name)` gives them.
 
     `local_views` holds a LocalView for each parameter that a style has placed; without one it is the parameter itself.
-    keeps_precision: its parameters are held, and computed with, in float32 at least.
+    keeps_full_precision: its parameters are held, and computed with, in float32 at least.
     """
 
-    keeps_precision = False
+    keeps_full_precision = False
     local_views: dict[str, LocalView] = {}  # replaced on the instance, never changed
 
     def reset_parameters(self) -> None:
@@ -78,10 +84,10 @@ class LocalParameters(nn.Module):
         return fn(hidden, self.local("weight"))
 
 
-def exact_modules(model: nn.Module) -> dict[str, LocalParameters]:
+def full_precision_modules(model: nn.Module) -> dict[str, LocalParameters]:
     """By name the modules of `model` that keep their precision."""
     modules = ((name, module) for name, module in model.named_modules() if isinstance(module, LocalParameters))
-    return {name: module for name, module in modules if module.keeps_precision}
+    return {name: module for name, module in modules if module.keeps_full_precision}
 
 
 @dataclass
@@ -90,7 +96,7 @@ class TensorParallel:
     heads."""
 
     mesh: DeviceMesh
-    sequence: bool  # switched off for a while by `whole_sequences`
+    sequence_parallel: bool  # switched off for a while by `without_sequence_parallel`
     key_heads: int  # of layers that do not say how many they have
 
     @property
@@ -105,19 +111,23 @@ class TensorParallel:
     def group(self) -> Any:
         return self.mesh.get_group()
 
-    def first(self, length: int) -> int:
+    def local_start(self, length: int) -> int:
         """The first of `length` elements that this rank's share has."""
         return chunk_bounds(length, self.size, self.rank)[0]
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Into a block: [B, S or S/tp, D] → [B, S, D], whose gradients are summed over tp."""
-        return gather_along(hidden, SEQUENCE, self.group) if self.sequence else enter_region(hidden, self.group)
+        return (
+            gather_along(hidden, SEQUENCE, self.group)
+            if self.sequence_parallel
+            else all_reduce_in_backward(hidden, self.group)
+        )
 
     def leave(self, partial: Tensor) -> Tensor:
         """Out of a block: the ranks' partial [B, S, D] → their sum [B, S or S/tp, D]."""
-        if self.sequence:
-            return scatter_sum_along(partial, SEQUENCE, self.group)
-        return leave_region(partial, self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_along(partial, SEQUENCE, self.group)
+        return all_reduce_in_forward(partial, self.group)
 
 
 class Block(nn.Module):
@@ -187,7 +197,7 @@ class ScoreHead(LocalParameters, nn.Linear):
         if self.tp is None:
             return F.linear(hidden, weight)
         start, end = chunk_bounds(self.in_features, self.tp.size, self.tp.rank)
-        return leave_region(F.linear(hidden[..., start:end], weight), self.tp.group)
+        return all_reduce_in_forward(F.linear(hidden[..., start:end], weight), self.tp.group)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> [..., labels]"""
@@ -228,10 +238,12 @@ class Stack(nn.Module):
         tp, num_tokens = self.tp, input_ids.shape[1]
         if tp is None:
             return self.states(input_ids, context)
-        if not tp.sequence:
-            return enter_region(self.states(input_ids, context), tp.group)
+        if not tp.sequence_parallel:
+            return all_reduce_in_backward(self.states(input_ids, context), tp.group)
         if context.cache is not None:
-            raise ValueError("a cache does not go with sequence parallel; read it inside `whole_sequences(model)`")
+            raise ValueError(
+                "a cache does not go with sequence parallel; read it inside `without_sequence_parallel(model)`"
+            )
         # Context parallel cuts the padded sequence in two again.
         missing = -num_tokens % math.lcm(2, tp.size)
         if missing:
@@ -313,8 +325,8 @@ def within(module: Block, tp: TensorParallel) -> None:
 def sequence(module: LocalParameters, tp: TensorParallel) -> None:
     """A norm between blocks, or a linear layer that is whole on every rank. Under sequence parallel a rank computes its
     tokens, and the weights' gradients are summed."""
-    _place(module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence else Replicate())
-    module.cut = tp  # type: ignore[assignment]  # as above
+    _place(module, tp, module._parameters, Replicate(), grad=Partial() if tp.sequence_parallel else Replicate())
+    module.sequence_tp = tp  # type: ignore[assignment]  # as above
 
 
 def latent(module: LocalParameters, tp: TensorParallel) -> None:
@@ -387,7 +399,7 @@ STYLES: dict[str, Style] = {
     "within": within,
 }
 # The class of module that each style needs; those not listed here need LocalParameters.
-MODULES: dict[str, type[nn.Module]] = {
+STYLE_MODULES: dict[str, type[nn.Module]] = {
     "block": Block,
     "decoder": Stack,
     "score_head": ScoreHead,
@@ -398,17 +410,17 @@ MODULES: dict[str, type[nn.Module]] = {
 
 
 @contextmanager
-def whole_sequences(model: nn.Module) -> Iterator[None]:
+def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
     """Inside, sequence parallel cuts nothing in `model`: a forward is that of tensor parallel alone, which decodes one
     token at a time. No backward: the gradients of the norms would be wrong. After, as before, whatever happens."""
-    cutting = {id(tp): tp for module in model.modules() if (tp := getattr(module, "tp", None)) and tp.sequence}
+    cutting = {id(tp): tp for module in model.modules() if (tp := getattr(module, "tp", None)) and tp.sequence_parallel}
     try:
         for tp in cutting.values():
-            tp.sequence = False
+            tp.sequence_parallel = False
         yield
     finally:
         for tp in cutting.values():
-            tp.sequence = True
+            tp.sequence_parallel = True
 
 
 def gather_vocabulary(logits: Tensor) -> Tensor:
@@ -447,6 +459,6 @@ def _place(
             if isinstance(placement, Shard):
                 start, end = chunk_bounds(whole.shape[placement.dim], tp.size, tp.rank)
                 local = local.narrow(placement.dim, start, end - start).clone()
-            placed = distributed(local, tp.mesh, [placement], whole)
+            placed = make_dtensor(local, tp.mesh, [placement], whole)
             module._parameters[name] = nn.Parameter(placed, requires_grad=whole.requires_grad)
         module.local_views = {**module.local_views, name: LocalView(grad or placement, view)}

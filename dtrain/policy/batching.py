@@ -210,15 +210,15 @@ class Fixed:
 class DynamicShapes:
     """Micro-batches of rows of like length, as many as fill `tokens` with their padding; a longer row stands alone.
 
-    rows_of_a_sample: rows that follow one another and stay neighbours, as long as their longest."""
+    rows_per_sample: rows that follow one another and stay neighbours, as long as their longest."""
 
     tokens: int
-    rows_of_a_sample: int = 1
+    rows_per_sample: int = 1
     packs = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         plan: list[list[int]] = []
-        size, widest = self.rows_of_a_sample, 0
+        size, widest = self.rows_per_sample, 0
         samples = [range(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
         longest = [max(lengths[row] for row in sample) for sample in samples]
         for index in sorted(range(len(samples)), key=lambda index: (-longest[index], index)):

@@ -31,7 +31,7 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import Mesh
-from dtrain.parallel.tensor import exact_modules
+from dtrain.parallel.tensor import full_precision_modules
 from dtrain.policy.optimizer import place_masters
 from dtrain.policy.options import BuildOptions, PolicyConfig, Precision
 from dtrain.recipe.schema import Train
@@ -129,13 +129,13 @@ def lay_out(
     if model.routing is not None:
         model.routing.cp, model.routing.tp = mesh.cp, mesh.tp
     if mesh.ep is not None:
-        from dtrain.parallel.experts import spread_experts
+        from dtrain.parallel.experts import shard_experts
 
-        spread_experts(model, mesh.ep, mesh.tp)
+        shard_experts(model, mesh.ep, mesh.tp)
     if kernel is None:
         ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else NO_OTHER_RANKS
-        longest_row = options.longest_row or recipe.data.max_length
-        kernel = choose_attention(recipe, config, precision, device, longest_row, ranks)
+        max_row_length = options.max_row_length or recipe.data.max_length
+        kernel = choose_attention(recipe, config, precision, device, max_row_length, ranks)
         model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
     if mesh.cp.size() > 1:
         kernel = _over_context_ranks(kernel, mesh, parallel.cp_rotate)
@@ -420,7 +420,7 @@ def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collect
 
 
 def _freeze(model: nn.Module, frozen: Collection[nn.Parameter], dtype: torch.dtype) -> None:
-    exact = {parameter for module in exact_modules(model).values() for parameter in module.parameters()}
+    exact = {parameter for module in full_precision_modules(model).values() for parameter in module.parameters()}
     wide = torch.promote_types(dtype, torch.float32)
     floats = (
         (parameter, wide if parameter in exact else dtype) for parameter in frozen if parameter.is_floating_point()

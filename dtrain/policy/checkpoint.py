@@ -29,7 +29,7 @@ from dtrain.checkpoint.huggingface.model_files import copy_companions
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import Sharding
-from dtrain.parallel.placement import on_its_device
+from dtrain.parallel.placement import to_parameter_device
 from dtrain.policy.reference import Reference
 
 
@@ -171,7 +171,7 @@ class PolicyCheckpoint:
     def return_state_dict(self) -> dict[str, Any]:
         """Return the model's state dict, DTensors where it is sharded. No collective."""
         self._sharding.reshard()
-        return {name: on_its_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
+        return {name: to_parameter_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
         """Write the model as a Hugging Face directory, in the dtype that the run computes in. Collective.

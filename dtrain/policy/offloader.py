@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtrain.models.common.decoder import CausalLM
 from dtrain.optim.update import Updater
-from dtrain.parallel.fsdp import Sharding, masters_of
+from dtrain.parallel.fsdp import Sharding, get_host_masters
 from dtrain.parallel.placement import local_tensor
 
 
@@ -69,7 +69,7 @@ class PolicyOffloader:
         Gathered weights are freed before. If masters are in host memory, only the buffers move.
         """
         Sharding(model).reshard()
-        if not masters_of(model):
+        if not get_host_masters(model):
             model.to(device)
         return self.move_buffer_to_device(model, device)
 

@@ -73,7 +73,7 @@ class BuildOptions:
             recomputed activations with that of the first ones, "none" compares nothing.
         step_local_shards: Give torch's optimizers the local shards as plain tensors, in place of the DTensors. On the
             meta device DTensor's dispatch of every operation would take minutes. Such an optimizer cannot be saved.
-        longest_row: Tokens of the longest row that the model will receive, for which a kernel is chosen. None:
+        max_row_length: Tokens of the longest row that the model will receive, for which a kernel is chosen. None:
             `data.max_length`.
     """
 
@@ -83,7 +83,7 @@ class BuildOptions:
     compile_part: CompilePart | None = None
     determinism_check: str = "default"
     step_local_shards: bool = False
-    longest_row: int | None = None
+    max_row_length: int | None = None
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,6 @@ def build_frozen(policy: Policy, path: str, config: ModelConfig) -> CausalLM:
         lora=None,
     )
     precision = Precision(master=compute, compute=compute, reduce=compute, reason="the policy's")
-    options = replace(policy.options, longest_row=None)
+    options = replace(policy.options, max_row_length=None)
     model = build_model(own, config, policy.mesh, precision, policy.device, options)
     return model.eval().requires_grad_(False)

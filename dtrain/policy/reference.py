@@ -10,7 +10,7 @@ from dtrain.adapters.config import is_adapter
 from dtrain.checkpoint.dcp.training_state import frozen_names, model_tensors
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import Sharding
-from dtrain.parallel.placement import local_tensor, on_its_device
+from dtrain.parallel.placement import local_tensor, to_parameter_device
 
 
 class Reference:
@@ -34,7 +34,7 @@ class Reference:
         sharding.reshard()
         left_out = set() if whole else frozen_names(model)
         self.tensors: dict[str, Tensor] = {
-            name: on_its_device(tensor).clone()
+            name: to_parameter_device(tensor).clone()
             for name, tensor in model_tensors(model).items()
             if name not in left_out and (adapters or not is_adapter(name))
         }

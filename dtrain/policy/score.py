@@ -29,8 +29,8 @@ from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.micro_batch import NO_ADAPTERS, AdapterContext, Images, MicroBatchContext, RankImages
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingRecord
 from dtrain.parallel import context
-from dtrain.parallel.collectives import leave_region
-from dtrain.parallel.context.batch import cut_streams, pad_right
+from dtrain.parallel.collectives import all_reduce_in_forward
+from dtrain.parallel.context.batch import pad_right, shard_streams
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import ScoreHead
 from dtrain.policy.results import StepObserver
@@ -145,7 +145,7 @@ class LogprobSource:
         passes by: the losses that the cp ranks go on with must be the same.
         """
         sums = sum_by_document(values, self._batch["document_ids"], self.documents)
-        return sums if self._cp.size() == 1 else leave_region(sums, self._cp.get_group())
+        return sums if self._cp.size() == 1 else all_reduce_in_forward(sums, self._cp.get_group())
 
     def token_scores(self) -> Tensor:
         """Compute the outputs of a classifier or critic at every position of this rank.
@@ -177,7 +177,7 @@ class LogprobSource:
         values = self._required_score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
         ids = self._batch["document_ids"].flatten().index_select(0, index)
         outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
-        return outputs if self._cp.size() == 1 else leave_region(outputs, self._cp.get_group())
+        return outputs if self._cp.size() == 1 else all_reduce_in_forward(outputs, self._cp.get_group())
 
     def sequences(self, mask: Tensor) -> "Documents":
         """Return the documents of the micro-batch as a policy loss takes them; mask [B, S/cp]: the tokens that count.
@@ -275,7 +275,7 @@ class Scorer:
         if adapters and settings is not None and settings.dropout and self.model.training:
             whole["dropout_tokens"] = settings.dropout_tokens(batch, step)
         if self.mesh.cp.size() > 1:
-            whole = cut_streams(whole, self.mesh.cp, keep=getattr(batch, "by_row", ()))
+            whole = shard_streams(whole, self.mesh.cp, keep=getattr(batch, "by_row", ()))
         local = _to_device(whole, self.device)
         replayed = local.pop("routed_experts", None)
         routing = None

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from dtrain.base.addresses import address_to_listen_at, listen
 from dtrain.base.errors import UserError
 from dtrain.models.common.decoder import CausalLM
-from dtrain.parallel.fsdp import Sharding, masters_of, on_device
+from dtrain.parallel.fsdp import Sharding, get_device_parameter, get_host_masters
 from dtrain.parallel.placement import bytes_of, local_bounds
 
 WeightInfo = dict[str, tuple[torch.Size, torch.dtype]]
@@ -239,17 +239,17 @@ class WeightMemory:
 def weight_memory(model: CausalLM) -> WeightMemory:
     """Return the memory of this rank's weights of a model on its mesh. No collective."""
     parameters = list(model.parameters())
-    copies = [on_device(parameter) for parameter in parameters]
-    trained = [on_device(parameter) for parameter in parameters if parameter.requires_grad]
+    copies = [get_device_parameter(parameter) for parameter in parameters]
+    trained = [get_device_parameter(parameter) for parameter in parameters if parameter.requires_grad]
     table = getattr(model.model, "embed_tokens_per_layer", None)
     tower = [weight for tower in model.model.vision for weight in tower.parameters()]
     return WeightMemory(
         on_device=copies,
-        on_host=masters_of(model),
+        on_host=get_host_masters(model),
         total_bytes=bytes_of(copies),
         trained_bytes=bytes_of(trained),
-        layer_table_bytes=0 if table is None else bytes_of([on_device(table.weight)]),
-        tower_bytes=bytes_of(map(on_device, tower)),
+        layer_table_bytes=0 if table is None else bytes_of([get_device_parameter(table.weight)]),
+        tower_bytes=bytes_of(map(get_device_parameter, tower)),
         smallest_rank_bytes=_smallest_rank_bytes(parameters),
     )
 
@@ -264,7 +264,7 @@ def _smallest_rank_bytes(parameters: Sequence[Tensor]) -> int:
 
     def shard_bytes(parameter: Tensor, is_last: tuple[bool, ...]) -> int:
         bounds = local_bounds(parameter, lambda mesh, dim: mesh.size(dim) - 1 if is_last[dim] else 0)
-        return prod(end - start for start, end in bounds) * on_device(parameter).element_size()
+        return prod(end - start for start, end in bounds) * get_device_parameter(parameter).element_size()
 
     corners = product((False, True), repeat=ndim)
     return min(sum(shard_bytes(parameter, corner) for parameter in parameters) for corner in corners)

@@ -20,7 +20,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.images import prompt_images
 from dtrain.inference.native import NativeEngine
-from dtrain.inference.request import AskStop, Request, RolloutEngine, SamplingParams
+from dtrain.inference.request import Request, RolloutEngine, SamplingParams, ShouldStop
 from dtrain.losses.policy.advantage import advantages, soft_overlong_penalty, zero_variance_groups
 from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
@@ -48,8 +48,8 @@ def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, r
         run.metrics.say(f"decoding: kernel by kernel ({why})" if why else "decoding: CUDA graphs")
     if not obstacles:
         graphs = import_module("dtrain.inference.graphs")
-        keeps = graphs.kept_bytes(policy.device)
-        steps = graphs.Steps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
+        keeps = graphs.max_kept_bytes(policy.device)
+        steps = graphs.GraphedSteps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
     decode, say = partial(tokenizer.decode, skip_special_tokens=True), run.metrics.say
     return NativeEngine(policy, decode=decode, unshard=section.unshard, steps=steps, offloads=section.offload, say=say)
 
@@ -151,7 +151,7 @@ def prompts_of(rows: Rows, size: int) -> Iterator[list[PromptRow]]:
 class CompletionSampler:
     """Draws completions to prompts. Collective: every rank makes the same calls.
 
-    version: the optimizer steps behind the weights, as the engine counts them. ask_stop: ends a draw (Interrupted)
+    version: the optimizer steps behind the weights, as the engine counts them. should_stop: ends a draw (Interrupted)
     where this rank is asked to stop; a greedy one, of the likeliest tokens, goes on.
     """
 
@@ -160,16 +160,16 @@ class CompletionSampler:
     sampling: Sampling
     max_length: int
     seed: int
-    ask_stop: AskStop
+    should_stop: ShouldStop
     episodes: "Episodes | None" = None
 
     def draw(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
         """Return `count` completions of each prompt, prompt by prompt."""
-        requests, ask_stop = self.requests(prompts, count, greedy), None if greedy else self.ask_stop
+        requests, should_stop = self.requests(prompts, count, greedy), None if greedy else self.should_stop
         if self.episodes is not None:
             rows = [prompt.row for prompt in prompts for _ in range(count)]
-            return self.episodes.play(self.engine, requests, rows, version, ask_stop)
-        completions = self.engine.generate(requests, ask_stop, version=version)
+            return self.episodes.play(self.engine, requests, rows, version, should_stop)
+        completions = self.engine.generate(requests, should_stop, version=version)
         data_rows = [prompt.data_row for prompt in prompts for _ in range(count)]
         samples = [
             Sample(request.prompt, finish=done.finish, data_row=row)
@@ -240,7 +240,7 @@ class Collector:
         self._has_known_reward = True
         if self.sampler.engine.is_remote:
             next_prompts = prompts_from(self.rows, last.after, wanted)
-            self.sampler.engine.expect(self.sampler.requests(next_prompts, size), version)
+            self.sampler.engine.prefetch(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
         if len(groups) > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             groups.sort(key=lambda group: not self._teaches(group))

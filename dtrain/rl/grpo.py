@@ -105,8 +105,8 @@ class GrpoMethod(MethodWithReference):
     )
     curves = MappingProxyType({"reward_mean": "reward", "val_reward_mean": "validation reward"})
     best = ("loss", "val_reward_mean")
-    more_steps = "a smaller grpo.prompts_per_step"
-    adapter_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
+    more_steps_hint = "a smaller grpo.prompts_per_step"
+    adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
     _began = 0.0
     _is_warned = False  # that sampler and trainer have drifted apart
 
@@ -115,7 +115,7 @@ class GrpoMethod(MethodWithReference):
         errors = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
         batch = None if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
         errors += size_problems(section, section.updates_per_rollout, batch)
-        errors += self.room_problems()
+        errors += self.completion_length_problems()
         errors += answer_problems(section)
         launch, parallel, lora, model = self.recipe.launch, self.recipe.parallel, self.recipe.lora, self.recipe.model
         errors += engine_problems(section, launch.device, parallel, lora, model)
@@ -135,7 +135,7 @@ class GrpoMethod(MethodWithReference):
             errors.append(Problem("grpo.dynamic_batch", text, "Set data.packing=false, or leave it out"))
         return errors + self.loss_on_problems("the tokens that the model samples")
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         if format in ("preference", "text"):
             return "method=grpo draws its own answers to prompts; give it messages, question or prompt_completion"
         return None
@@ -223,7 +223,7 @@ class GrpoMethod(MethodWithReference):
             f"{steps} optimizer step{'s' if steps > 1 else ''}{how}"
         ]
 
-    def examine(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
+    def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
         """Check the columns that the rewards read, and the file of the servers' key."""
         section = self.section
         problems = lacking_columns_of(section.rewards, columns.values())
@@ -232,15 +232,15 @@ class GrpoMethod(MethodWithReference):
         if section.engine == "http":
             read_key(section.server.api_key_file)
 
-    def refuse_device(self, device: torch.device) -> None:
+    def check_device_supported(self, device: torch.device) -> None:
         if self.section.engine == "native" and self.section.cuda_graphs is True and device.type != "cuda":
             raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
         section = self.section
-        self.refuse_device(policy.device)
-        attached = self.attach_models(policy, run.others)
+        self.check_device_supported(policy.device)
+        attached = self.attach_models(policy, run.other_models)
         tokenizer = run.source.tokenizer
         self.policy, self._run = policy, run
         self._table = SampleTable(run.metrics, section)
@@ -248,7 +248,7 @@ class GrpoMethod(MethodWithReference):
         rewards = open_rewards(section, run)
         episodes = open_episodes(section, self.recipe.data, run)
         length, seed = self.recipe.data.max_length, self.recipe.run.seed
-        sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop, episodes)
+        sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.should_stop, episodes)
         self.source.data = splits["train"]
         self.collector = Collector(section, sampler, splits["train"], rewards, attached.reward_model)
 
@@ -322,7 +322,7 @@ class GrpoMethod(MethodWithReference):
             entropy_threshold=entropy_threshold,
         )
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
         averages = means(sums)
         averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
@@ -343,7 +343,7 @@ class GrpoMethod(MethodWithReference):
         measured = {"reward_mean": total / max(1, known)} | lengths_of(samples)
         return {f"val_{name}": value for name, value in measured.items()}
 
-    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+    def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if the recipe changes what the updates of a rollout under way depend on, too."""
         changed = list(changed)
         if shapes := state.get("shapes"):
@@ -353,7 +353,7 @@ class GrpoMethod(MethodWithReference):
                 changed.append(f"grpo.beta: 0.0 -> {section.beta}")
             if replays != did:
                 changed.append(f"grpo.router_replay: {did} -> {replays}".lower())
-        super().refuse_state(state, changed)
+        super().check_state(state, changed)
 
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""

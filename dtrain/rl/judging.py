@@ -22,7 +22,7 @@ from dtrain.data.sources.files import formats_of, read_chunks, read_rows
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.images import prompt_images
-from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
+from dtrain.inference.request import Completion, Request, SamplingParams, ShouldStop
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import pass_at, passes
@@ -136,12 +136,12 @@ def evaluate(
     keep: Callable[[list[ScoredAnswer]], None],
     *,
     ranks: Ranks,
-    ask_stop: AskStop = lambda: False,
+    should_stop: ShouldStop = lambda: False,
 ) -> Report:
     """Answer the questions and judge the answers. Collective over `ranks`, of which the first alone has `judges`, and
     passes the scored answers to `keep`; all get the report.
 
-    answer: completions of requests, in their order, the same on every rank. ask_stop: whether to give up between two
+    answer: completions of requests, in their order, the same on every rank. should_stop: whether to give up between two
     calls of the judges. Raises UserError, and Interrupted on every rank.
     """
     start = time.perf_counter()
@@ -151,7 +151,7 @@ def evaluate(
         assert judges is not None, "the first rank has them"
         answers: list[ScoredAnswer] = []
         for part in _score(questions, completions, decode, judges):
-            if ask_stop():
+            if should_stop():
                 return None
             answers += part
         keep(answers)

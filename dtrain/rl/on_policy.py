@@ -119,7 +119,7 @@ class OnPolicyDistillMethod(DistillMethod):
             text = f"train.global_batch={batch} does not divide a rollout of distill.prompts_per_step={rollout} prompts"
             fix = f"Set distill.prompts_per_step={-(-rollout // batch) * batch}, or leave it out"
             errors.append(Problem("train.global_batch", text, fix))
-        errors += self.room_problems()
+        errors += self.completion_length_problems()
         if section.student_share == 1 and self.recipe.data.loss_on != "assistant":
             text = (
                 f"data.loss_on={self.recipe.data.loss_on} has no effect if the student samples every completion, "
@@ -128,7 +128,7 @@ class OnPolicyDistillMethod(DistillMethod):
             errors.append(Problem("data.loss_on", text, "Leave it out, or lower distill.student_share"))
         return errors
 
-    def refuses(self, format: str) -> str | None:
+    def format_problem(self, format: str) -> str | None:
         if format in ("preference", "text"):
             return (
                 "distill.samples=student draws its own answers to prompts; give it messages, question or "
@@ -172,7 +172,7 @@ class OnPolicyDistillMethod(DistillMethod):
         if rollout := self.source.draw(self.collector.collect, cursor):
             self._run.metrics.write_rows("samples", self.source.position.step + 1, rollout.rows)
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the divergences and the rollout's lengths. Only a rollout's first step has `rollout_time`."""
         return self.source.fields | self.divergences(sums)
 
@@ -188,5 +188,5 @@ def open_student(method: OnPolicyDistillMethod, policy: Policy, rows: Rows, run:
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     engine = NativeEngine(policy, decode=decode, say=run.metrics.say)
     length, seed = recipe.data.max_length, recipe.run.seed
-    sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.ask_stop)
+    sampler = CompletionSampler(engine, tokenizer, section.sampling, length, seed, run.should_stop)
     return StudentCollector(Fraction(str(section.student_share)), method.source.size, sampler, rows)

@@ -220,7 +220,7 @@ class Rollouts(BatchSource):
         later = self.position.done > 1
         return {name: value for name, value in self.measured.items() if not (later and name == "rollout_time")}
 
-    def steps_left(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
+    def remaining_steps(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
         left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
         whole, rest = divmod(left * self.group_size, self.size)
         begun = self.steps(saved["shapes"]["lengths"][0]) - saved["done"] if "shapes" in saved else 0
@@ -282,7 +282,7 @@ class Rollouts(BatchSource):
         """The buffer's [N], [T] and [T, ..]."""
         return {f"buffer.{name}": tensor for name, tensor in self.buffer.tensors().items()} if self._is_begun else {}
 
-    def refuse_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
+    def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
         """Raise UserError if a checkpoint was saved without rollouts, or if the recipe changes what the updates of its
         rollout depend on."""
         if "settings" in state and "shapes" not in state:

@@ -112,12 +112,12 @@ class Evaluations:
 
         report = evaluate(
             opened.questions,
-            lambda requests: self._engine.generate(requests, self._run.ask_stop),
+            lambda requests: self._engine.generate(requests, self._run.should_stop),
             self._decode,
             opened.judges,
             keep,
             ranks=self._ranks,
-            ask_stop=self._run.ask_stop,
+            should_stop=self._run.should_stop,
         )
         fields = {f"{opened.set.prefix}{name}": value for name, value in fields_of(report).items()}
         seconds = time.perf_counter() - began

@@ -76,7 +76,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
     masks are those of packing. spec: with the images of a row, for which every row has the streams."""
     recipe = method.recipe
     length = method.row_length()
-    count = micro_batches * recipe.train.micro * method.rows_of_a_sample()
+    count = micro_batches * recipe.train.micro * method.rows_per_sample()
     documents = split_row(spec.row_images if spec else (), length, 2 if is_packed(method) else 1)
     places = torch.arange(length)
     seq_ids = torch.arange(len(documents)).repeat_interleave(torch.tensor([tokens for tokens, _ in documents]))

@@ -16,8 +16,8 @@ from dtrain.base.hardware import FREE_MEMORY_SHARE
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.flops import flops_per_token, weights_in
-from dtrain.parallel.apply import find_plan, in_words
-from dtrain.parallel.fsdp import units_of
+from dtrain.parallel.apply import find_plan, style_name
+from dtrain.parallel.fsdp import get_fsdp_units
 from dtrain.parallel.placement import bytes_of
 from dtrain.recipe import Recipe
 from dtrain.training.eval_sets import default_max_new_tokens
@@ -93,7 +93,7 @@ class ModelFacts:
     def tensor_parallel_styles(self) -> dict[str, str]:
         """Return the tensor-parallel plan: module pattern to style in words. A vision tower's layers are one."""
         plan = find_plan(self.recipe.parallel.custom_plan, self.model)
-        return {re.sub(r"\.\d+(?=\.)", ".*", pattern): in_words(style) for pattern, style in plan.items()}
+        return {re.sub(r"\.\d+(?=\.)", ".*", pattern): style_name(style) for pattern, style in plan.items()}
 
     def longest_answer_bytes(self, compute: torch.dtype, tp: int) -> int:
         """Return the least bytes that keys and values of an evaluation take on a rank.
@@ -123,8 +123,8 @@ class ModelFacts:
         Args:
             compute: Dtype in which trained weights are gathered. Frozen weights are gathered as they are stored.
         """
-        units = units_of(self.model)
-        again = units.gathered_again(self.recipe.parallel.reshard_after_forward)
+        units = get_fsdp_units(self.model)
+        again = units.regathered_in_backward(self.recipe.parallel.reshard_after_forward)
         num_gathers, gathered_bytes, num_reduces = 0, 0.0, 0
         for unit, weights in units.parameters():
             times = 2 if unit in again else 1

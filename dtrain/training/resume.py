@@ -132,7 +132,7 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     ranks = host.ranks
     path = recipe.checkpoint.init_from
     began = start.began
-    if path is None or (start.state is not None and inputs.method.needs_start is None):
+    if path is None or (start.state is not None and inputs.method.required_start_weights is None):
         return start
     if INIT in began and INIT not in recipe.checkpoint.allow_changes:
         alternative = NEW_RUN
@@ -325,7 +325,7 @@ def compare(
                 "new run, never a resume, whatever checkpoint.allow_changes names. To start it from these weights, "
                 f"set checkpoint.init_from={start.path}, checkpoint.resume=auto and another run.name"
             )
-    method.refuse_state(state["method"])
+    method.check_state(state["method"])
     models = model_keys(written.method)
     known = _keys_with_same_content(differences, saved, identities, models)
     for key, new in identities.items():

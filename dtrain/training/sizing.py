@@ -80,8 +80,8 @@ def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     if inputs.recipe.model.init == "pretrained":  # with a tower, whose weights may be in 4 bits
         weights = max(weights, 2 * sum(file.stat().st_size for file in weight_files(inputs.source.path)))
-    length = method.longest_row()
-    tokens = inputs.recipe.train.micro * length * method.rows_of_a_sample()
+    length = method.max_row_length()
+    tokens = inputs.recipe.train.micro * length * method.rows_per_sample()
     width = max(sum(weight.shape[0] for weight in layer.parameters()) for layer in model.model.layers)
     heads = shape.num_attention_heads
     kept = tokens * (shape.num_hidden_layers * (width + heads * length) + 4 * shape.vocab_size)

@@ -77,7 +77,7 @@ def opening_lines(run: BuiltRun) -> Iterator[str]:
         f"global batch {sizes.global_batch}{auto} = micro batch {sizes.micro_batch} × accumulation "
         f"{sizes.accumulation} × dp {sizes.dp}",
     )
-    yield from run.runtime.chosen
+    yield from run.runtime.size_notes
     yield labelled_line("steps", _steps(run))
     if recipe.train.validate_every == "auto" and run.spec.validate_every is not None:
         yield labelled_line("", f"a validation every {run.spec.validate_every} of them (auto), and at the end")

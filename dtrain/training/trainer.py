@@ -125,7 +125,7 @@ class Trainer:
         self._recipe_text = config.to_yaml(spec.original_recipe)
         mesh = build_mesh(runtime, **spec.sizes.shape, ep=spec.sizes.ep)
         self.before_gib = metrics.memory_gib(runtime.device)
-        options = BuildOptions(longest_row=self.method.longest_row())
+        options = BuildOptions(max_row_length=self.method.max_row_length())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, spec.precision, options)
         self._built = BuiltRun(spec, self.policy, runtime, self.metrics, self.before_gib)
         self._text_flops = text_flops(self.policy.model)
@@ -143,7 +143,7 @@ class Trainer:
             module = import_module("dtrain.training.evaluations")
             run = self._as_the_method_sees_it()
             self.evaluations = module.Evaluations(spec, self.policy, run)
-        self._planned = runtime.planned  # asks the plan beside the run; None once its answer was shown
+        self._planned = runtime.wait_for_plan  # asks the plan beside the run; None once its answer was shown
         if runtime.is_main:
             for line in opening_lines(self._built):
                 self.metrics.say(line)
@@ -368,7 +368,7 @@ class Trainer:
             step,
             epoch=epoch,
             loss=self._measured["loss"],
-            **self.method.fields(result.metrics),
+            **self.method.train_metrics(result.metrics),
             **result.routing_metrics,
             grad_norm=update.grad_norm,
             lr=update.lr,
@@ -386,7 +386,7 @@ class Trainer:
         )
 
     def _as_the_method_sees_it(self) -> RunContext:
-        def ask_stop() -> bool:
+        def should_stop() -> bool:
             return self.runtime.stop.signum != 0
 
         return RunContext(
@@ -394,9 +394,9 @@ class Trainer:
             path=self.run.path,
             identities=self.identities,
             source=self.spec.source,
-            others=self.spec.other_models,
+            other_models=self.spec.other_models,
             stack=self._stack,
-            ask_stop=ask_stop,
+            should_stop=should_stop,
         )
 
     def _tell_space(self) -> None:

@@ -15,7 +15,7 @@ from dtrain.checkpoint.huggingface.file_rows import as_in_files
 from dtrain.models.building import adaptable_shapes
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.common.moe import by_expert
-from dtrain.parallel.experts import collect, spread
+from dtrain.parallel.experts import collect_token_rows, repeat_token_rows
 from dtrain.rl.remote.training import refusal
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
 from tests.problem_lines import preflight
@@ -43,7 +43,7 @@ def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
 
     order, counts = by_expert(chosen, ours.count, None)
-    own = collect(ours(spread(mine, order, 2), counts), order, 9, 2)
+    own = collect_token_rows(ours(repeat_token_rows(mine, order, 2), counts), order, 9, 2)
     pairs = [(torch.bmm(shares[:, None], own)[:, 0], theirs(other, chosen, shares))]
     for result in pairs[0]:
         result.backward(out)

@@ -22,7 +22,7 @@ from dtrain.inference.kv_cache import KeyValues, position_bytes
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.context.batch import shard_sequence
-from dtrain.parallel.experts import spread_experts
+from dtrain.parallel.experts import shard_experts
 from tests.attention.dense import packed_rows, visible
 from tests.attention.flash import WrittenFlash
 from tests.cases import run_cases
@@ -159,7 +159,7 @@ def on_ep_ranks(rank, directory, variant):
     """Each rank has half of the experts, and one of the two rows."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
     model = models.from_pretrained(directory, dtype=torch.float64)
-    spread_experts(model, mesh["ep"], mesh["tp"])
+    shard_experts(model, mesh["ep"], mesh["tp"])
 
     def whole_of(grad):
         return grad.full_tensor() if isinstance(grad, DTensor) else summed(grad)

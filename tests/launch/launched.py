@@ -81,7 +81,7 @@ def reduces(recipe, runtime):
 
 
 def told_its_plan(recipe, runtime):
-    _mark(recipe, runtime, runtime.planned(200.0).words if runtime.planned else "not asked")
+    _mark(recipe, runtime, runtime.wait_for_plan(200.0).words if runtime.wait_for_plan else "not asked")
 
 
 def _fail_once(recipe, runtime):

@@ -46,10 +46,10 @@ class FocalMethod(Method):
         trained = torch.full((), batch["label_index"].shape[0], device=total.device)
         return total / global_tokens, {"lost": total.detach(), "trained": trained, "correct": correct}
 
-    def fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"token_accuracy": sums["correct"] / max(sums["trained"], 1)}
 
-    def val_fields(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def val_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"val_loss": sums["lost"] / max(sums["trained"], 1)} | {
-            f"val_{name}": value for name, value in self.fields(sums).items()
+            f"val_{name}": value for name, value in self.train_metrics(sums).items()
         }

@@ -7,7 +7,7 @@ import torch
 
 from dtrain.base.batch import collate
 from dtrain.losses.preference.options import LOSSES
-from dtrain.methods.dpo import DpoMethod, PairSums
+from dtrain.methods.dpo import DpoMethod, PairTotals
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
@@ -73,7 +73,7 @@ def steps(rank, recipe, world_size, count=2):
         batch, loss = method.prepare(policy, collate(rows))
         result = train_step(policy, batch, loss, method.micro_rows)
         method.after_step(policy, number + 1)
-        fields = method.fields(result.result.metrics)
+        fields = method.train_metrics(result.result.metrics)
         found += [result.loss, result.grad_norm, *fields.values()]
     return found
 
@@ -191,8 +191,8 @@ def test_a_pair_weighs_at_most_one_and_its_weight_has_no_gradient():
     log_p2 = torch.tensor([[-0.5, -0.25], [-3.0, -0.25]], dtype=torch.float64)
     batch = {"labels": torch.ones(2, 2, dtype=torch.long)}
     for order, log_weight in (([1, 1], 2 * (2.5 - 1.25) / 2), ([0, 1], (-0.5 - 1.75 + 2.5 - 1.25) / 2)):
-        streams = PairSums.streams(batch, logps[order], log_p2[order])
-        weights = PairSums.of(streams.sum(-1)).pair_weights
+        streams = PairTotals.streams(batch, logps[order], log_p2[order])
+        weights = PairTotals.of(streams.sum(-1)).pair_weights
         expected = torch.tensor([min(1.0, math.exp(log_weight))], dtype=torch.float64)
         torch.testing.assert_close(weights, expected, rtol=1e-12, atol=0)
         assert not weights.requires_grad

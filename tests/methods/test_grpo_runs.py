@@ -250,8 +250,8 @@ def test_epochs_end_with_a_short_rollout(tmp_path):
 def test_a_disagreement_of_engine_and_trainer_stops_the_run(tmp_path, monkeypatch, capsys):
     exact = NativeEngine.generate
 
-    def off(self, requests, ask_stop, **version):
-        drawn = exact(self, requests, ask_stop, **version)
+    def off(self, requests, should_stop, **version):
+        drawn = exact(self, requests, should_stop, **version)
         return [replace(one, logprobs=[value - 0.2 for value in one.logprobs]) for one in drawn]
 
     monkeypatch.setattr(NativeEngine, "generate", off)

@@ -35,10 +35,10 @@ def test_length_is_punished_by_what_the_model_drew_in_its_longest_turn(tmp_path,
     recipe = tiny_grpo(tmp_path, *fixed, *([stop] if stop != "some" else []))
     generate, longest = NativeEngine.generate, {}
 
-    def some(engine, requests, ask_stop=None, **version):
+    def some(engine, requests, should_stop=None, **version):
         """Completions of 1 to 5 tokens that end by themselves."""
         found = []
-        for request, one in zip(requests, generate(engine, requests, ask_stop, **version), strict=True):
+        for request, one in zip(requests, generate(engine, requests, should_stop, **version), strict=True):
             ids = one.ids[: 1 + request.prompt_index + len(request.prompt) % 2]
             found.append(replace(one, ids=ids, logprobs=one.logprobs[: len(ids)], finish="stop"))
             key = (request.prompt_index, request.sample_index)

@@ -96,4 +96,4 @@ def test_a_rollout_that_another_version_saved_is_refused():
     rollouts = Rollouts(None, settings={}, prompts=1)
     state = {"step": 3, "settings": {}, "tokens": 7, "sequences": 3}
     with pytest.raises(UserError, match="step 3 stands within a rollout, as another version of dtrain saved it"):
-        rollouts.refuse_state(state)
+        rollouts.check_state(state)

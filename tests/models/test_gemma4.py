@@ -14,7 +14,7 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.models.common.config import FULL, SLIDING
 from dtrain.models.common.flops import flops_per_token
-from dtrain.parallel.fits import mesh_problems_of_model
+from dtrain.parallel.size_checks import check_model_mesh
 from tests.models import oracle
 from tests.problem_lines import lines
 from tests.running import metrics, run, trajectory, weights
@@ -162,10 +162,10 @@ def test_what_changes_the_maths_is_used_or_refused(changes, words):
 
 def test_tensor_parallel_fits_each_kind_of_layer():
     config = models.parse_config(published(num_attention_heads=12, num_global_key_value_heads=3))
-    assert lines(mesh_problems_of_model(config, 3)) == [
+    assert lines(check_model_mesh(config, 3)) == [
         "parallel.tp=3 and its sliding_attention layers' 4 KV heads: neither divides the other. Use 1 or 12."
     ]
-    assert len(mesh_problems_of_model(config, 6)) == 1 and mesh_problems_of_model(config, 12) == []
+    assert len(check_model_mesh(config, 6)) == 1 and check_model_mesh(config, 12) == []
 
 
 def test_flops_count_products_and_the_heads_of_each_layer():

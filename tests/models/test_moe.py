@@ -14,7 +14,7 @@ from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.models.common.moe import SparseMLP, by_expert, largest_scores, share_routing
 from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, loads
-from dtrain.parallel.fits import mesh_problems_of_model
+from dtrain.parallel.size_checks import check_model_mesh
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
 from tests.problem_lines import lines, preflight
 from tests.tiny import tiny_grpo, tiny_recipe
@@ -335,12 +335,12 @@ def test_an_adapter_saves_no_experts(tmp_path):
 
 def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
-    assert lines(mesh_problems_of_model(config, 1, 3)) == [
+    assert lines(check_model_mesh(config, 1, 3)) == [
         "parallel.ep=3 does not divide the model's 8 experts. Use 1, 2, 4 or 8."
     ]
-    assert mesh_problems_of_model(config, 1, 4) == []
+    assert check_model_mesh(config, 1, 4) == []
     dense_one = models.parse_config(VARIANTS["qwen3"]().to_dict())
-    assert lines(mesh_problems_of_model(dense_one, 1, 2)) == ["parallel.ep=2: this model has no experts. Leave it out."]
+    assert lines(check_model_mesh(dense_one, 1, 2)) == ["parallel.ep=2: this model has no experts. Leave it out."]
     found = preflight(tiny_recipe(tmp_path, "moe.balance=0.1"), 1)
     assert found == ["moe.balance=0.1 is for mixtures of experts, and this model has no experts. Leave it out."]
     options = ["grpo.router_replay=true", "grpo.engine=http", "grpo.server.urls=[http://a:1]"]

@@ -15,7 +15,7 @@ from dtrain.parallel.context import (
     make_cp_batch_and_ctx,
     shard_tokens,
 )
-from dtrain.parallel.context.batch import cut_streams
+from dtrain.parallel.context.batch import shard_streams
 from tests.world import run_world
 
 
@@ -139,7 +139,7 @@ def test_positions_of_the_caller_are_kept_whatever_their_axes():
 def test_rotary_positions_of_images_are_padded_and_cut_with_their_tokens(size, rank):
     ids = a_batch(10)["input_ids"]
     turned = torch.stack([ids, ids + 1000, ids + 2000], -1)  # [2, 10, 3]: each token's own
-    cut = cut_streams({"input_ids": ids, "rotary_ids": turned}, Dimension(size, rank))
+    cut = shard_streams({"input_ids": ids, "rotary_ids": turned}, Dimension(size, rank))
     assert cut["rotary_ids"].shape == (*cut["input_ids"].shape, 3)
     real = cut["input_ids"] > 0
     assert 0 < int(real.sum()) and torch.equal(cut["input_ids"][0] > 0, torch.tensor(held(12, size, rank)) < 10)

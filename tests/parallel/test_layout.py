@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.parallel.context.batch import chunks_of, gather_sequence, shard_sequence
+from dtrain.parallel.context.batch import gather_sequence, get_chunk_indices, shard_sequence
 from tests.cases import run_cases
 
 
@@ -15,7 +15,7 @@ def test_a_rank_holds_its_head_and_its_tail_chunk(size):
     for rank, tokens in enumerate(held):
         mirror = 2 * size - 1 - rank
         assert tokens == [2 * rank, 2 * rank + 1, 2 * mirror, 2 * mirror + 1]
-        assert chunks_of(rank, size) == (rank, mirror)
+        assert get_chunk_indices(rank, size) == (rank, mirror)
     assert sorted(sum(held, [])) == stream[0].tolist()
     # Under a causal mask every rank has the same number of visible keys.
     assert len({sum(token + 1 for token in tokens) for tokens in held}) == 1

@@ -14,7 +14,7 @@ from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.apply import apply_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_rows, whole_sequences
+from dtrain.parallel.tensor import TensorParallel, VocabEmbedding, vocab_rows, without_sequence_parallel
 from tests.cases import run_cases
 from tests.covering import covering, named
 from tests.parallel.dense import (
@@ -187,7 +187,7 @@ def generate_from_a_cache(rank, config):
         apply_plan(sequence, mesh, sequence.plan, sequence_parallel=True)
         with pytest.raises(ValueError, match="cache does not go with sequence parallel"):
             decoded(sequence)
-        with whole_sequences(sequence):
+        with without_sequence_parallel(sequence):
             assert torch.allclose(decoded(sequence), expected, rtol=1e-12)
         assert torch.allclose(sequence(ids).full_tensor()[:, 2:], expected, rtol=1e-12)
 

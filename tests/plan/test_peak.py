@@ -83,7 +83,7 @@ def peaks_of_a_step(rank, recipe, world_size):
     policy.init_optimizer(10)
     method = build_method(recipe)
     if recipe.method == "dpo" and method.needs_reference():
-        method.keep_reference(policy)
+        method.build_reference(policy)
 
     def step():
         rows = full_rows(method, sizes.accumulation, spec)

@@ -58,8 +58,8 @@ def choices(rank, root):
             kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long), cuda)
         packed = tiny_recipe(root, "train.dtype=bfloat16", "data.max_length=8192")
         with pytest.raises(UserError, match="rows of 16386: .* 16386 × 16386: set data.max_length=8191 or less"):
-            kernel_of(packed, cuda, longest_row=16386)
-        assert kernel_of(packed, cuda, longest_row=16384).name == "sdpa"
+            kernel_of(packed, cuda, max_row_length=16386)
+        assert kernel_of(packed, cuda, max_row_length=16384).name == "sdpa"
         for able in ("data.max_length=16384", "model.attention=sdpa"):
             assert kernel_of(tiny_recipe(root, "train.dtype=bfloat16", long, able), cuda).name == "sdpa"
         varlen.check_varlen = own

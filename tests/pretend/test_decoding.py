@@ -4,7 +4,7 @@ import torch
 
 from dtrain import models
 from dtrain.inference.engine import Engine
-from dtrain.inference.varlen_decode import SlotFlash, check_varlen_decode, choose_varlen_decode
+from dtrain.inference.varlen_decode import SlotFlashAttention, check_varlen_decode, choose_varlen_decode
 from dtrain.models.read_config import read_config
 from tests.pretend.mutants import Mutant
 from tests.pretend.runs import rows_of, train_on_card
@@ -22,14 +22,20 @@ def chosen(rank, root):
     device, config = torch.device("cuda", rank), read_config(tiny_recipe(root).model.path)
     flash, note = choose_varlen_decode(config, HALF, device)
     sizes = {"heads": 4, "key_heads": 2, "window": 40, "dtype": HALF, "device": device}
-    counts = launches(None, device, HALF), launches(SlotFlash(), device, HALF)
+    counts = launches(None, device, HALF), launches(SlotFlashAttention(), device, HALF)
     by_itself = Engine(models.build(config, HALF).to(device))._flash
-    return type(flash), note, check_varlen_decode(SlotFlash(), head_dim=512, value_dim=512, **sizes), by_itself, counts
+    return (
+        type(flash),
+        note,
+        check_varlen_decode(SlotFlashAttention(), head_dim=512, value_dim=512, **sizes),
+        by_itself,
+        counts,
+    )
 
 
 def test_it_proves_itself_where_it_is(tmp_path):
     ((kind, note, problem, by_itself, counts),) = run_pretend(chosen, 1, tmp_path)
-    assert (kind, note, by_itself) == (SlotFlash, "", None)
+    assert (kind, note, by_itself) == (SlotFlashAttention, "", None)
     assert problem == "varlen_attn does not run here: FlashAttention only supports head dimension at most 256"
     assert counts == (28, 16)  # and each of the two calls makes the state of a generator, as one kernel more
 

@@ -50,7 +50,7 @@ def peak_of_a_step(rank, recipe, size):
     policy.init_optimizer(10)
     method = build_method(recipe)
     if recipe.method == "dpo":
-        method.keep_reference(policy)
+        method.build_reference(policy)
     peaks = []
     while len(peaks) < 10 and peaks[1:].count(min(peaks[1:], default=0)) < 2:
         gc.collect()  # what an earlier recipe's step left, once autograd's threads have let go of it

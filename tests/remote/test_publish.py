@@ -282,7 +282,7 @@ def answering(*versions):
     """An engine whose calls give the next of `versions` each; lists what it was asked."""
     asked, left = [], list(versions)
 
-    def generate(requests, ask_stop=None):
+    def generate(requests, should_stop=None):
         asked.append([request.prompt_index for request in requests])
         return [Completion([1], [0.0], "stop", version) for version in left.pop(0)]
 
@@ -317,7 +317,7 @@ def test_servers_that_stay_behind_are_an_error():
 
 
 def test_an_error_in_the_thread_is_raised_where_it_is_taken():
-    def generate(requests, ask_stop=None):
+    def generate(requests, should_stop=None):
         raise UserError("no server gave completions")
 
     prefetcher = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
@@ -334,7 +334,7 @@ def test_an_error_in_the_thread_is_raised_where_it_is_taken():
 def test_it_draws_while_the_trainer_trains():
     begun, go_on = threading.Event(), threading.Event()
 
-    def generate(requests, ask_stop=None):
+    def generate(requests, should_stop=None):
         begun.set()
         assert go_on.wait(10)
         return [Completion([1], [0.0], "stop", 0) for _ in requests]

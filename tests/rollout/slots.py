@@ -1,14 +1,14 @@
-"""`kv_cache.SlotFlash` written out from the documentation of what it calls, on every device and in every dtype."""
+"""`kv_cache.SlotFlashAttention` from the documentation of what it calls, on every device and in every dtype."""
 
 import math
 
 import torch
 
-from dtrain.inference.kv_cache import SlotFlash
+from dtrain.inference.kv_cache import SlotFlashAttention
 
 
-class WrittenSlotFlash(SlotFlash):
-    """`SlotFlash` as one operation, which a recording takes as it is. factor: of its output."""
+class WrittenSlotFlash(SlotFlashAttention):
+    """`SlotFlashAttention` as one operation, which a recording takes as it is. factor: of its output."""
 
     def __init__(self, factor=None):
         self.calls, self._factor = 0, factor

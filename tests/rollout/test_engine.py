@@ -85,7 +85,7 @@ def test_experts_are_those_of_transformers(look_every, tmp_path, monkeypatch):
     model = models.from_pretrained(tmp_path / "model", torch.float64)
     monkeypatch.setitem(engine_module._LOOK_EVERY, "cpu", look_every)
     requests = [replace(one, routed=one.sample_index != 1) for one in mixed()]
-    drawn = Engine(model, max_rows=4, notes_experts=True).generate(requests)
+    drawn = Engine(model, max_rows=4, records_routing=True).generate(requests)
     same(drawn, Engine(model).generate(mixed()))
     told = []
     for module in theirs.modules():

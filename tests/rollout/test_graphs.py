@@ -7,7 +7,7 @@ from dtrain.base.errors import UserError
 from dtrain.inference import engine as engine_module
 from dtrain.inference.cached_attention import Decode
 from dtrain.inference.engine import Engine
-from dtrain.inference.graphs import Steps
+from dtrain.inference.graphs import GraphedSteps
 from dtrain.inference.kv_cache import KeyValues
 from dtrain.inference.request import Request, SamplingParams
 from tests.replay import NotCapturable, Recording, Replays
@@ -18,7 +18,7 @@ class Makers(list):
     """Every maker that an engine has asked for."""
 
     def steps(self, model, **options):
-        return Steps(model, torch.device("cpu"), self, **options)
+        return GraphedSteps(model, torch.device("cpu"), self, **options)
 
     def __call__(self, device):
         self.append(Replays(device))
@@ -157,7 +157,7 @@ def test_graphs_are_kept_for_the_next_engine(variant, monkeypatch):
     engine.add(Request(PROMPTS[2], SamplingParams(6)))
     weight.data.fill_(float("nan"))
     engine.step()
-    engine.abandon()
+    engine.drop_all_work()
     weight.data.copy_(whole)
     same(Engine(model, steps=steps).generate(asked), expected)
     assert makers.total("captured") == captured == 1

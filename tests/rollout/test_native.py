@@ -15,12 +15,12 @@ from dtrain.attention.kernels import SdpaKernel
 from dtrain.base.errors import UserError
 from dtrain.inference.engine import Engine
 from dtrain.inference.kv_cache import Budget
-from dtrain.inference.native import NativeEngine, _MeshPeers, share_out
+from dtrain.inference.native import NativeEngine, _MeshPeers, distribute_requests
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.common.micro_batch import MicroBatchContext
 from dtrain.parallel.apply import apply_plan
-from dtrain.parallel.experts import spread_experts
+from dtrain.parallel.experts import shard_experts
 from dtrain.parallel.fsdp import Sharding, mixed_precision, shard_model
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
@@ -62,7 +62,7 @@ def on_mesh(rank, variant, sizes, *, sp=False, ring=False, dtype=torch.float64, 
     if mesh.tp.size() > 1:
         apply_plan(model, mesh.tp, model.plan, sequence_parallel=sp)
     if mesh.ep is not None:
-        spread_experts(model, mesh.ep, mesh.tp)
+        shard_experts(model, mesh.ep, mesh.tp)
     if mesh.cp.size() > 1:
         model.use_kernel((RingKernel if ring else GatherKernel)(SdpaKernel(), mesh.cp))
     checkpoint_activations(model, "full")
@@ -80,7 +80,7 @@ def state_of(model):
             for unit in units
         ],
         [type(layer.self_attn.kernel).__name__ for layer in model.model.layers],
-        [module.tp.sequence for module in model.modules() if getattr(module, "tp", None)],
+        [module.tp.sequence_parallel for module in model.modules() if getattr(module, "tp", None)],
         model.training,
     )
 
@@ -196,7 +196,7 @@ def test_bad_requests_are_refused_on_every_rank():
 
 
 def even(requests, places):
-    shares = share_out(requests, places)
+    shares = distribute_requests(requests, places)
     assert sorted(index for share in shares for index in share) == list(range(len(requests)))
     loads = [sum(requests[index].sampling.max_new_tokens for index in share) for share in shares]
     return shares, max(loads) / (sum(loads) / places)

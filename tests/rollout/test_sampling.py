@@ -7,7 +7,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from dtrain.inference import sampling
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.inference.sampling import Sampler, look_up, random_key
+from dtrain.inference.sampling import Sampler, random_key, sample_from_cdf
 
 CPU = torch.device("cpu")
 SETTINGS = [
@@ -130,7 +130,7 @@ def test_draws_have_the_distribution(settings):
 def test_a_token_of_no_probability_is_never_drawn_at_an_edge(dtype, number):
     logits = torch.full((1, 1000), float("-inf"), dtype=dtype)
     logits[0, [3, 700]] = 1.0
-    token = look_up(logits.float().softmax(-1), torch.tensor([number], dtype=torch.float64))
+    token = sample_from_cdf(logits.float().softmax(-1), torch.tensor([number], dtype=torch.float64))
     assert int(token) in (3, 700)
 
 

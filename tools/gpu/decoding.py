@@ -36,7 +36,7 @@ def decode_rank(
 
     from dtrain import models
     from dtrain.inference.engine import Engine
-    from dtrain.inference.graphs import CudaGraphs, Steps
+    from dtrain.inference.graphs import CudaGraphs, GraphedSteps
     from dtrain.inference.request import Request, SamplingParams
     from dtrain.inference.varlen_decode import choose_varlen_decode
 
@@ -52,7 +52,7 @@ def decode_rank(
     models.init_weights(model, 0)
     model = model.to(device)
     flash, note = choose_varlen_decode(model.config, torch.bfloat16, device) if with_flash else (None, "")
-    steps = Steps(model, device, Counting, insists=True) if with_graphs else None
+    steps = GraphedSteps(model, device, Counting, insists=True) if with_graphs else None
     engine = Engine(model, steps=steps, flash=flash)
     prompts = [[1 + (7 * at + prompt) % 50 for at in range(20 + prompt)] for prompt in range(8)]
     sampling = SamplingParams(tokens, 1.0, top_p=0.9)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.parallel.context.batch import chunks_of
+from dtrain.parallel.context.batch import get_chunk_indices
 
 BY_INDEX = 1
 BY_NATURAL_POSITION = 2
@@ -111,7 +111,7 @@ class LocalMasks:
         """
         chunk_length = length // 2
         chunk = torch.arange(chunk_length, device=device)
-        first, second = chunks_of(self.rank, self.size)
+        first, second = get_chunk_indices(self.rank, self.size)
         return torch.cat([chunk + first * chunk_length, chunk + second * chunk_length])
 
     def explain_causal(self, length: int, window: int | None) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dtrain.parallel.collectives import all_gather, gather_along
-from dtrain.parallel.context.batch import chunks_of
+from dtrain.parallel.context.batch import get_chunk_indices
 
 
 class Pieces:
@@ -42,7 +42,7 @@ class Pieces:
 
     def __init__(self, group: Any, tokens: int):
         self.group, self.tokens = group, tokens
-        self.mine: Sequence[int] = chunks_of(group.rank(), group.size())
+        self.mine: Sequence[int] = get_chunk_indices(group.rank(), group.size())
         self.count = 2 * group.size()
 
     def split(self, x: Tensor) -> Tensor:

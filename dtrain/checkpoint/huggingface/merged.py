@@ -41,8 +41,8 @@ from dtrain.checkpoint.peft.config import ADAPTER
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.moe import Router
-from dtrain.parallel.placement import on_its_device
-from dtrain.parallel.tensor import exact_modules
+from dtrain.parallel.placement import to_parameter_device
+from dtrain.parallel.tensor import full_precision_modules
 
 _MOST_RECIPE_ENTRIES = 100_000  # entries, with what aliases repeat
 
@@ -154,7 +154,7 @@ def _adapted_weight(layer: Adapted, name: str) -> WholeWeight:
 
 
 def _gather_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return gathered(on_its_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
+    return gathered(to_parameter_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def gathered(tensor: Tensor) -> Tensor:
     Collectives:
         One all-gather for each mesh dimension that shards the tensor.
     """
-    tensor = on_its_device(tensor)
+    tensor = to_parameter_device(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
     # One after another, FSDP's first, which cut last: torch warns of several in one call.
@@ -220,7 +220,7 @@ def fold_scale(name: str, tensor: Tensor, rank: int, scale: float) -> Tensor:
 def exact_names(model: nn.Module) -> set[str]:
     """Return the names of parameters and buffers that are stored, and written, in float32 or better."""
     names: set[str] = set()
-    for module_name, module in exact_modules(model).items():
+    for module_name, module in full_precision_modules(model).items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         names.update(f"{module_name}.{name}" for name, _ in tensors)
     return names

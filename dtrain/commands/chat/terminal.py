@@ -114,7 +114,7 @@ class Conversation:
                 if ticket in ended:
                     return
         finally:
-            self.engine.abandon()
+            self.engine.drop_all_work()
             self.messages.append({"role": "assistant", "content": answer})
 
     def _request(self) -> Request:

@@ -98,7 +98,7 @@ class _Search:
     def _has_a_kernel(self, micro: int) -> bool:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
         recipe, device = self.spec.recipe, self.spec.world.device_type
-        length = self.spec.method_class(replace_keys(recipe, {MICRO_BATCH: micro})).longest_row()
+        length = self.spec.method_class(replace_keys(recipe, {MICRO_BATCH: micro})).max_row_length()
         longest = longest_row_under_mask(recipe, self.spec.precision, device) if device == "cuda" else None
         return micro == 1 or longest is None or length <= longest
 

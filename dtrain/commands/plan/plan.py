@@ -15,7 +15,7 @@ from dtrain.base.errors import Problem
 from dtrain.commands.plan.hardware import Hardware, StepTime, estimate_step
 from dtrain.commands.plan.step import Step, plan_step
 from dtrain.models.common.config import ModelConfig
-from dtrain.parallel.fits import mesh_problems_of_model
+from dtrain.parallel.size_checks import check_model_mesh
 from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.world import LARGEST_AUTO, replace_keys
 from dtrain.training.preflight import shapes
@@ -79,7 +79,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         table=facts.tensor_parallel_styles(),
         total_parameters=facts.weights.total,
         trained_parameters=facts.weights.trained,
-        tokens=recipe.train.batch * method.rows_of_a_sample() * method.row_length(),
+        tokens=recipe.train.batch * method.rows_per_sample() * method.row_length(),
         flops_per_token=facts.row_flops_per_token(method.row_length(), grids),
         evaluation=step.parameters + step.state + answer_bytes if answer_bytes else 0,
         assumed=tuple(_assumed(spec)),
@@ -170,7 +170,7 @@ def candidates(
     length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
     total = LARGEST_AUTO if is_open else recipe.train.batch
     for tp in divisors(world_size):
-        if mesh_problems_of_model(config, tp, recipe.parallel.ep):
+        if check_model_mesh(config, tp, recipe.parallel.ep):
             counts["tp does not fit the model"] += 1
             continue
         if tp > per_node:

@@ -112,7 +112,7 @@ class ClosedForms:
     def _tokens(self, world: Sizes) -> float:
         """Return the tokens of a pass on a rank."""
         method = self.plan.spec.method
-        return world.micro_batch * method.rows_of_a_sample() * method.row_length() / world.cp
+        return world.micro_batch * method.rows_per_sample() * method.row_length() / world.cp
 
 
 def _shards(world: Sizes) -> int:

@@ -170,7 +170,7 @@ class Answer:
         if (scores := piece.prompt) is not None:  # nothing is before the first token
             tokens = [*map(self._token, self.ask.requests[piece.index].prompt), *tokens]
             logprobs = [None, *scores.logprobs, *logprobs]
-            places = zip(map(self._token, scores.likeliest), scores.highest, strict=True)
+            places = zip(map(self._token, scores.argmax_ids), scores.max_logprobs, strict=True)
             highest = [None, *({token: logprob} for token, logprob in places), *highest]
         top = highest if self.ask.likeliest else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}

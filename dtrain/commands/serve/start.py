@@ -145,7 +145,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
             decode=loaded.decode,
             max_rows=arguments.max_rows,
             max_tokens=arguments.max_tokens,
-            notes_experts=model.routing is not None,
+            records_routing=model.routing is not None,
         )
         worker = EngineThread(engine)
         chats = loaded.chats(template, length, arguments.directory)

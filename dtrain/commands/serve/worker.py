@@ -24,7 +24,7 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
 from dtrain.commands.serve.protocol import ApiError, Ask
-from dtrain.inference.engine import Engine, NotFinite, TokenScores, score_prompts
+from dtrain.inference.engine import Engine, NonFiniteLogits, TokenScores, score_prompts
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
 from dtrain.rl.routed import to_npy_text
@@ -303,11 +303,11 @@ class EngineThread(threading.Thread):
     def _step(self) -> None:
         try:
             ended = self._engine.step()
-        except NotFinite as error:
+        except NonFiniteLogits as error:
             self._cancel({self._rows[ticket].job for ticket in error.tickets}, ApiError(500, str(error)))
             return
         except FAULTS as error:
-            self._engine.abandon()
+            self._engine.drop_all_work()
             self._cancel({row.job for row in self._rows.values()}, self._fault(error))
             torch.zeros(1, device=self._engine.device).item()  # raises where the device is lost: then all ends
             return

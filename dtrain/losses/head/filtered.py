@@ -38,7 +38,7 @@ from dtrain.losses.head.vocabulary import (
     group_size,
     shard_sizes,
 )
-from dtrain.parallel.collectives import leave_region
+from dtrain.parallel.collectives import all_reduce_in_forward
 from dtrain.parallel.placement import chunk_bounds
 
 # Tokens per tile of logits.
@@ -299,7 +299,7 @@ def filtered_logprobs(
     if group_size(group) > 1:
         # Every rank has the values of its own rows, and 0 for the other rows, so the sum has all values. In the
         # backward every rank receives the gradient of all values, and reads that of its own rows.
-        values = leave_region(values, group)
+        values = all_reduce_in_forward(values, group)
     # A row whose target is excluded has no gradient.
     return torch.where(values == -float("inf"), values.detach(), values)
 

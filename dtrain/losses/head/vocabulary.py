@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.parallel.collectives import all_gather
-from dtrain.parallel.mesh import devices_of
+from dtrain.parallel.mesh import get_group_devices
 
 Group = Any  # a torch ProcessGroup, or None
 
@@ -160,7 +160,7 @@ def shard_sizes(columns: int, group: Group, device: torch.device) -> list[int]:
     """
     if group_size(group) == 1:
         return [columns]
-    on_host = torch.device("cpu") in devices_of(group)
+    on_host = torch.device("cpu") in get_group_devices(group)
     return all_gather(torch.full((1,), columns, device="cpu" if on_host else device), 0, group).tolist()
 
 

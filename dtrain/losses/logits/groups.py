@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.losses.head.vocabulary import Group, group_rank, group_size
-from dtrain.parallel.collectives import gather_along, leave_region
+from dtrain.parallel.collectives import all_reduce_in_forward, gather_along
 from dtrain.parallel.context.batch import gather_sequence, shard_sequence
 
 Bounds = tuple[int | Tensor, int | Tensor]  # start and end of a shard's ids; the end is exclusive
@@ -83,7 +83,7 @@ def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
     """
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return x
-    return leave_region(x, group)
+    return all_reduce_in_forward(x, group)
 
 
 @torch.no_grad()

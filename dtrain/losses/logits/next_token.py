@@ -32,7 +32,7 @@ from dtrain.losses.head.vocabulary import Group, group_rank, group_size
 from dtrain.losses.logits.groups import Bounds, allgather_cp_sharded_tensor, assert_on_device, shard_bounds, shard_like
 from dtrain.losses.logits.logprob import ChunkedDistributedLogprob, check_chunk
 from dtrain.parallel.collectives import all_gather, gather_along
-from dtrain.parallel.context.batch import positions_of_rank, sequence_of
+from dtrain.parallel.context.batch import find_sequences, get_rank_positions
 from dtrain.parallel.placement import chunk_bounds
 
 NO_TARGET = -1  # an id outside of every vocabulary, which gives a log-probability of 0.0 and no gradient
@@ -465,13 +465,13 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     else:
         following = _next_in_sequence(target.flatten(), ends)
         if size > 1:
-            following = following[positions_of_rank(ends, tokens, group_rank(cp_group), size)]
+            following = following[get_rank_positions(ends, tokens, group_rank(cp_group), size)]
     arguments = (vocab_start_index, vocab_end_index, group, inference_only, chunk_size, sampling_params)
     logprobs = logprobs_of_targets(vocab_parallel_logits, following[None], *arguments).squeeze(0)  # [T/cp]
     if size > 1:
         logprobs = gather_along(logprobs, 0, cp_group)  # [T], rank after rank
         # Invert the permutation to natural order: packed position -> index in the gathered values.
-        packed_position = torch.cat([positions_of_rank(ends, tokens, rank, size) for rank in range(size)])
+        packed_position = torch.cat([get_rank_positions(ends, tokens, rank, size) for rank in range(size)])
         gathered_index = torch.empty_like(packed_position)
         gathered_index.scatter_(0, packed_position, torch.arange(tokens, device=ends.device))
         logprobs = logprobs.index_select(0, gathered_index)
@@ -498,5 +498,5 @@ def _check(ends: Tensor, cp_size: int, unpacked_seqlen: int) -> None:
 def _next_in_sequence(target: Tensor, ends: Tensor) -> Tensor:
     """Shift packed ids [T] by one within each sequence. The last token of a sequence gets NO_TARGET."""
     positions = torch.arange(len(target), device=target.device)
-    last = positions + 1 == ends[1:][sequence_of(positions, ends)]
+    last = positions + 1 == ends[1:][find_sequences(positions, ends)]
     return torch.where(last, NO_TARGET, target.roll(-1))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.base.batch import sum_by_document
-from dtrain.parallel.collectives import enter_region, leave_region
+from dtrain.parallel.collectives import all_reduce_in_backward, all_reduce_in_forward
 
 # Bounds of logarithms in VESPO.
 _SMALLEST_WEIGHT = math.log(1e-8)
@@ -78,7 +78,9 @@ class Documents:
     def sum(self, values: Tensor) -> Tensor:
         """Sum values of tokens over each document and all cp ranks, [..., n, S] to [..., count]."""
         sums = sum_by_document(values, self._ids, self._count)
-        return sums if self._group is None else enter_region(leave_region(sums, self._group), self._group)
+        if self._group is None:
+            return sums
+        return all_reduce_in_backward(all_reduce_in_forward(sums, self._group), self._group)
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """Repeat the value of each document at its local tokens, [..., count] to [..., n, S]. 0 on padding."""

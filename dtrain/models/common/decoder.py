@@ -279,7 +279,7 @@ class Decoder(Stack):
 
     def states(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
         """Override `Stack.states`: ids [B, S] -> [B, S, D]"""
-        is_bare = context.cache is not None and context.cache.bare
+        is_bare = context.cache is not None and context.cache.skips_hooks
         look_up = self.embed_tokens.forward if is_bare else self.embed_tokens
         hidden = self._embedded(look_up(input_ids))  # [B, S, D]
         placed = None
@@ -307,7 +307,7 @@ class Decoder(Stack):
             hidden: The embeddings.
             input_ids: Their ids, [B, S], which sequence parallel does not cut.
             layer_contexts: The context of each layer.
-            is_bare: Whether modules are called without their hooks (`Cached.bare`).
+            is_bare: Whether modules are called without their hooks (`Cached.skips_hooks`).
             placed: Features of images.
         """
         for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
@@ -358,7 +358,7 @@ class Decoder(Stack):
             positions = context.images.rotary_ids  # [B, S, 3]
         elif self.layers[0].regions is not None:  # one table for all rows would be another shape to compile for
             positions = positions.expand(len(input_ids), -1)
-        frequencies = None if context.cache is None else context.cache.turns
+        frequencies = None if context.cache is None else context.cache.rotary_frequencies
         made: dict[tuple[Rope, int], Rotary] = {}
         by_type = {}
         for kind in dict.fromkeys(self.config.layer_types):
@@ -540,7 +540,7 @@ class CausalLM(ParallelModel):
 
         Args:
             hidden: Hidden states after the final norm, [..., D].
-            is_bare: Whether the head is called without its hooks (`Cached.bare`).
+            is_bare: Whether the head is called without its hooks (`Cached.skips_hooks`).
 
         Returns:
             [..., V], or [..., labels] of a classifier.
@@ -576,7 +576,7 @@ class CausalLM(ParallelModel):
         hidden = self.model(input_ids, context)  # [B, S, D]
         if cache.last is not None:
             hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
-        return gather_vocabulary(self.logits(hidden[:, 0], cache.bare))
+        return gather_vocabulary(self.logits(hidden[:, 0], cache.skips_hooks))
 
     def with_head(self, fn: Callable[[Tensor, Tensor], Any], input_ids: Tensor, context: MicroBatchContext) -> Any:
         """Return `fn(hidden, head_weight)`, called inside this forward: how a loss reads the head without logits.

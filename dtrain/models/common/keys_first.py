@@ -61,7 +61,14 @@ class KeyExchange:
         return q, k, v, *more
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_stored: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend as a cache does, to the keys of all ranks; k and v are this rank's."""
         return self.kernel.over(q, *self.wait(), self.mask, scale, sinks)

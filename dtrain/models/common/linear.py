@@ -86,7 +86,7 @@ class Linear(LocalParameters, nn.Linear):
     weight_storage: WeightStorage = PlainWeight()
     wrapper: LinearWrapper | None = None
     tp: TensorParallel | None = None
-    cut: TensorParallel | None = None
+    sequence_tp: TensorParallel | None = None
     key_heads: int | None = None
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:

@@ -31,7 +31,7 @@ Data flow of adapters. A policy scores the same rows with LoRA (dropout 0.1, ste
    dropped. `inference.engine`, which has no dropout, and `CausalLM.forward` get the context from their caller.
 3. `Decoder.states` passes the context to the vision tower, without the numbers of tokens, and in each `LayerContext`
    to the layers. Modules pass it on as their argument `adapters`, down to each layer that may have a wrapper: `Linear`,
-   `Router`, and `ExpertLinear` inside of `Experts.on_their_ranks`.
+   `Router`, and `ExpertLinear` inside of `Experts.compute_on_expert_ranks`.
 4. The wrapper (`adapters.lora.Adapter`, `ParameterAdapter`) reads it. With `enabled=False` it returns the layer's own
    output. Nothing else knows whether adapters take part, so both forwards may be in flight at the same time.
 
@@ -84,11 +84,18 @@ class Cached(Protocol):
 
     positions: Tensor
     last: Tensor | None
-    turns: dict[Any, Tensor]
-    bare: bool
+    rotary_frequencies: dict[Any, Tensor]
+    skips_hooks: bool
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, held: bool = False, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_stored: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. held: whether `layer` has kept k and v already in
         this forward, and another layer reads them. sinks [H]: as kernels take them."""
@@ -98,11 +105,11 @@ class Cached(Protocol):
         """Return the mask of convolutions of this width over whole prompts; None where rows go on by one token."""
         ...
 
-    def states(self, layer: int) -> tuple[Tensor, ...]:
+    def read_states(self, layer: int) -> tuple[Tensor, ...]:
         """Return what `keep` was last given of each row in this layer of linear attention, [B, ..] each."""
         ...
 
-    def keep(self, layer: int, *states: Tensor) -> None:
+    def write_states(self, layer: int, *states: Tensor) -> None:
         """Keep what each row goes on from, [B, ..] each."""
         ...
 

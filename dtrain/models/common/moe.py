@@ -24,7 +24,7 @@ from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
 from dtrain.models.common.linear import Linear, PlainWeight, ReadParameter
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext
 from dtrain.models.common.routing import MicroBatchRouting, Routing
-from dtrain.parallel.experts import Experts, collect, on_host, spread
+from dtrain.parallel.experts import Experts, collect_token_rows, counts_to_list, repeat_token_rows
 from dtrain.parallel.tensor import Block, LocalParameters
 
 Choose = Callable[[Tensor], Tensor]  # a router's choices [T, k] -> those that count, [T, k], ascending
@@ -111,7 +111,7 @@ class SelectionBias(LocalParameters):
     than the differences that it is there for.
     """
 
-    keeps_precision = True
+    keeps_full_precision = True
     e_score_correction_bias: Tensor
 
     def __init__(self, num_experts: int):
@@ -285,9 +285,9 @@ class GatedExperts(Experts):
             [n, D].
 
         Collectives:
-            Those of `on_their_ranks`.
+            Those of `compute_on_expert_ranks`.
         """
-        return self.on_their_ranks(rows, counts, partial(self.compute, adapters=adapters))
+        return self.compute_on_expert_ranks(rows, counts, partial(self.compute, adapters=adapters))
 
     def compute(self, x: Tensor, counts: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Compute rows of this rank's experts, [m, D] -> [m, D]. counts: rows of each, [E/ep] int64."""
@@ -348,8 +348,8 @@ class SparseMLP(Block):
         if micro_batch is not None:
             micro_batch.record.counts[self.layer] = counts
             weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
-        results = self.experts(spread(self.seen(x), order, chosen.shape[1]), counts, adapters)
-        own = collect(results, order, *chosen.shape)  # [T, k, D]
+        results = self.experts(repeat_token_rows(self.seen(x), order, chosen.shape[1]), counts, adapters)
+        own = collect_token_rows(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
         if self.has_shared:
             mixed = mixed + self.shared(hidden, adapters)
@@ -418,7 +418,7 @@ def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | Non
     counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
     if real is None:
         return order, counts
-    return order[: sum(on_host(counts, len(flat))) if tokens is None else tokens * chosen.shape[1]], counts
+    return order[: sum(counts_to_list(counts, len(flat))) if tokens is None else tokens * chosen.shape[1]], counts
 
 
 class SparseLayer(PreNormLayer):
@@ -520,6 +520,6 @@ def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...
 
     The host waits for the device to compute `counts`.
     """
-    sizes = on_host(counts, len(tensors[0]))
+    sizes = counts_to_list(counts, len(tensors[0]))
     parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
     return [(index, rows) for index, (size, rows) in enumerate(zip(sizes, parts, strict=True)) if size]

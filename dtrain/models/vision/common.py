@@ -25,7 +25,7 @@ from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.rope_config import read_base
 from dtrain.models.common.vision_config import Frame, VisionConfig
 from dtrain.models.vision.dealt import dealt_features
-from dtrain.parallel.collectives import enter_region
+from dtrain.parallel.collectives import all_reduce_in_backward
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
 Turns = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
@@ -93,11 +93,11 @@ class VisionTower(nn.Module):
         row that this rank embeds. adapters: as of `forward`. Collectives as of `dealt_features`; under sequence
         parallel, where that deals nothing over tp, an all-reduce backward."""
         features, is_image = dealt_features(self, images, tp, cp, adapters), images.index >= 0
-        if tp is None or not tp.sequence:
+        if tp is None or not tp.sequence_parallel:
             return PlacedFeatures(features, images.index, is_image)
         if not self.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
-            deepstack = {layer: enter_region(added, tp.group) for layer, added in features.deepstack.items()}
-            features = Features(enter_region(features.tokens, tp.group), deepstack)
+            deepstack = {layer: all_reduce_in_backward(added, tp.group) for layer, added in features.deepstack.items()}
+            features = Features(all_reduce_in_backward(features.tokens, tp.group), deepstack)
         return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
     @property

@@ -17,7 +17,7 @@ from dtrain.base.batch import Grid
 from dtrain.base.ranks import deal
 from dtrain.models.common.micro_batch import AdapterContext, Features, Images
 from dtrain.models.common.vision_config import VisionConfig
-from dtrain.parallel.collectives import all_to_all, exchange, gather_alike, gather_along
+from dtrain.parallel.collectives import all_to_all, exchange, gather_along, gather_for_replicated
 from dtrain.parallel.tensor import TensorParallel
 
 
@@ -128,7 +128,7 @@ def dealt_features(
     most = max(_sums(tokens, dealing.gathered))
     stacked = F.pad(stacked, (0, 0, 0, 0, 0, most - len(stacked)))
     if tp is not None:
-        gather = gather_along if tp.sequence else gather_alike
+        gather = gather_along if tp.sequence_parallel else gather_for_replicated
         stacked = gather(stacked, 0, tp.group)
     if cp is not None:
         stacked = gather_along(stacked, 0, cp)

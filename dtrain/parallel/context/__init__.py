@@ -9,7 +9,7 @@ here, as in NeMo Automodel. `dtrain.attention` imports this package, so the name
 
 from typing import TYPE_CHECKING, Any
 
-from dtrain.parallel.context.batch import cut_streams, gather_tokens, shard_tokens
+from dtrain.parallel.context.batch import gather_tokens, shard_streams, shard_tokens
 from dtrain.parallel.context.train_context import (
     _build_position_ids,
     _shard_thd_chunk_for_te,
@@ -34,7 +34,7 @@ __all__ = [
     "_build_position_ids",
     "_shard_thd_chunk_for_te",
     "create_context_parallel_ctx",
-    "cut_streams",
+    "shard_streams",
     "gather_tokens",
     "get_train_context",
     "make_cp_batch_and_ctx",

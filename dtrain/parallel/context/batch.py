@@ -7,7 +7,7 @@ have the same work. Example: 8 tokens, cp = 2. A query at position p sees p + 1 
     rank 1    chunks 1 and 2    tokens 2 3 4 5    3 + 4 + 5 + 6 = 18 scores
 
 Training shards full rows in this way, packed or not. The flat batches of `make_cp_batch_for_te` shard each packed
-sequence separately (`positions_of_rank`).
+sequence separately (`get_rank_positions`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ from dtrain.base.batch import STREAMS
 from dtrain.parallel.collectives import begin_all_gather, begin_reduce_scatter, flat_views, wait
 
 
-def chunks_of(rank: int, size: int) -> tuple[int, int]:
+def get_chunk_indices(rank: int, size: int) -> tuple[int, int]:
     """Return the indices of the two chunks of a rank, out of 2·size chunks, in the order of the rank."""
     return rank, 2 * size - 1 - rank
 
@@ -39,7 +39,7 @@ def shard_sequence(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor
             f"pad it to a multiple of {2 * size}"
         )
     chunks = tensor.chunk(2 * size, dim)
-    return torch.cat([chunks[index] for index in chunks_of(rank, size)], dim)
+    return torch.cat([chunks[index] for index in get_chunk_indices(rank, size)], dim)
 
 
 def mesh_rank(mesh: DeviceMesh) -> int:
@@ -47,7 +47,7 @@ def mesh_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank() if hasattr(mesh, "get_local_rank") else dist.get_rank(group=mesh.get_group())
 
 
-def sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
+def find_sequences(positions: Tensor, ends: Tensor) -> Tensor:
     """Return the index of the packed sequence that contains each position.
 
     For example, positions 0, 7, 8 and ends [0, 8, 12]: sequences 0, 0, 1.
@@ -59,7 +59,7 @@ def sequence_of(positions: Tensor, ends: Tensor) -> Tensor:
     return torch.searchsorted(ends[1:].contiguous(), positions, right=True)
 
 
-def positions_of_rank(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
+def get_rank_positions(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor:
     """Return the packed positions of a cp rank's tokens, in its order: the head and the tail chunk of each sequence.
 
     Example: sequences of 8 and 4 tokens on 2 ranks, so ends = [0, 8, 12]. The first one is cut into 4 chunks of 2
@@ -77,7 +77,7 @@ def positions_of_rank(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor
     # A rank has 1/size of each sequence, so its own tokens are packed with the ends divided by size.
     local_positions = torch.arange(tokens // size, device=ends.device)
     local_ends = torch.div(ends, size, rounding_mode="floor")
-    sequence = sequence_of(local_positions, local_ends)
+    sequence = find_sequences(local_positions, local_ends)
     start, end = ends[sequence], ends[sequence + 1]
     chunk = torch.div(end - start, 2 * size, rounding_mode="floor")  # tokens of a chunk
     offset = local_positions - local_ends[sequence]  # among the rank's tokens of the sequence: two chunks
@@ -86,7 +86,7 @@ def positions_of_rank(ends: Tensor, tokens: int, rank: int, size: int) -> Tensor
     return start + torch.where(offset >= chunk, tail_position, head_position)
 
 
-def cut_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, keep: Collection[str] = ()) -> dict[str, Tensor]:
+def shard_streams(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh, keep: Collection[str] = ()) -> dict[str, Tensor]:
     """Shard the streams of a batch over the cp ranks, as new tensors. No collectives.
 
     Args:
@@ -151,7 +151,7 @@ def join_sequence(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     """
     chunks: dict[int, Tensor] = {}
     for rank, part in enumerate(parts):
-        chunks |= zip(chunks_of(rank, len(parts)), part.chunk(2, dim), strict=True)
+        chunks |= zip(get_chunk_indices(rank, len(parts)), part.chunk(2, dim), strict=True)
     return torch.cat([chunks[index] for index in range(2 * len(parts))], dim)
 
 

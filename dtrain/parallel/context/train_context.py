@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.base.batch import STREAMS
-from dtrain.parallel.context.batch import mesh_rank, pad_right, positions_of_rank, sequence_of, shard_sequence
+from dtrain.parallel.context.batch import find_sequences, get_rank_positions, mesh_rank, pad_right, shard_sequence
 
 # Entries of a batch that are not copied to the result.
 CONSUMED = ("seq_lens", "seq_lens_padded", "attention_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
@@ -137,7 +137,7 @@ def _shard_thd_chunk_for_te(
         streams["padding_mask"] = streams["input_ids"] == padding_token_id
     used = ends[ends != seq_lens_padding_value]
     if cp_mesh is not None and cp_mesh.size() > 1:
-        index = _positions_of_rank(used, total, cp_mesh.size(), mesh_rank(cp_mesh))
+        index = _get_rank_positions(used, total, cp_mesh.size(), mesh_rank(cp_mesh))
         dims = {"position_ids": -1}
         streams = {name: stream.index_select(dims.get(name, 0), index) for name, stream in streams.items()}
     lengths = used.diff()
@@ -151,8 +151,8 @@ def _shard_thd_chunk_for_te(
     }
 
 
-def _positions_of_rank(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
-    """Return the flat positions of a rank's tokens, [T / size]. See `batch.positions_of_rank`.
+def _get_rank_positions(ends: Tensor, total: int, size: int, rank: int) -> Tensor:
+    """Return the flat positions of a rank's tokens, [T / size]. See `batch.get_rank_positions`.
 
     On CUDA, Transformer Engine's function is used if it is installed.
 
@@ -180,7 +180,7 @@ def _positions_of_rank(ends: Tensor, total: int, size: int, rank: int) -> Tensor
             pass
         else:
             return transformer_engine_torch.thd_get_partitioned_indices(ends, total, size, rank).to(torch.int64)
-    return positions_of_rank(ends.to(torch.int64), total, rank, size)
+    return get_rank_positions(ends.to(torch.int64), total, rank, size)
 
 
 def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentinel: int) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def _flatten(streams: Mapping[str, Tensor], own: Tensor, padded: Tensor, sentine
     lengths = padded[used]
     ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     positions = torch.arange(rows * width, device=ends.device)
-    sequence = sequence_of(positions, ends)
+    sequence = find_sequences(positions, ends)
     offsets = positions - ends[sequence]
     flat = {name: stream.flatten(0, 1) for name, stream in streams.items() if name != "position_ids"}
     position_ids = offsets

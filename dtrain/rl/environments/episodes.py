@@ -16,7 +16,7 @@ from dtrain.data.text.replies import REPLY, Replies
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.data.text.tool_calls import ToolFormat, learn_tool_format
-from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine, SamplingParams
+from dtrain.inference.request import Completion, Request, RolloutEngine, SamplingParams, ShouldStop
 from dtrain.methods.method import RunContext
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.recipe.schema import Data
@@ -129,7 +129,7 @@ class Episodes:
         requests: Sequence[Request],
         rows: Sequence[Mapping[str, Any]],
         version: int,
-        ask_stop: AskStop | None = None,
+        should_stop: ShouldStop | None = None,
     ) -> list[Sample]:
         """Play an episode for each request, whose data row the environment is made with; in their order. Raises
         UserError as `environments` does, and Interrupted as `engine` does."""
@@ -149,7 +149,7 @@ class Episodes:
         self.ranks.first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
         samples = run_episodes(
-            partial(engine.generate, ask_stop=ask_stop, version=version),
+            partial(engine.generate, should_stop=should_stop, version=version),
             requests,
             self.environments,
             Observations(self.tokenizer, self.template if is_chat else None, calls),

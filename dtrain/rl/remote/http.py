@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.chats import ImagePrompt
-from dtrain.inference.request import AskStop, Completion, Request, SamplingParams
+from dtrain.inference.request import Completion, Request, SamplingParams, ShouldStop
 from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, recognise_dialect
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, Tries, pause_after, read_key
 
@@ -76,7 +76,7 @@ class HttpEngine:
     server that fails.
 
     Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
-    `ask_stop` says yes while they come up.
+    `should_stop` says yes while they come up.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HttpEngine:
         routed: "RoutedReader | None" = None,
         vocab_size: int = 2**31,
         say: Callable[[str], None] = lambda line: None,
-        ask_stop: AskStop | None = None,
+        should_stop: ShouldStop | None = None,
     ):
         if not urls:
             raise UserError("no server is named: give at least one address, http://host:port")
@@ -108,16 +108,16 @@ class HttpEngine:
         self._start_timeout = start_timeout
         self._clients = [HttpClient(url, key) for url in urls]
         self.servers: list[ServerClient] = self._all(
-            self._clients, lambda client, stop: self._meet(client, kind, model, Tries(until, stop)), ask_stop
+            self._clients, lambda client, stop: self._meet(client, kind, model, Tries(until, stop)), should_stop
         )
 
-    def generate(self, requests: Sequence[Request], ask_stop: AskStop | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], should_stop: ShouldStop | None = None) -> list[Completion]:
         """Return the completions of `requests`, in order. `Completion.version` is what the server says, else the
         version that it had got last when it was asked. Raises UserError where no server answers, naming each with its
-        last error, or one answers what cannot be used, and Interrupted soon after `ask_stop` says yes."""
+        last error, or one answers what cannot be used, and Interrupted soon after `should_stop` says yes."""
         if any(request.images is not None for request in requests):
             raise UserError("prompts with decoded images are for the native engine: servers get an `image_prompt`")
-        drawn = self._all(group(requests), self._complete, ask_stop)
+        drawn = self._all(group(requests), self._complete, should_stop)
         return [completion for completions in drawn for completion in completions]
 
     def update_from_directory(self, directory: Path, version: int) -> None:
@@ -425,7 +425,7 @@ class HttpEngine:
             self.say(f"{server.client.url}: {error}; trying again")
 
     def _all(
-        self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], ask_stop: AskStop | None = None
+        self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], should_stop: ShouldStop | None = None
     ) -> list[T]:
         """Run `act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
         if not items:
@@ -434,7 +434,7 @@ class HttpEngine:
         with ThreadPoolExecutor(min(len(items), self.concurrency), thread_name_prefix="rollout") as threads:
             futures = [threads.submit(act, item, stop) for item in items]
             try:
-                wait_for(futures, ask_stop)
+                wait_for(futures, should_stop)
             except BaseException:
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -456,14 +456,14 @@ def _check(completion: Completion, most: int, version: int | None) -> None:
         raise RetryableError(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
 
 
-def wait_for(futures: Sequence[Future], ask_stop: AskStop | None = None) -> None:
-    """Wait until all are done. Raises the first error among them, and Interrupted where `ask_stop` says yes before."""
+def wait_for(futures: Sequence[Future], should_stop: ShouldStop | None = None) -> None:
+    """Wait until all are done. Raises the first error, and Interrupted if `should_stop` returns True before."""
     missing: Collection[Future] = futures
     while missing:
-        done, missing = wait(missing, None if ask_stop is None else ASK_EVERY, FIRST_EXCEPTION)
+        done, missing = wait(missing, None if should_stop is None else ASK_EVERY, FIRST_EXCEPTION)
         for future in done:
             future.result()
-        if missing and ask_stop is not None and ask_stop():
+        if missing and should_stop is not None and should_stop():
             raise Interrupted
 
 

@@ -12,7 +12,7 @@ from dtrain.adapters.lora import adapted_layers
 from dtrain.base.errors import Interrupted, Unavailable, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.peft.config import adapter_of
-from dtrain.inference.request import AskStop, Completion, Request, RolloutEngine
+from dtrain.inference.request import Completion, Request, RolloutEngine, ShouldStop
 from dtrain.methods.method import RunContext
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.policy import Policy
@@ -56,7 +56,7 @@ class OverHttp(RolloutEngine):
                     routed=routed,
                     vocab_size=policy.model.config.vocab_size,
                     say=run.metrics.say,
-                    ask_stop=run.ask_stop,
+                    should_stop=run.should_stop,
                 )
             except Interrupted:
                 return False
@@ -97,7 +97,7 @@ class OverHttp(RolloutEngine):
             self._publish = lambda version: files.publish(policy.model, version)
 
     def generate(
-        self, requests: Sequence[Request], ask_stop: AskStop | None = None, *, version: int = 0
+        self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
     ) -> list[Completion]:
         try:
             if self._published != version:
@@ -105,7 +105,7 @@ class OverHttp(RolloutEngine):
                 self._published = version
             if self.offload:
                 self.policy.offloader.offload_after_refit()
-            drawn = self.ranks.first(lambda: self._draw(list(requests), version, ask_stop))
+            drawn = self.ranks.first(lambda: self._draw(list(requests), version, should_stop))
         except UserError as error:
             raise Unavailable(str(error)) from error
         finally:
@@ -115,17 +115,17 @@ class OverHttp(RolloutEngine):
             raise Interrupted
         return drawn
 
-    def expect(self, requests: Sequence[Request], version: int) -> None:
+    def prefetch(self, requests: Sequence[Request], version: int) -> None:
         if self._prefetcher is not None and requests:
             self._prefetcher.begin(requests, version)
 
-    def _draw(self, requests: list[Request], version: int, ask_stop: AskStop | None) -> list[Completion] | None:
+    def _draw(self, requests: list[Request], version: int, should_stop: ShouldStop | None) -> list[Completion] | None:
         """Return the completions; None where rank 0 was asked to stop."""
         try:
             if self._prefetcher is not None and self._prefetcher.is_under_way and requests == self._prefetcher.requests:
-                return self._prefetcher.take(version, ask_stop)
+                return self._prefetcher.take(version, should_stop)
             assert self._engine is not None, "rank 0 talks to the servers"
-            return self._engine.generate(requests, ask_stop)
+            return self._engine.generate(requests, should_stop)
         except Interrupted:
             return None
 
@@ -189,22 +189,22 @@ class RolloutPrefetcher:
         self.requests = list(requests)
         self._drawing = self._thread.submit(self._draw, self.requests, version)
 
-    def take(self, version: int, ask_stop: AskStop | None = None) -> list[Completion]:
+    def take(self, version: int, should_stop: ShouldStop | None = None) -> list[Completion]:
         """Wait for the rollout that was begun and return its completions, in order, each at most `max_off_policy_steps`
         older than the trainer's `version`. Those that are older are dropped and drawn again, with the weights of now.
 
         Raises what the engine raised, UserError where what it draws now is too old as well, and Interrupted soon after
-        `ask_stop` says yes: the rollout is then lost.
+        `should_stop` says yes: the rollout is then lost.
         """
         if self._drawing is None:
             raise ValueError("no rollout is under way: begin one first")
         drawing, self._drawing = self._drawing, None
-        wait_for([drawing], ask_stop)
+        wait_for([drawing], should_stop)
         completions = drawing.result()
         old = [index for index, age in enumerate(_ages(completions, version)) if age > self.most]
         if old:
             self.say(f"{len(old)} of {len(completions)} completions are more than {self.most} steps old: drawn again")
-            again = self._draw([self.requests[index] for index in old], version, ask_stop)
+            again = self._draw([self.requests[index] for index in old], version, should_stop)
             for index, completion in zip(old, again, strict=True):
                 completions[index] = completion
             oldest = max(_ages(again, version))
@@ -220,8 +220,10 @@ class RolloutPrefetcher:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._drawing = None
 
-    def _draw(self, requests: Sequence[Request], version: int, ask_stop: AskStop | None = None) -> list[Completion]:
-        completions = self.engine.generate(requests, ask_stop)
+    def _draw(
+        self, requests: Sequence[Request], version: int, should_stop: ShouldStop | None = None
+    ) -> list[Completion]:
+        completions = self.engine.generate(requests, should_stop)
         return [c if c.version is not None else replace(c, version=version) for c in completions]
 
 

@@ -115,7 +115,7 @@ def notes(inputs: RunInputs) -> list[str]:
         if recipe.model.path and recipe.model.init == "pretrained":
             lines += base_notes(Path(section.path), recipe.model.directory)
         return lines
-    lowest, usual = inputs.method.adapter_rates
+    lowest, usual = inputs.method.adapter_learning_rates
     if 0 < recipe.optimizer.lr < lowest:
         lines.append(
             f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 "

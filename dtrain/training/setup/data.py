@@ -78,7 +78,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
         problems += _check_paths(split, key)
         own_entries = source_entries(split, key) if split.sources else []
         for source, source_key in [(split, key), *own_entries]:
-            reason = method.refuses(source.format)
+            reason = method.format_problem(source.format)
             if reason is not None:
                 format_key = f"{source_key}.format"
                 problems.append(Problem(format_key, f"{format_key}={source.format}: {reason}"))
@@ -172,7 +172,7 @@ def check_files(inputs: RunInputs) -> list[Problem]:
 def _check_formats(inputs: RunInputs, source: Source, key: str) -> list[Problem]:
     """Find the format of each file of a source by its first row. Raises UserError."""
     files, method = local_files(inputs, source, key), inputs.method
-    if files and method.refuses(source.format) is None:  # else `check_keys` reports the format
+    if files and method.format_problem(source.format) is None:  # else `check_keys` reports the format
         formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
     return []
 

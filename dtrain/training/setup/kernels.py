@@ -57,7 +57,7 @@ def check_device(
     A run does not call this: its ranks choose their kernels when they build the model, because they have to agree on
     what each of their devices can do.
     """
-    longest = method.longest_row()
+    longest = method.max_row_length()
     host.attempt("model.attention", lambda: choose_attention(recipe, config, precision, device, longest))
     host.attempt("model.linear_attention", lambda: choose_delta(recipe, config, precision, device))
-    host.attempt("launch.device", lambda: method.refuse_device(device))
+    host.attempt("launch.device", lambda: method.check_device_supported(device))

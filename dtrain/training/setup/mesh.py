@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from dtrain.base.errors import Problem
 from dtrain.models.common.config import ModelConfig
-from dtrain.parallel.fits import mesh_problems_of_model
+from dtrain.parallel.size_checks import check_model_mesh
 from dtrain.recipe.world import batch_problems, mesh_problems
 from dtrain.training.inputs import RunInputs
 
@@ -52,7 +52,7 @@ def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key:
     recipe, tp = inputs.recipe, inputs.recipe.parallel.tp
     problems: list[Problem] = []
     if tp >= 1 and ep >= 1:  # else `check_keys` reports them
-        problems += mesh_problems_of_model(config, tp, ep)
+        problems += check_model_mesh(config, tp, ep)
     torch_version = version("torch")
     if ep > 1 and tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
         text = f"parallel.ep={ep} needs torch 2.12 or newer, and this is {torch_version}"

@@ -18,7 +18,7 @@ from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.models.building import on_meta
-from dtrain.parallel.apply import find_plan, styles_of
+from dtrain.parallel.apply import find_plan, match_styles
 from dtrain.policy.build import choose_trained, frozen_pattern_problems
 from dtrain.policy.options import Precision
 from dtrain.recipe import Recipe
@@ -180,7 +180,7 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
         raise RecipeError(problems)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
-        styles_of(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
+        match_styles(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
     if recipe.model.init == "pretrained" and "model.path" not in inputs.pending_downloads:
         check_fit(model, WeightFiles(recipe.model.directory))
     return MetaModel(model, optimizer.build(inputs, model, precision))

@@ -140,13 +140,13 @@ def _more_steps(recipe: Recipe, method: "Method", rows: Rows) -> str:
     ways = []
     rows_per_pass, batch = rows.rows_in_epoch(0), recipe.train.batch
     automatic = method.automatic_batch(rows_per_pass)
-    if method.more_steps is not None:
-        ways.append(method.more_steps)
+    if method.more_steps_hint is not None:
+        ways.append(method.more_steps_hint)
     elif automatic < batch:
         ways.append(f"train.global_batch=auto ({automatic} a step)")
     if rows.packing and rows.samples_in_epoch(0) > rows_per_pass:
         ways.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
-    if method.more_steps is not None:
+    if method.more_steps_hint is not None:
         epochs = "a larger train.epochs"
     else:
         epochs = f"train.epochs={-(-FEWEST_STEPS * batch // rows_per_pass)} or more"

@@ -82,7 +82,7 @@ def position_notes(recipe: Recipe, source: ModelDirectory) -> list[str]:
 
 
 def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
-    """Decide the batch and the steps, and let the method examine the data, on rank 0.
+    """Decide the batch and the steps, and let the method check the data, on rank 0.
 
     Args:
         inputs: The run's inputs.
@@ -114,11 +114,11 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
     if rows is not None:
         steps = recipe.train.steps
         if steps is None:
-            steps = host.attempt("train.epochs", partial(method.source.steps_left, rows, Cursor(), {}))
+            steps = host.attempt("train.epochs", partial(method.source.remaining_steps, rows, Cursor(), {}))
     if data.is_read:
         samples = {split: len(rows_of_split.samples) for split, rows_of_split in data.rows.items()}
         # It may start a process, for example a server of tools.
-        host.on_first_rank(recipe.method, partial(method.examine, data.example_rows, samples))
+        host.on_first_rank(recipe.method, partial(method.check_data, data.example_rows, samples))
     return SizeFacts(recipe, method, config.sizes(recipe, inputs.world.size), steps, tuple(notes))
 
 

@@ -175,9 +175,9 @@ def resolve(
     if start is None:
         return None
     digests = dict(identities)
-    needs_start = sizes.method.needs_start
-    if needs_start is not None and "model.config" in digests:
-        digests[f"{recipe.method}.reference"] = _start_identity(recipe, digests, start, needs_start)
+    required_start_weights = sizes.method.required_start_weights
+    if required_start_weights is not None and "model.config" in digests:
+        digests[f"{recipe.method}.reference"] = _start_identity(recipe, digests, start, required_start_weights)
     if start.weights is not None:
         host.on_first_rank("checkpoint.init_from", partial(_check_weights, inputs, recipe, start, digests, meta))
     changes: list[str] = []
@@ -214,7 +214,7 @@ def _start_identity(recipe: Recipe, identities: Mapping[str, str], start: Start,
         recipe: The recipe.
         identities: Digests of what the run reads.
         start: The start.
-        reference: `Method.needs_start`. "base": without the adapter.
+        reference: `Method.required_start_weights`. "base": without the adapter.
     """
     own = identities.get("model.weights") or digest(recipe.run.seed, identities["model.config"])
     if recipe.checkpoint.init_from is not None and resume.INIT in start.began:
@@ -320,4 +320,4 @@ def _last_step_of_epochs(sizes: SizeFacts, start: Start, data: DataFacts) -> int
     If the start was saved with other epochs or another global batch, its rows are not step × batch.
     """
     saved = start.state["method"] if start.state else {}
-    return start.step + sizes.method.source.steps_left(data.rows["train"], Cursor(*start.cursor), saved)
+    return start.step + sizes.method.source.remaining_steps(data.rows["train"], Cursor(*start.cursor), saved)

@@ -26,7 +26,7 @@ class ModelSizes(Protocol):
     def expert_count(self) -> int | None: ...  # of a layer
 
 
-def mesh_problems_of_model(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
+def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
     """Check that a model can be sharded over `tp` tensor-parallel and `ep` expert-parallel ranks.
 
     Every rank computes complete query heads, and complete key heads or one that it shares. It stores a part of the
