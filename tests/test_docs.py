@@ -186,11 +186,11 @@ def test_rows_that_are_shown_are_of_their_format():
         named = set()
         for cells in table[1:]:
             row = json.loads(re.search(r"`(\{\".*\})`", " ".join(cells))[1])
-            name = formats.detect(row, kind)
+            name = formats.detect_format(row, kind)
             read[kind](row, name)
             named |= set(re.findall(r"`(\w+)`", cells[0]))
             assert kind in ("pairs", "labelled") or name in cells[0], cells
-        assert kind in ("pairs", "labelled") or named == set(formats.KINDS[kind]) - {"preference"}
+        assert kind in ("pairs", "labelled") or named == set(formats.FORMATS_BY_KIND[kind]) - {"preference"}
 
 
 def test_the_tables_of_losses_and_rewards_are_the_code_s():

@@ -80,7 +80,7 @@ class Pictured:
             if prompt.reader is None or not prompt.images:
                 continue
             ids = torch.tensor([*request.prompt, *completion.ids])
-            (row,) = prompt.reader.rows_of([[(ids, prompt.images)]])
+            (row,) = prompt.reader.image_streams_of_rows([[(ids, prompt.images)]])
             pixels = row["pixels"].flip(0) if swaps else row["pixels"]
             images = images_of(row, pixels, [record.layout.grid for record in prompt.images])
             logits = self.model(ids[None], images=images)[0, len(request.prompt) - 1 : -1]

@@ -277,9 +277,9 @@ def _download(arguments: argparse.Namespace) -> None:
         meant = f": write {address[1]}" if address else ", or a directory has that name"
         raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
     if arguments.data:
-        from dtrain.data.sources.hub import Pick, download
+        from dtrain.data.sources.hub import DatasetPart, download
 
-        files = download(name, Pick(arguments.split, arguments.subset, arguments.revision))
+        files = download(name, DatasetPart(arguments.split, arguments.subset, arguments.revision))
         print("\n".join(map(str, files)))
         return
     if arguments.split != "train" or arguments.subset or arguments.revision:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import plural
-from dtrain.data.formats.labels import is_wanted
+from dtrain.data.formats.labels import is_desirable
 from dtrain.data.images.files import ImageRecord
 from dtrain.data.rows.cache import Samples
 from dtrain.data.rows.rows import Row, Rows
@@ -58,7 +58,7 @@ def preview(
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
     mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
-    for number, placement in enumerate(islice(rows.placements(), samples), start=1):
+    for number, placement in enumerate(islice(rows.sample_groups(), samples), start=1):
         places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
         more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
         say(f"\n--- {unit} {number}{mark}: {places}{more}")
@@ -70,7 +70,7 @@ def preview(
             if noun == "pairs":
                 say(f"- {SIDES[document % 2]}:")
             if inputs.method.kind == "labelled":
-                say("- wanted:" if is_wanted(rows.samples, placement.samples[document]) else "- not wanted:")
+                say("- wanted:" if is_desirable(rows.samples, placement.samples[document]) else "- not wanted:")
             say(text)
         if noun == "prompts":
             for name, value in rows.samples.row(placement.samples[0])["columns"].items():
@@ -178,6 +178,6 @@ def packing(rows: Rows) -> list[str]:
     lines = [f"an epoch: {count:,} {unit}, {tokens:,} tokens"]
     if rows.packing:
         full = 100 * tokens / (count * rows.capacity)
-        per_row = sum(share.total for share in rows.samples.shares) / count
+        per_row = sum(share.total for share in rows.samples.sources) / count
         lines.append(f"packed rows of {rows.capacity} tokens are {full:.1f}% full, {per_row:.1f} {noun} each")
     return lines

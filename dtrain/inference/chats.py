@@ -211,7 +211,7 @@ def _short_ids(reader: "ImageReader", ids: Sequence[int], records: "Sequence[Ima
     if tokens.placeholder != tokens.token or not all(text == "" or text in vocabulary for text in around):
         return None
     before, after = (len(text) > 0 for text in around)
-    places, dropped = reader.places(ids), set[int]()
+    places, dropped = reader.image_positions(ids), set[int]()
     counts = [record.layout.tokens for record in records]
     for start, count in zip(accumulate(counts, initial=0), counts, strict=False):
         own = places[start : start + count]

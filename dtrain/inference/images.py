@@ -45,7 +45,7 @@ def prompt_images(reader: "ImageReader", ids: Sequence[int], records: Sequence["
     cannot be read or decoded."""
     if not records:
         return None
-    (row,) = reader.rows_of([[(torch.tensor(ids), records)]])
+    (row,) = reader.image_streams_of_rows([[(torch.tensor(ids), records)]])
     return build_images(row, row["pixels"], [record.layout.grid for record in records])
 
 

@@ -21,8 +21,8 @@ from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, t
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.randomness import key
 from dtrain.base.ranges import DIVISOR, UP_TO_1, WEIGHT, at_least
-from dtrain.data.formats.labels import is_wanted
-from dtrain.data.rows.rows import GlobalBatch, Rows, pack, row_of
+from dtrain.data.formats.labels import is_desirable
+from dtrain.data.rows.rows import GlobalBatch, Rows, build_row, pack
 from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.policy import Policy
@@ -103,7 +103,7 @@ class KtoMethod(MethodWithReference):
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
         for split, rows in splits.items():
             some = range(0, len(rows.samples), -(-len(rows.samples) // MAX_CHECKED_REPLIES))
-            if split == "train" and len(kinds := {is_wanted(rows.samples, index) for index in some}) == 1:
+            if split == "train" and len(kinds := {is_desirable(rows.samples, index) for index in some}) == 1:
                 which = "is wanted" if True in kinds else "is one that is not wanted"
                 run.metrics.say(f"note: each reply that was looked at {which}: KTO learns most where there are both")
         self._splits = splits
@@ -115,11 +115,11 @@ class KtoMethod(MethodWithReference):
         others = list(self._mismatched(of_split, rows.samples)) if self._estimates else []
         if of_split.packing:
             places = pack([len(ids) for ids, _ in others], of_split.capacity)
-            more = [row_of([others[place] for place in members]) for members in places]
+            more = [build_row([others[place] for place in members]) for members in places]
         else:
-            more = [row_of([document]) for document in others]
+            more = [build_row([document]) for document in others]
         batch = collate([*rows.rows, *more])
-        signs = [0.0, *(1.0 if is_wanted(of_split.samples, index) else -1.0 for index in rows.samples)]  # 0: padding
+        signs = [0.0, *(1.0 if is_desirable(of_split.samples, index) else -1.0 for index in rows.samples)]  # 0: padding
         signs += [0.0] * len(others)
         marks = torch.tensor(signs, dtype=torch.float64)[document_ids(batch) + 1]
         return {**batch, "desirable": torch.where(batch["labels"] != IGNORE, marks, 0.0)}

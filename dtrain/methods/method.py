@@ -116,8 +116,10 @@ class BatchSource:
 
     def build_batches(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
         """This dp rank's part of `rows`. more: of `Batches`."""
-        size, mesh, by_length = self.recipe.train.batch, policy.mesh, self.method.is_dynamic()
-        return Batches(rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, by_length=by_length, **more)
+        size, mesh, balance_lengths = self.recipe.train.batch, policy.mesh, self.method.is_dynamic()
+        return Batches(
+            rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, balance_lengths=balance_lengths, **more
+        )
 
     def batch(self, rows: GlobalBatch) -> Batch:
         """A dp rank's rows of the data as a batch [n, S] on the host; `images`: their `RowImages`, where the data have

@@ -119,9 +119,9 @@ class RewardModel:
 
     def _ids(self, prompt: Any, completion: str) -> list[int]:
         if isinstance(prompt, str):
-            ids = self._encoder.text(prompt + completion)
+            ids = self._encoder.encode_text(prompt + completion)
         elif prompt and isinstance(prompt[0], Mapping):
-            ids = self._encoder.conversation([*prompt, {"role": "assistant", "content": completion}])
+            ids = self._encoder.encode_conversation([*prompt, {"role": "assistant", "content": completion}])
         else:
             raise UserError("grpo.reward_model reads text, and these prompts are token ids: give prompts as text")
         return ids[-self._encoder.max_length :]

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.formats import read_tools
-from dtrain.data.rows.rows import Cursor, Placement, Rows
+from dtrain.data.rows.rows import Cursor, Rows, SampleGroup
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.images import prompt_images
@@ -75,7 +75,7 @@ class PromptRow:
     index: int
     ids: list[int]
     row: Mapping[str, Any]
-    place: Placement
+    place: SampleGroup
     images: "Sequence[ImageRecord]" = ()
     reader: "ImageReader | None" = None
 
@@ -107,7 +107,7 @@ class Rollout:
     advantages: Tensor
     counted: Tensor
     trained: Tensor
-    last: Placement
+    last: SampleGroup
     measured: dict[str, float]
     rows: list[dict[str, Any]]
 
@@ -131,7 +131,7 @@ class PromptGroup:
 def prompts_from(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
     """Return the next prompts of `rows` from `cursor` on, fewer than `count` where the epochs end."""
     prompts = []
-    for index, place in enumerate(islice(rows.placements(cursor), count), rows.rows_before(cursor)):
+    for index, place in enumerate(islice(rows.sample_groups(cursor), count), rows.rows_before(cursor)):
         (sample,) = place.samples
         (ids, _), *_ = rows.samples[sample]
         images = () if rows.images is None else rows.samples.images(sample)[0]
@@ -144,7 +144,7 @@ def prompts_of(rows: Rows, size: int) -> Iterator[list[PromptRow]]:
     cursor = Cursor()
     while prompts := prompts_from(rows, cursor, size):
         yield prompts
-        cursor = prompts[-1].place.after
+        cursor = prompts[-1].place.next_cursor
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Collector:
         refills = section.max_refills if section.dynamic_sampling == "refill" else 0
         groups: list[PromptGroup] = []
         for _ in range(1 + refills):
-            next_cursor = groups[-1].prompt.place.after if groups else cursor
+            next_cursor = groups[-1].prompt.place.next_cursor if groups else cursor
             prompts = prompts_from(self.rows, next_cursor, wanted - sum(map(self._teaches, groups)))
             if not prompts:
                 break
@@ -239,7 +239,7 @@ class Collector:
             )
         self._has_known_reward = True
         if self.sampler.engine.is_remote:
-            next_prompts = prompts_from(self.rows, last.after, wanted)
+            next_prompts = prompts_from(self.rows, last.next_cursor, wanted)
             self.sampler.engine.prefetch(self.sampler.requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
         if len(groups) > wanted:  # groups that teach first, then the others that were drawn, in the data's order
@@ -290,7 +290,7 @@ class Collector:
             )
         return rewards, by_name.t()
 
-    def _rollout(self, groups: Sequence[PromptGroup], last: Placement, measured: dict[str, float]) -> Rollout:
+    def _rollout(self, groups: Sequence[PromptGroup], last: SampleGroup, measured: dict[str, float]) -> Rollout:
         section, size = self.section, self.section.group_size
         samples, rewards = [sample for group in groups for sample in group.samples], _rewards_of(groups)
         values = advantages(rewards, size, baseline=section.advantage, scale=section.scale)

@@ -165,8 +165,8 @@ class GrpoMethod(MethodWithReference):
         section = self.section
         lengths = self.recipe.data.max_length, section.sampling.max_new_tokens
         tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
-        return PromptOptions.within(
-            *lengths, section.system_prompt, tools=tools, answers=section.verifiers.name is not None
+        return PromptOptions.for_length(
+            *lengths, section.system_prompt, tools=tools, answers_row_tools=section.verifiers.name is not None
         )
 
     def is_dynamic(self) -> bool:

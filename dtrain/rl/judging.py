@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.base.ranks import Ranks
-from dtrain.data.formats.encoder import describe
+from dtrain.data.formats.encoder import describe_string_prompts
 from dtrain.data.formats.prompts import Prompt, PromptEncoder, PromptOptions, normalise_prompt
-from dtrain.data.sources.files import formats_of, read_chunks, read_rows
+from dtrain.data.sources.files import detect_formats, read_chunks, read_rows
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.images import prompt_images
@@ -257,7 +257,7 @@ def prepare_questions(
         UserError: If a row is wrong, with file and line.
     """
     max_new_tokens = options.sampling.max_new_tokens
-    prompt_options = PromptOptions.within(positions, max_new_tokens, options.system_prompt)
+    prompt_options = PromptOptions.for_length(positions, max_new_tokens, options.system_prompt)
     encoder = PromptEncoder(
         tokenizer,
         template,
@@ -276,7 +276,7 @@ def prepare_questions(
         options.samples,
         sampling,
         options.seed,
-        prompt_options.room,
+        prompt_options.max_prompt_length,
         options.pass_reward,
         reader=images if has_images else None,
     )
@@ -295,21 +295,22 @@ def read_questions(
     """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
     `columns`. Raises UserError, with file and line."""
     columns = columns or {}
-    names = formats_of(files, format, "prompts", columns, key)
+    names = detect_formats(files, format, "prompts", columns, key)
 
     def read(name: str, directory: Path, row: Mapping[str, Any]) -> tuple[Prompt, list[int], list[Any]]:
-        prompt = normalise_prompt(encoder.in_messages(row, name), name, encoder.options.system)
+        prompt = normalise_prompt(encoder.as_messages(row, name), name, encoder.options.system)
         encoder.directory = directory
         images = encoder.images_of(prompt)
         ids = encoder.encode(prompt, images)
-        if len(ids) > encoder.options.room and images:
+        if len(ids) > encoder.options.max_prompt_length and images:
             raise UserError(
-                f"the prompt has {len(ids)} tokens and images, and there is room for {encoder.options.room}"
+                f"the prompt has {len(ids)} tokens and images, and there is room for "
+                f"{encoder.options.max_prompt_length}"
             )
-        return replace(prompt, content=prompt.bare), ids, [image.record for image in images]
+        return replace(prompt, content=prompt.content_without_images), ids, [image.record for image in images]
 
     questions = (
-        Question(f"{file}:{line}", prompt, ids, encoder.has_plain_prompt(row, name), images)
+        Question(f"{file}:{line}", prompt, ids, encoder.has_string_prompt(row, name), images)
         for file, name in zip(files, names, strict=True)
         for chunk in read_chunks(file)
         for line, row, (prompt, ids, images) in read_rows(chunk, columns, partial(read, name, file.absolute().parent))
@@ -320,20 +321,20 @@ def read_questions(
 def have_images(files: Sequence[Path], limit: int | None) -> bool:
     """Return whether one of the first `limit` prompts of `files` has an image. Nothing of it is read. Raises UserError,
     with file and line."""
-    names = formats_of(files, "auto", "prompts", {}, None)
+    names = detect_formats(files, "auto", "prompts", {}, None)
     prompts = (
         prompt
         for file, name in zip(files, names, strict=True)
         for chunk in read_chunks(file)
         for _, _, prompt in read_rows(chunk, {}, partial(normalise_prompt, name=name))
     )
-    return any(prompt.bare != prompt.content for prompt in islice(prompts, limit))
+    return any(prompt.content_without_images != prompt.content for prompt in islice(prompts, limit))
 
 
 def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:
     """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
     num_plain = sum(question.is_plain for question in questions)
-    return describe(label, num_plain, encoder.prompts_as, encoder.template)
+    return describe_string_prompts(label, num_plain, encoder.prompts_as, encoder.template)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -141,7 +141,9 @@ class OnPolicyDistillMethod(DistillMethod):
     def prompts(self) -> PromptOptions:
         section = self.section
         loss_on = self.recipe.data.loss_on if section.student_share < 1 else None
-        return PromptOptions.within(self.recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on)
+        return PromptOptions.for_length(
+            self.recipe.data.max_length, section.sampling.max_new_tokens, None, loss_on=loss_on
+        )
 
     def automatic_batch(self, rows: int) -> int:
         return self.section.prompts_per_step or super().automatic_batch(rows)

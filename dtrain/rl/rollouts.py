@@ -120,7 +120,7 @@ class Buffer:
             with_images = [
                 [(row["input_ids"], self._images(index, data))] for row, index in zip(rows, indices, strict=True)
             ]
-            rows = [row | more for row, more in zip(rows, data.images.rows_of(with_images), strict=True)]
+            rows = [row | more for row, more in zip(rows, data.images.image_streams_of_rows(with_images), strict=True)]
             batch = collate_with_images(rows, streams)
         if self.routed is not None:
             shape = (*batch["input_ids"].shape, *self.routed.shape[1:])
@@ -242,7 +242,7 @@ class Rollouts(BatchSource):
             self.buffer = Buffer.of(rollout.samples, rollout.advantages, rollout.counted, rollout.trained)
             self.measured = rollout.measured
             position.rollout, position.done = position.rollout + 1, 0
-            position.cursor, position.epochs = rollout.last.after, rollout.last.epochs
+            position.cursor, position.epochs = rollout.last.next_cursor, rollout.last.epochs
         return rollout
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:

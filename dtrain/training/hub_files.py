@@ -11,8 +11,8 @@ from types import ModuleType
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
 from dtrain.base.ranges import near_directories, plural
-from dtrain.data.sources.files import absent_ids, files_to_copy, is_url, paths_of, source_entries
-from dtrain.data.sources.hub import Pick
+from dtrain.data.sources.files import files_to_copy, is_url, source_entries, source_paths, uncached_datasets
+from dtrain.data.sources.hub import DatasetPart
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource, Source
 from dtrain.recipe.world import replace_keys
@@ -90,7 +90,7 @@ def with_small_files(recipe: Recipe) -> SmallFiles:
             problems.append(_refused(key, name, error))
     for key, name, pick in absent_data(recipe):
         try:
-            count = len(_data_hub().look(name, pick, key.removesuffix(".path")).paths)
+            count = len(_data_hub().fetch_listing(name, pick, key.removesuffix(".path")).paths)
         except UserError as error:
             problems.append(_refused(key, name, error))
             continue
@@ -120,7 +120,7 @@ def missing_problems(recipe: Recipe) -> list[Problem]:
         )
         problems.append(Problem(key, text, f"Fetch it with `dtrain download {name}`"))
     for key, name, pick in absent_data(recipe):
-        problems.append(Problem(key, _data_hub().absent(name, pick, key)))
+        problems.append(Problem(key, _data_hub().describe_uncached(name, pick, key)))
     return problems
 
 
@@ -141,25 +141,25 @@ def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     return sources
 
 
-def absent_data(recipe: Recipe) -> list[tuple[str, str, Pick]]:
+def absent_data(recipe: Recipe) -> list[tuple[str, str, DatasetPart]]:
     """Return key, id and wanted part of every dataset of the hub that is not in the cache."""
     absent = []
     for source, key in sources_of(recipe):
-        for name, pick in absent_ids(source, key):
+        for name, pick in uncached_datasets(source, key):
             absent.append((f"{key}.path", name, pick))
     return absent
 
 
 def has_urls(recipe: Recipe) -> bool:
     """Return whether the recipe names files by URLs."""
-    return any(is_url(path) for source, _ in sources_of(recipe) for path in paths_of(source))
+    return any(is_url(path) for source, _ in sources_of(recipe) for path in source_paths(source))
 
 
 def to_copy(recipe: Recipe) -> list[str]:
     """Return a line for each file at a URL that a run of a sound recipe copies into its cache."""
     lines = []
     for source, key in sources_of(recipe):
-        for path in paths_of(source):
+        for path in source_paths(source):
             for file in files_to_copy(path, f"{key}.path", recipe.cache):
                 size = "" if file.size is None else f", {file.size / 2**20:.1f} MiB"
                 lines.append(f"{key}.path={path}: the run copies {file.url} into {recipe.cache}{size}")

@@ -35,7 +35,7 @@ from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.data.rows.rows import Rows
-from dtrain.data.sources.sources import packs_by_itself
+from dtrain.data.sources.sources import should_pack
 from dtrain.methods import Method
 from dtrain.policy import Policy
 from dtrain.recipe import Recipe
@@ -384,7 +384,7 @@ def _has_same_packing(rows: Rows | None, method: Method, differences: Sequence[D
         return False
     if rows is None:  # not read, for example in a dry run: the run itself compares
         return True
-    automatic = packs_by_itself(rows, method.kind)
+    automatic = should_pack(rows, method.kind)
     old_value = automatic if old == "auto" else old
     new_value = automatic if new == "auto" else new
     return bool(old_value == new_value)

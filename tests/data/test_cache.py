@@ -97,16 +97,16 @@ def test_processes_give_what_one_gives(tmp_path, coder, monkeypatch):
     files = [write_jsonl(tmp_path / f"{count}.jsonl", texts(count)) for count in (700, 1, 900)]
     sources = [Source(tuple(files[:2]), ("text", "text")), Source((files[2],), ("text",), 2.0)]
     alone = open_cache(sources, coder, cache_dir=None)
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "MIN_PARALLEL_BYTES", 0)
     monkeypatch.setattr(pool, "AHEAD", 1)
     together = open_cache(sources, coder, cache_dir=tmp_path / "cache", num_workers=3)
     assert contents(alone) == contents(together) and alone.fingerprint == together.fingerprint
-    assert [share.first for share in together.shares] == [0, 701] and together.origin(701) == (str(files[2]), 1)
+    assert [share.first for share in together.sources] == [0, 701] and together.origin(701) == (str(files[2]), 1)
 
 
 @pytest.mark.processes
 def test_errors_of_processes(tmp_path, coder, monkeypatch):
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "MIN_PARALLEL_BYTES", 0)
     file = write_jsonl(tmp_path / "a.jsonl", [*texts(600), {"text": 5}, *texts(600), {"text": 6}])
     with pytest.raises(UserError, match=r"a\.jsonl:601: text must be a string"):
         open_(coder, file, tmp_path / "cache", num_workers=2)
@@ -130,7 +130,11 @@ def test_rows_left_out_are_listed(tmp_path, coder):
     rows = [{"input_ids": [1, 2], "labels": [-100, 2 if number % 2 else -100]} for number in range(60)]
     source = Source((write_jsonl(tmp_path / "b.jsonl", rows),), ("tokenized",))
     samples = open_cache([source], coder, cache_dir=tmp_path / "cache")
-    assert len(samples) == 30 and samples.meta["untrained"] == 30 and len(samples.meta["left_out"]) == cache.NAMED
+    assert (
+        len(samples) == 30
+        and samples.meta["untrained"] == 30
+        and len(samples.meta["left_out"]) == cache.MAX_LISTED_ROWS
+    )
     lines = (samples.directory / "left_out.txt").read_text().splitlines()
     assert len(lines) == 30 and lines[1].endswith("b.jsonl:3: no trained token")
 

@@ -102,18 +102,18 @@ def test_pairs_labelled_replies_and_prompts_read_calls_alike(tmp_path):
     call, written = "<call>f{city:Oslo}</call>", '{"city": "Oslo"}'
     pairs = encoder(tmp_path / "pairs", templates.OWN_FORM, PairEncoder)
     row = {"prompt": [ASK, calling(written), TOLD], "chosen": [calling(written)], "rejected": [SAY]}
-    chosen, rejected = pairs.documents_of(row, "preference")
+    chosen, rejected = pairs.encode_row(row, "preference")
     begin = f"<|turn>user\nRain?<turn|>\n<|turn>assistant\n{call}<turn|>\n<|turn>tool\nno<turn|>\n<|turn>assistant\n"
     assert pairs.tokenizer.decode(chosen.ids).endswith(f"{begin}{call}<turn|>")
     assert pairs.tokenizer.decode(rejected.ids).endswith(f"{begin}No.<turn|>")
 
     labelled = encoder(tmp_path / "kto", templates.OWN_FORM, LabelledEncoder)
     row = {"prompt": [ASK], "completion": [calling(written)], "label": True}
-    (document,) = labelled.documents_of(row, "prompt_completion")
+    (document,) = labelled.encode_row(row, "prompt_completion")
     assert call in labelled.tokenizer.decode(document.ids)
 
     prompts = encoder(tmp_path / "prompts", templates.OWN_FORM, PromptEncoder, options=None)
-    (document,) = prompts.documents_of({"prompt": [ASK, calling(written), TOLD]}, "prompt_completion")
+    (document,) = prompts.encode_row({"prompt": [ASK, calling(written), TOLD]}, "prompt_completion")
     assert prompts.tokenizer.decode(document.ids).endswith(begin)
 
 

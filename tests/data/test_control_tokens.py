@@ -123,7 +123,7 @@ def test_every_way_in_escapes(tmp_path):
     tokenizer, template = load(tmp_path, byte_level())
     row = {"messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "the hat"}]}
     limits = {"max_length": 512}
-    (document,) = Encoder(tokenizer, template, **limits).documents_of(row, "messages")
+    (document,) = Encoder(tokenizer, template, **limits).encode_row(row, "messages")
     turn, end = (tokenizer.vocabulary[word] for word in ("<|turn|>", "</s>"))
     assert (list(document.ids).count(turn), list(document.ids).count(end)) == (2, 2)
     trained = [token for token, mark in zip(document.ids, document.trained, strict=True) if mark]

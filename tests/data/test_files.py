@@ -112,7 +112,7 @@ def test_doubled_columns_of_csv_are_refused(tmp_path, header, told):
         read(tmp_path / "a.csv")
     assert str(error.value) == f"{tmp_path / 'a.csv'}:1: several columns have the same name: {told}; keep one of each"
     with pytest.raises(UserError, match="several columns have the same name"):
-        files.formats_of([tmp_path / "a.csv"], "auto", "examples", {"text": "text"}, "data.train.columns")
+        files.detect_formats([tmp_path / "a.csv"], "auto", "examples", {"text": "text"}, "data.train.columns")
 
 
 def test_empty_columns_of_csv_are_no_mistake(tmp_path):

@@ -5,22 +5,22 @@ import json
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.formats import Conversation, Text, TokenizedRow, detect, normalise
+from dtrain.data.formats.formats import Conversation, Text, TokenizedRow, detect_format, normalise
 from dtrain.data.formats.prompts import normalise_prompt
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
 
 def test_detection():
-    assert detect({"messages": [USER]}) == "messages"
-    assert detect({"prompt": "p", "messages": [USER]}) == "messages"
-    assert detect({"conversations": []}) == "sharegpt"
-    assert detect({"instruction": "i", "output": "o"}) == "alpaca"
-    assert detect({"prompt": "p", "completion": "c"}) == "prompt_completion"
-    assert detect({"prompt": "p", "chosen": "c", "rejected": "r"}) == "preference"
-    assert detect({"text": "t", "messages": None}) == "text"
-    assert detect({"input_ids": [1], "text": "t"}) == "tokenized"
-    assert detect({"question": "t"}) is None
+    assert detect_format({"messages": [USER]}) == "messages"
+    assert detect_format({"prompt": "p", "messages": [USER]}) == "messages"
+    assert detect_format({"conversations": []}) == "sharegpt"
+    assert detect_format({"instruction": "i", "output": "o"}) == "alpaca"
+    assert detect_format({"prompt": "p", "completion": "c"}) == "prompt_completion"
+    assert detect_format({"prompt": "p", "chosen": "c", "rejected": "r"}) == "preference"
+    assert detect_format({"text": "t", "messages": None}) == "text"
+    assert detect_format({"input_ids": [1], "text": "t"}) == "tokenized"
+    assert detect_format({"question": "t"}) is None
 
 
 def test_messages_lose_marks_and_nulls():

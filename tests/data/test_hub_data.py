@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
-from dtrain.data.sources.files import is_data_id
-from dtrain.data.sources.hub import Pick, cached, choose_files, download, read_card
+from dtrain.data.sources.files import is_dataset_id
+from dtrain.data.sources.hub import DatasetPart, cached_files, choose_files, download, read_card
 from dtrain.launch import launch
 from dtrain.training.preflight import load
 from tests.loopback_hub import hub, jsonl, parquet  # noqa: F401 (a fixture)
@@ -157,41 +157,41 @@ def test_a_run_fetches_what_it_needs_and_goes_on_offline(tmp_path, hub, rows, mo
 
 
 def test_a_part_of_a_split_is_not_taken_for_the_whole(hub, rows):  # noqa: F811
-    files = download(NAME, Pick())
+    files = download(NAME, DatasetPart())
     assert [file.name for file in files] == ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
-    assert cached(NAME, Pick()) == files and cached(NAME, Pick("test")) is None
+    assert cached_files(NAME, DatasetPart()) == files and cached_files(NAME, DatasetPart("test")) is None
     files[1].unlink()
-    assert cached(NAME, Pick()) is None
-    assert download(NAME, Pick()) == files and cached(NAME, Pick()) == files
+    assert cached_files(NAME, DatasetPart()) is None
+    assert download(NAME, DatasetPart()) == files and cached_files(NAME, DatasetPart()) == files
 
 
 def test_a_cache_without_a_listing_is_known_by_its_names(hub, rows):  # noqa: F811
     """An earlier version of the library wrote none, say."""
-    files = download(NAME, Pick())
+    files = download(NAME, DatasetPart())
     for one in files[0].parents[3].rglob("trees/*.json"):
         one.unlink()
     data_hub_tree = sys.modules["huggingface_hub._tree_cache"]
     data_hub_tree._IN_MEMORY_TREE_CACHE.clear()
-    assert cached(NAME, Pick()) == files
+    assert cached_files(NAME, DatasetPart()) == files
     files[1].unlink()
     with pytest.raises(UserError, match="there are 1 files, not 2"):
-        cached(NAME, Pick())
+        cached_files(NAME, DatasetPart())
 
 
 def test_revisions(hub, rows):  # noqa: F811
     hub.datasets[NAME]["v2"] = {"train.jsonl": jsonl(rows[:3])}
-    [file] = download(NAME, Pick(revision="v2"))
+    [file] = download(NAME, DatasetPart(revision="v2"))
     assert file.read_bytes() == jsonl(rows[:3])
     with pytest.raises(UserError, match="has no such revision on the hub"):
-        download(NAME, Pick(revision="v3"))
+        download(NAME, DatasetPart(revision="v3"))
     hub.datasets[NAME]["main"] = {"train.jsonl": jsonl(rows[:5])}
-    assert cached(NAME, Pick(revision="v2")) == [file]
+    assert cached_files(NAME, DatasetPart(revision="v2")) == [file]
 
 
 def test_a_private_or_missing_one_is_said(hub, rows):  # noqa: F811
     hub.private.add(NAME)
     with pytest.raises(UserError, match="the hub has no such dataset, or it is private and no token"):
-        download(NAME, Pick())
+        download(NAME, DatasetPart())
 
 
 def test_the_command(hub, rows, capsys):  # noqa: F811
@@ -216,7 +216,7 @@ def test_keys_of_the_hub_beside_a_file(tmp_path):
      ("data/rows.PARQUET", False), ("a/b/c", False), ("rows", False), ("./a/b", False)],
 )  # fmt: skip
 def test_what_reads_as_an_id(path, is_one):
-    assert is_data_id(path) == is_one
+    assert is_dataset_id(path) == is_one
 
 
 def test_a_process_of_its_own(tmp_path, hub, rows):  # noqa: F811

@@ -13,7 +13,7 @@ from dtrain.base.errors import UserError
 from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.rows.rows import Batches
-from dtrain.data.sources.sources import looks, open_rows
+from dtrain.data.sources.sources import open_file_checks, open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.recipe.schema import Data, DataSource
 from tests.data.images.makers import encoded, picture, png_that_claims
@@ -47,7 +47,7 @@ def rows_of(model: Path, file: Path, cache: Path | None = None, kind: str = "exa
 )
 def test_rows_that_have_no_messages_read_no_images(models, tmp_path, row, reads_images):
     section = Data(train=DataSource(path=str(write_jsonl(tmp_path / "rows.jsonl", [row]))))
-    (look,) = looks(section, tokenizer=Tokenizer.from_directory(models["qwen3-vl"]))
+    (look,) = open_file_checks(section, tokenizer=Tokenizer.from_directory(models["qwen3-vl"]))
     assert (look.encoder.images is not None) == reads_images
 
 

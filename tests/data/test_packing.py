@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from dtrain.data.rows.cache import Share
-from dtrain.data.rows.rows import Order, pack, permute
+from dtrain.data.rows.cache import SourceSamples
+from dtrain.data.rows.rows import EpochOrder, pack, permute
 
 
 def best_fit_decreasing(lengths, capacity):
@@ -81,10 +81,15 @@ def test_permutations_are_even():
 
 
 def test_weights():
-    shares = [Share(0, 10, 2.3), Share(10, 5, 1.0), Share(15, 4, 0.5), Share(19, 6, 0.0)]
+    shares = [
+        SourceSamples(0, 10, 2.3),
+        SourceSamples(10, 5, 1.0),
+        SourceSamples(15, 4, 0.5),
+        SourceSamples(19, 6, 0.0),
+    ]
     visits = Counter()
     for epoch in range(10):
-        order = Order(shares, seed=1, epoch=epoch, shuffle=True)
+        order = EpochOrder(shares, seed=1, epoch=epoch, shuffle=True)
         samples = order.samples(0, order.total + 5).tolist()
         assert len(samples) == order.total == 23 + 5 + 2
         count = Counter(samples)
@@ -96,10 +101,10 @@ def test_weights():
 
 def test_order_depends_on_seed_and_epoch_alone():
     def samples(seed, epoch, shuffle=True):
-        return Order([Share(0, 100)], seed=seed, epoch=epoch, shuffle=shuffle).samples(0, 100).tolist()
+        return EpochOrder([SourceSamples(0, 100)], seed=seed, epoch=epoch, shuffle=shuffle).samples(0, 100).tolist()
 
     assert samples(1, 1) == samples(1, 1)
     assert len({tuple(samples(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
     assert samples(3, 2, shuffle=False) == list(range(100))
-    order = Order([Share(0, 100)], seed=1, epoch=1, shuffle=True)
+    order = EpochOrder([SourceSamples(0, 100)], seed=1, epoch=1, shuffle=True)
     assert torch.cat([order.samples(at, at + 7) for at in range(0, 100, 7)]).tolist() == samples(1, 1)

@@ -13,7 +13,7 @@ from dtrain.base.batch import collate, document_ids
 from dtrain.base.errors import UserError
 from dtrain.commands.preview import preview
 from dtrain.data.formats.encoder import Encoder
-from dtrain.data.formats.pairs import EQUAL, PairEncoder
+from dtrain.data.formats.pairs import SAME_TOKENS, PairEncoder
 from dtrain.data.rows import cache
 from dtrain.data.rows import rows as rows_module
 from dtrain.data.rows.cache import Source, open_cache
@@ -81,7 +81,7 @@ def test_samples_are_pairs(samples):
 def test_unpacked_a_pair_is_two_neighbouring_rows(samples):
     rows = make(samples, packing=False, epochs=1)
     assert rows.rows_in_epoch(0) == 60
-    for placement in rows.placements():
+    for placement in rows.sample_groups():
         (number,) = placement.samples
         assert [listed(row) for row in rows.build([number])] == [document(number, side) for side in (0, 1)]
     assert len(list(rows.iterate())) == 120
@@ -90,7 +90,7 @@ def test_unpacked_a_pair_is_two_neighbouring_rows(samples):
 def test_packed_a_row_holds_whole_pairs(samples):
     rows, seen = make(samples, epochs=1), Counter()
     assert rows.capacity == 32
-    for placement in rows.placements():
+    for placement in rows.sample_groups():
         (row,) = rows.build(placement.samples)
         sides = [(number, side) for number in placement.samples for side in (0, 1)]
         expected = [document(number, side, at) for at, (number, side) in enumerate(sides)]
@@ -169,7 +169,7 @@ def test_processes_give_what_one_gives(tmp_path, monkeypatch):
     ]
     source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), ("preference",))
     alone = open_cache([source], coder, cache_dir=None)
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "MIN_PARALLEL_BYTES", 0)
     together = open_cache([source], coder, cache_dir=tmp_path / "cache", num_workers=2)
     assert alone.fingerprint == together.fingerprint and len(together) == 600
     assert 0 < alone.meta["truncated"] < 600
@@ -202,7 +202,7 @@ def test_says_what_it_found_and_left_out(tmp_path):
     rows, said = opened(model, section(file))
     assert f"{file}: format preference (detected)" in said and "tokenizer_config.json (chat_template)" in said
     assert "train data: 3 pairs of 4 rows" in said and "1 pairs truncated to data.max_length=64" in said
-    assert f"1 rows left out that teach no preference: {file}:2 ({EQUAL})" in said
+    assert f"1 rows left out that teach no preference: {file}:2 ({SAME_TOKENS})" in said
     assert rows.capacity == 128
     _, said = opened(model, section(file, too_long="drop"))
     assert "train data: 2 pairs" in said and "1 rows dropped, longer than data.max_length=64" in said

@@ -4,8 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.encoder import LONG
-from dtrain.data.formats.pairs import EQUAL, EQUAL_CUT, PairEncoder, fit, normalise_pair
+from dtrain.data.formats.encoder import TOO_LONG
+from dtrain.data.formats.pairs import SAME_TOKENS, SAME_TOKENS_CUT, PairEncoder, normalise_pair, truncate_pair
 from dtrain.data.sources.files import Chunk
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
@@ -184,12 +184,12 @@ def tokenized(prompt, chosen, rejected):
 ])  # fmt: skip
 def test_truncation(tmp_path, prompt, chosen, rejected, left):
     ids = [list(range(start, start + size)) for start, size in ((100, prompt), (200, chosen), (300, rejected))]
-    found = fit(*ids, 10)
+    found = truncate_pair(*ids, 10)
     assert tuple(map(len, found)) == left
     assert found[0] == ids[0][prompt - left[0] :] and found[1] == ids[1][: left[1]] and found[2] == ids[2][: left[2]]
     result = encoder(tmp_path, max_length=10).encode_chunk(chunk(tokenized(*ids)), "tokenized")
     assert result.lengths == [left[0] + left[1], left[0] + left[2]]
-    assert result.full == [prompt + chosen, prompt + rejected] and result.lines == [1, 1]
+    assert result.full_lengths == [prompt + chosen, prompt + rejected] and result.lines == [1, 1]
     assert list(result.tokens) == [*found[0], *found[1], *found[0], *found[2]]
     masks = [flag for size in left[1:] for flag in [0] * left[0] + [1] * size]
     assert list(result.trained) == masks
@@ -199,9 +199,9 @@ def test_rows_left_out(tmp_path):
     rows = [tokenized([1], [2], [2]), tokenized([1], [2] * 9, [3] * 9), tokenized([1], [2, 2, 2, 3], [2, 2, 2, 4])]
     rows.append(tokenized([1, 1, 1], [2], [2, 3]))
     cut = encoder(tmp_path, max_length=4).encode_chunk(chunk(*rows), "tokenized")
-    assert cut.left_out == [(1, EQUAL), (3, EQUAL_CUT)] and cut.lines == [2, 2, 4, 4] and cut.rows == 4
+    assert cut.left_out == [(1, SAME_TOKENS), (3, SAME_TOKENS_CUT)] and cut.lines == [2, 2, 4, 4] and cut.rows == 4
     dropped = encoder(tmp_path, max_length=4, too_long="drop").encode_chunk(chunk(*rows), "tokenized")
-    assert dropped.left_out == [(1, EQUAL), (2, LONG), (3, LONG), (4, LONG)] and not dropped.lengths
+    assert dropped.left_out == [(1, SAME_TOKENS), (2, TOO_LONG), (3, TOO_LONG), (4, TOO_LONG)] and not dropped.lengths
     with pytest.raises(UserError, match=r"f\.jsonl:2: the row has 10 tokens and data.max_length is 4"):
         encoder(tmp_path, max_length=4, too_long="error").encode_chunk(chunk(*rows), "tokenized")
     with pytest.raises(UserError, match=r"f\.jsonl:1: rejected_ids holds the id 420, beyond .* 420"):

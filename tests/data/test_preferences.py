@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.formats import detect, normalise
+from dtrain.data.formats.formats import detect_format, normalise
 from dtrain.data.formats.pairs import ChatPair, TextPair, TokenPair, normalise_pair
 
 ASK, AGAIN = {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}
@@ -14,10 +14,10 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 def test_detection():
     pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    assert detect(pair, "pairs") == detect({**pair, "messages": [ASK]}, "pairs") == "preference"
-    assert detect({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], **pair}, "pairs") == "tokenized"
-    assert detect({"messages": [ASK]}, "pairs") is detect({"input_ids": [1]}, "pairs") is None
-    assert detect({**pair, "rejected": None}, "pairs") is None
+    assert detect_format(pair, "pairs") == detect_format({**pair, "messages": [ASK]}, "pairs") == "preference"
+    assert detect_format({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], **pair}, "pairs") == "tokenized"
+    assert detect_format({"messages": [ASK]}, "pairs") is detect_format({"input_ids": [1]}, "pairs") is None
+    assert detect_format({**pair, "rejected": None}, "pairs") is None
 
 
 @pytest.mark.parametrize("row, expected", [

@@ -47,21 +47,21 @@ def listed(row):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_sample_once_an_epoch(samples, packing, shuffle):
     rows = make(samples, packing=packing, shuffle=shuffle, epochs=3)
-    placements = list(rows.placements())
+    placements = list(rows.sample_groups())
     assert len(placements) == rows.total_rows()
     for epoch in range(3):
         count = rows.rows_in_epoch(epoch)
         mine, placements = placements[:count], placements[count:]
         assert Counter(index for placement in mine for index in placement.samples) == Counter(range(60))
-        assert [placement.after for placement in mine[:-1]] == [Cursor(epoch, row) for row in range(1, count)]
-        assert mine[-1].after == Cursor(epoch + 1, 0) and mine[-1].epochs == epoch + 1
+        assert [placement.next_cursor for placement in mine[:-1]] == [Cursor(epoch, row) for row in range(1, count)]
+        assert mine[-1].next_cursor == Cursor(epoch + 1, 0) and mine[-1].epochs == epoch + 1
         progress = [placement.epochs for placement in mine]
         assert progress == sorted(progress) and epoch < progress[0]
         if not shuffle and not packing:
             assert [placement.samples for placement in mine] == [[index] for index in range(60)]
         sizes = [sum(len(samples[index][0][0]) for index in placement.samples) for placement in mine]
         assert max(sizes) <= 16 and sum(sizes) == rows.tokens_in_epoch(epoch) == samples.meta["tokens"]
-    orders = [tuple(tuple(p.samples) for p in islice(make(samples, seed=seed).placements(), 60)) for seed in (1, 2)]
+    orders = [tuple(tuple(p.samples) for p in islice(make(samples, seed=seed).sample_groups(), 60)) for seed in (1, 2)]
     assert orders[0] != orders[1]
 
 
@@ -98,14 +98,14 @@ def test_rows_hold_the_samples(samples):
 @pytest.mark.parametrize("packing", [True, False])
 def test_resume_at_every_position(samples, packing):
     rows = make(samples, packing=packing, epochs=3)
-    whole = list(rows.placements())
+    whole = list(rows.sample_groups())
     cursor = Cursor()
     for position, placement in enumerate(whole):
         saved = Cursor(*json.loads(json.dumps(cursor)))
         fresh = make(samples, packing=packing, epochs=3)
-        assert list(islice(fresh.placements(saved), 5)) == whole[position : position + 5]
-        cursor = placement.after
-    assert list(rows.placements(cursor)) == []
+        assert list(islice(fresh.sample_groups(saved), 5)) == whole[position : position + 5]
+        cursor = placement.next_cursor
+    assert list(rows.sample_groups(cursor)) == []
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -113,10 +113,10 @@ def test_a_begun_epoch_is_the_beginning_of_a_whole_one(samples, packing):
     whole = make(samples, packing=packing, epochs=3)
     part = make(samples, packing=packing, epochs=2.5)
     first, last = whole.rows_in_epoch(0) + whole.rows_in_epoch(1), whole.rows_in_epoch(2)
-    expected = list(whole.placements())[: first + -(-last // 2)]
-    assert list(part.placements()) == expected and part.total_rows() == len(expected)
-    assert list(part.placements(expected[-3].after)) == expected[-2:]
-    assert list(part.placements(expected[-1].after)) == []
+    expected = list(whole.sample_groups())[: first + -(-last // 2)]
+    assert list(part.sample_groups()) == expected and part.total_rows() == len(expected)
+    assert list(part.sample_groups(expected[-3].next_cursor)) == expected[-2:]
+    assert list(part.sample_groups(expected[-1].next_cursor)) == []
     assert make(samples, packing=False, epochs=0.1).total_rows() == 6  # of 60: no rounding up of 6.0000000001
 
 
@@ -127,7 +127,7 @@ def test_cursor_beyond_the_data(samples):
 
 def test_without_end(samples):
     assert make(samples).total_rows() is None
-    assert list(islice(make(samples).placements(), 400))[-1].after.epoch > 3
+    assert list(islice(make(samples).sample_groups(), 400))[-1].next_cursor.epoch > 3
 
 
 def collect(batches):
@@ -160,7 +160,7 @@ def test_ranks_share_the_same_batches(samples, dp_size):
 def test_ranks_by_length_share_the_same_batches_alike_in_tokens(samples):
     rows = make(samples, packing=False, epochs=1)
     alone = list(Batches(rows, global_batch=8))
-    ranks = [list(Batches(rows, global_batch=8, dp_rank=r, dp_size=4, by_length=True)) for r in range(4)]
+    ranks = [list(Batches(rows, global_batch=8, dp_rank=r, dp_size=4, balance_lengths=True)) for r in range(4)]
     for whole, *parts in zip(alone, *ranks, strict=True):
         assert sorted(one for part in parts for one in part.samples) == sorted(whole.samples)
         assert all((part.cursor, part.epoch, part.size) == (whole.cursor, whole.epoch, whole.size) for part in parts)
@@ -172,7 +172,7 @@ def test_ranks_by_length_share_the_same_batches_alike_in_tokens(samples):
     spread = [[sum(len(row["input_ids"]) for row in part.rows) for part in parts] for parts in zip(*ranks, strict=True)]
     lengths = [[len(row["input_ids"]) for row in whole.rows] for whole in alone]
     assert all(max(of) - min(of) <= max(longest) for of, longest in zip(spread, lengths, strict=True))
-    ahead = Batches(rows, global_batch=8, dp_rank=1, dp_size=4, num_workers=1, by_length=True)
+    ahead = Batches(rows, global_batch=8, dp_rank=1, dp_size=4, num_workers=1, balance_lengths=True)
     assert [batch.samples for batch in ahead] == [batch.samples for batch in ranks[1]]
 
 

@@ -5,7 +5,7 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from dtrain.base.errors import UserError
-from dtrain.data.formats.encoder import CUT, LONG, UNTRAINED, Encoder
+from dtrain.data.formats.encoder import NO_TRAINED_TOKEN, NO_TRAINED_TOKEN_LEFT, TOO_LONG, Encoder
 from dtrain.data.formats.formats import normalise
 from dtrain.data.sources.files import Chunk
 from dtrain.data.text.template import choose_template
@@ -215,10 +215,10 @@ def chunk(*rows):
 def test_too_long(tmp_path):
     rows = [{"input_ids": [1] * 4}, {"input_ids": list(range(10))}, {"input_ids": [1] * 9, "labels": [-100] * 8 + [1]}]
     cut = encoder(tmp_path, max_length=4).encode_chunk(chunk(*rows), "tokenized")
-    assert list(cut.tokens) == [1, 1, 1, 1, 0, 1, 2, 3] and cut.lengths == [4, 4] and cut.full == [4, 10]
-    assert cut.left_out == [(3, CUT)] and cut.lines == [1, 2] and cut.rows == 3
+    assert list(cut.tokens) == [1, 1, 1, 1, 0, 1, 2, 3] and cut.lengths == [4, 4] and cut.full_lengths == [4, 10]
+    assert cut.left_out == [(3, NO_TRAINED_TOKEN_LEFT)] and cut.lines == [1, 2] and cut.rows == 3
     dropped = encoder(tmp_path, max_length=4, too_long="drop").encode_chunk(chunk(*rows), "tokenized")
-    assert dropped.lengths == [4] and dropped.left_out == [(2, LONG), (3, LONG)]
+    assert dropped.lengths == [4] and dropped.left_out == [(2, TOO_LONG), (3, TOO_LONG)]
     with pytest.raises(UserError, match=r"f\.jsonl:2: the row has 10 tokens and data.max_length is 4"):
         encoder(tmp_path, max_length=4, too_long="error").encode_chunk(chunk(*rows), "tokenized")
 
@@ -233,10 +233,10 @@ def test_rows_without_a_trained_token_are_left_out(tmp_path):
     coder = encoder(tmp_path, templates.QWEN25)
     rows = [{"messages": [ASK]}, {"messages": [ASK, say("x", train=False)]}, {"messages": [ASK, say("x")]}]
     result = coder.encode_chunk(chunk(*rows), "messages")
-    assert result.left_out == [(1, UNTRAINED), (2, UNTRAINED)] and result.lines == [3]
+    assert result.left_out == [(1, NO_TRAINED_TOKEN), (2, NO_TRAINED_TOKEN)] and result.lines == [3]
     # The first token has nothing to be predicted from.
     first = coder.encode_chunk(chunk({"input_ids": [5, 6], "labels": [5, -100]}), "tokenized")
-    assert first.left_out == [(1, UNTRAINED)]
+    assert first.left_out == [(1, NO_TRAINED_TOKEN)]
 
 
 def test_errors_name_file_and_line(tmp_path):

@@ -91,7 +91,7 @@ def test_weighted_sources(tmp_path, model):
 def test_validation_is_one_unshuffled_epoch(tmp_path, model):
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{number}"} for number in range(10)])
     rows, said = opened(model, section(val=split(str(file)), packing=False), split="val", epochs=7)
-    assert [placement.samples for placement in rows.placements()] == [[index] for index in range(10)]
+    assert [placement.samples for placement in rows.sample_groups()] == [[index] for index in range(10)]
     assert "data.val" in said
 
 

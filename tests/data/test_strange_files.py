@@ -7,7 +7,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.data.formats.formats import normalise
-from dtrain.data.sources.files import formats_of, kind_of, parse_row, read_chunks
+from dtrain.data.sources.files import detect_formats, file_kind, parse_row, read_chunks
 from tests.data import templates
 from tests.data.makers import byte_level, save, write_jsonl
 from tests.data.test_columns import opened, section
@@ -19,7 +19,7 @@ ASK, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": 
 def refused(tmp_path, row, kind="examples"):
     file = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(UserError) as error:
-        formats_of([file], "auto", kind, {}, KEY)
+        detect_formats([file], "auto", kind, {}, KEY)
     return str(error.value)
 
 
@@ -108,4 +108,4 @@ def test_what_a_file_really_is_is_said(tmp_path, name, content, words):
 @pytest.mark.parametrize("name", ["a.tsv", "a.xlsx"])
 def test_a_table_of_another_program_becomes_csv(tmp_path, name):
     with pytest.raises(UserError, match="save the table as .csv, with commas"):
-        kind_of(tmp_path / name)
+        file_kind(tmp_path / name)

@@ -76,7 +76,7 @@ def test_thoughts_go_where_the_template_reads_them(tmp_path):
         ]
         expected = oracle.apply_chat_template([*theirs, ASK, SAY], tokenize=False)
         assert expected.count("[THINK]hm[/THINK]") == 2
-        marked = template.marked(rows)
+        marked = template.render_marked(rows)
         assert marked.text == template.render(rows) == expected
         start, end = marked.blocks[3]
         assert expected[start:end] == "[THINK]hm[/THINK] Me.\n<|eot_id|>"
@@ -93,7 +93,7 @@ def test_named_templates_are_read_as_transformers_saves_them(tmp_path):
     template = pickle.loads(pickle.dumps(load(directory)[1]))
     for tools in (None, TOOLS):
         expected = oracle.apply_chat_template([ASK, SAY], tools=tools, tokenize=False)
-        assert template.render([ASK, SAY], tools) == template.marked([ASK, SAY], tools).text == expected
+        assert template.render([ASK, SAY], tools) == template.render_marked([ASK, SAY], tools).text == expected
     assert "tool_use.jinja" in template.origin and "rag" not in template.origin
     # Without chat_template.jinja the default may still be in tokenizer_config.json.
     (directory / "chat_template.jinja").unlink()
@@ -168,7 +168,7 @@ def test_choice(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_marks_tell_each_message_and_change_nothing(family):
     template = ChatTemplate(getattr(templates, family), "here", {"bos_token": "<s>", "eos_token": "</s>"})
-    marked = template.marked(CHATS["system"][1:])
+    marked = template.render_marked(CHATS["system"][1:])
     assert marked.text == template.render(CHATS["system"][1:])
     if family == "BY_INDEX":
         assert marked.blocks == [None] * 4
@@ -185,6 +185,6 @@ def test_marks_tell_each_message_and_change_nothing(family):
     "it is noticed and told; date_string fixes it",
 )
 def test_today_is_noticed():
-    assert ChatTemplate("{{ strftime_now('%d') }}", "here", {}).writes_today
-    assert not ChatTemplate("{{ strftime_now('%d') }}", "here", {}, {"date_string": "1"}).writes_today
-    assert not ChatTemplate(templates.LLAMA3, "here", {}).writes_today
+    assert ChatTemplate("{{ strftime_now('%d') }}", "here", {}).writes_todays_date
+    assert not ChatTemplate("{{ strftime_now('%d') }}", "here", {}, {"date_string": "1"}).writes_todays_date
+    assert not ChatTemplate(templates.LLAMA3, "here", {}).writes_todays_date

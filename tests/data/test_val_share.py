@@ -83,7 +83,7 @@ def test_neither_order_nor_files_nor_workers_nor_more_rows_matter(tmp_path, mode
     assert held(opened(model, "val", *halves)[0]) == val
     grown = held(opened(model, "val", file, more)[0])
     assert val <= grown and not held(opened(model, "train", file)[0]) & grown
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "MIN_PARALLEL_BYTES", 0)
     monkeypatch.setattr("dtrain.data.sources.files.CHUNK_ROWS", 32)
     assert held(opened(model, "val", file)[0]) == val
 

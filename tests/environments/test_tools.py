@@ -12,7 +12,7 @@ from dtrain.commands.cli import main
 from dtrain.data.formats.prompts import PromptEncoder, PromptOptions
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
-from dtrain.data.text.tool_calls import FORMS, ToolCall, learn_tool_format, read_calls
+from dtrain.data.text.tool_calls import CALL_READERS, ToolCall, learn_tool_format, read_calls
 from dtrain.inference.request import Completion
 from dtrain.recipe.rollouts import Tool
 from dtrain.rl.environments.episodes import Observations, run_episodes
@@ -103,7 +103,7 @@ def test_two_tools_of_one_name_and_a_decorator_that_changes_arguments():
 def test_a_call_is_read_as_its_template_writes_it(tmp_path, name):
     _, template = family(tmp_path, name)
     found = learn_tool_format(template, TOOLS)
-    assert found.form == list(FORMS)[FAMILIES[name][2]]
+    assert found.form == list(CALL_READERS)[FAMILIES[name][2]]
     assert found.is_single == (name == "llama3")
     assert found.thinks == (name == "qwen35")
     pairs = [
@@ -150,7 +150,7 @@ BROKEN = {  # form, text, what the model is told of each call; None: nothing is 
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_written_otherwise(case):
     form, text, problems = BROKEN[case]
-    found = read_calls(list(FORMS)[form], text, PARAMETERS)
+    found = read_calls(list(CALL_READERS)[form], text, PARAMETERS)
     assert len(found) == len(problems)
     for one, problem in zip(found, problems, strict=True):
         assert problem in one.problem if problem else one.problem is None
@@ -208,7 +208,7 @@ def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name)
     tokenizer, template = family(tmp_path, name)
     calls = learn_tool_format(template, TOOLS)
     encoder = PromptEncoder(tokenizer, template, options=PromptOptions(8000, tools=TOOLS), max_length=9999)
-    (document,) = encoder.documents_of({"prompt": ASKED}, "prompt_completion")
+    (document,) = encoder.encode_row({"prompt": ASKED}, "prompt_completion")
     engine = Scripted(tokenizer, {0: REPLIES[name]})
     observations = Observations(tokenizer, template, calls)
     (episode,) = run_episodes(
@@ -240,7 +240,9 @@ def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name)
         assert [*episode.prompt, *episode.ids] == tokenizer.encode(whole.rstrip("\n"))
     assert (episode.finish, episode.turns, episode.calls, episode.failures) == ("stop", 3, len(first) + 1, 1)
     silent = Completion(tokenizer.encode("<tool_call>\n<function=add>\n</function>\n</tool_call>"), [], "stop")
-    assert len(read_calls(list(FORMS)[1], observations.text_of(silent), PARAMETERS)) == (name != "qwen35")  # it thinks
+    assert len(read_calls(list(CALL_READERS)[1], observations.text_of(silent), PARAMETERS)) == (
+        name != "qwen35"
+    )  # it thinks
     drawn = [one for one, was in zip(episode.ids, episode.sampled, strict=True) if was]
     assert drawn == [one for text in REPLIES[name] for one in [*tokenizer.encode(text), tokenizer.eos_id]]
     assert all(value == 0.0 for value, was in zip(episode.logprobs, episode.sampled, strict=True) if not was)
@@ -269,7 +271,7 @@ def test_rows_that_are_not_for_tools(tmp_path, row, format, says):
     tokenizer, template = family(tmp_path, "qwen25")
     encoder = PromptEncoder(tokenizer, template, options=PromptOptions(3000, tools=TOOLS), max_length=9999)
     with pytest.raises(UserError, match=says):
-        encoder.documents_of(row, format)
+        encoder.encode_row(row, format)
 
 
 def test_a_call_that_hangs_loses_its_episode_and_no_other(tmp_path):

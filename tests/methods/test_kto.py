@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.data.formats.labels import is_wanted, read_label
+from dtrain.data.formats.labels import is_desirable, read_label
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.methods.kto import KtoMethod
@@ -172,7 +172,7 @@ def test_rows_become_replies_that_are_wanted_or_not(tmp_path, name):
     for index in range(len(rows.samples)):
         ((ids, trained),) = rows.samples[index]
         assert trained[-1] and not trained[0]
-        found.append((tokenizer.decode(ids.tolist()).removesuffix(" w1"), is_wanted(rows.samples, index)))
+        found.append((tokenizer.decode(ids.tolist()).removesuffix(" w1"), is_desirable(rows.samples, index)))
     assert found == [(text, good) for text, (_, good) in zip(words, expected, strict=True)]
 
 

@@ -86,7 +86,7 @@ def test_rated_documents_are_those_of_transformers(tmp_path, form):
 
     def documents(kind, row, name, column, most):
         coder = kind(ours, template, label=Label(column), max_length=most)
-        return [list(one.ids) for one in coder.documents_of(row, name)]
+        return [list(one.ids) for one in coder.encode_row(row, name)]
 
     row = {"prompt": asked, "chosen": chosen, "rejected": rejected}
     assert documents(LabelledPairEncoder, row, "preference", "margin", 4096) == expected

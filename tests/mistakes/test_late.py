@@ -6,7 +6,7 @@ import pytest
 
 from dtrain import recipe as config
 from dtrain.commands.cli import main
-from dtrain.data.sources.sources import Look
+from dtrain.data.sources.sources import FileCheck
 from dtrain.training.setup import first_rows
 from tests.mistakes import write_sound
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -85,13 +85,15 @@ def test_a_row_too_long_is_found_far_behind(root, capsys, monkeypatch):
     words = ["validate", str(root / "sft.yaml"), f"data.train.path={path}", "data.too_long=error"]
     assert main(words) == 1
     assert f"long.jsonl:{line}: the row has 41 tokens and data.max_length is 32" in capsys.readouterr().err
-    monkeypatch.setattr(Look, "shape_is_all", True)
+    monkeypatch.setattr(FileCheck, "only_shape_can_fail", True)
     assert main(words) == 0
 
 
 def test_what_was_looked_at_by_its_shape_alone_is_said(root, capsys, monkeypatch):
-    rest = Look.rest
-    monkeypatch.setattr(Look, "rest", lambda look, until, whole: rest(look, 0.0 if whole else until, whole))
+    check_rows = FileCheck.check_rows
+    monkeypatch.setattr(
+        FileCheck, "check_rows", lambda check, until, whole: check_rows(check, 0.0 if whole else until, whole)
+    )
     path = root / "shapes.jsonl"
     write_many(path, {"text": "w3"}, row={"text": " " * 5000})
     assert main(["validate", str(root / "sft.yaml"), f"data.train.path={path}", "data.too_long=error"]) == 0

@@ -7,7 +7,7 @@ from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, collate
 from dtrain.data.formats.encoder import Encoder
 from dtrain.data.formats.formats import normalise
 from dtrain.data.rows.cache import Source, open_cache
-from dtrain.data.rows.rows import row_of
+from dtrain.data.rows.rows import build_row
 from dtrain.data.text.template import ChatTemplate
 from dtrain.data.text.tokenizer import Tokenizer
 from tests.data.makers import byte_level, save, write_jsonl
@@ -27,7 +27,7 @@ CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "M
 def test_the_end_of_text_is_a_label_where_it_is_the_padding_token():
     """Padding is told by its place and not by its id: each text keeps its end as a label, padding has none."""
     end = 9
-    rows = [row_of([(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool))]) for ids in ([1, 2, end], [3, end])]
+    rows = [build_row([(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool))]) for ids in ([1, 2, end], [3, end])]
     batch = collate(rows)
     batch["input_ids"][1, 2] = end  # as a caller pads whose padding token is the end
     assert batch["labels"].tolist() == [[2, end, IGNORE], [end, IGNORE, IGNORE]]

@@ -79,7 +79,7 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
             "llama.cpp's own convert_hf_to_gguf.py may write a file of it with other ids"
         ) from error
     chosen = choose_template(template, tokenizer)
-    vocabulary.chat_templates = {} if chosen is None else chosen.named_sources
+    vocabulary.chat_templates = {} if chosen is None else chosen.sources_by_name
     return vocabulary
 
 

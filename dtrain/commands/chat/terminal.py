@@ -72,7 +72,7 @@ class Conversation:
     def think(self, on: bool) -> None:
         """Set whether the model thinks first. Raises UserError if the template has no variable for it."""
         template = self.chats.encoder.template
-        switch = next((name for name in SWITCHES if template is not None and template.reads(name)), None)
+        switch = next((name for name in SWITCHES if template is not None and template.has_variable(name)), None)
         if switch is None:
             raise UserError(f"the chat template has no switch for thinking ({' or '.join(SWITCHES)})")
         self.variables[switch] = on

@@ -16,7 +16,7 @@ from dtrain.base.json_files import read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.merged import step_around
-from dtrain.data.formats.encoder import evaluated_as, refuse_without_template
+from dtrain.data.formats.encoder import refuse_without_template, resolve_prompts_as
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import find_files
 from dtrain.inference.engine import Engine
@@ -100,7 +100,7 @@ def evaluate(arguments: Namespace) -> Report:
             seed=arguments.seed,
             pass_reward=arguments.pass_reward,
             system_prompt=arguments.system,
-            prompts_as=evaluated_as(chosen, trained_plain, template),
+            prompts_as=resolve_prompts_as(chosen, trained_plain, template),
             limit=arguments.limit,
             columns_key=None,
         )

@@ -13,7 +13,7 @@ from jinja2 import Template
 from dtrain import __version__
 from dtrain.base.hub import id_of
 from dtrain.commands.report.run_files import RunFiles
-from dtrain.data.sources.files import is_data_id
+from dtrain.data.sources.files import is_dataset_id
 from dtrain.recipe import secrets
 from dtrain.training import METHODS, method_class
 from dtrain.training.metrics import records
@@ -54,7 +54,7 @@ def card(run: Run, theirs: Mapping[str, Any]) -> str:
     front: dict[str, Any] = {"library_name": "peft" if run.is_adapter else "transformers"}
     if run.base is not None:
         front |= {"base_model": run.base, "base_model_relation": "adapter" if run.is_adapter else "finetune"}
-    if datasets := list(dict.fromkeys(filter(is_data_id, run.files.data_files))):  # those on the hub
+    if datasets := list(dict.fromkeys(filter(is_dataset_id, run.files.data_files))):  # those on the hub
         front["datasets"] = datasets
     front |= {"pipeline_tag": "text-generation", "tags": ["dtrain", method]}
     as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)

@@ -104,7 +104,7 @@ class ClassifyService(Routes):
                 if self.encoder.template is None:
                     raise ApiError(400, f"{self.name} has no chat template; give a text as input", "messages")
                 messages, _ = read_messages(fields["messages"], "messages")
-                rows = [self.encoder.conversation(messages, read_tools(fields))]
+                rows = [self.encoder.encode_conversation(messages, read_tools(fields))]
             else:
                 rows = [self._ids(text_or_ids, fields["add_special_tokens"]) for text_or_ids in fields["input"]]
         for index, row in enumerate(rows):
@@ -115,7 +115,7 @@ class ClassifyService(Routes):
 
     def _ids(self, text_or_ids: str | list[int], specials: bool) -> list[int]:
         if isinstance(text_or_ids, str):
-            return self.encoder.text(text_or_ids) if specials else self.encoder.tokenizer.encode(text_or_ids)
+            return self.encoder.encode_text(text_or_ids) if specials else self.encoder.tokenizer.encode(text_or_ids)
         if max(text_or_ids) >= self.worker.model.config.vocab_size:
             raise ApiError(400, f"the id {max(text_or_ids)} is beyond the vocabulary", "input")
         return text_or_ids

@@ -19,7 +19,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.ranges import hint
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.prompts import Prompt
-from dtrain.data.images.files import MOST_PIXELS
+from dtrain.data.images.files import MAX_STORED_PIXELS
 from dtrain.inference.chats import ChatEncoder, ChatPrompt, ImageError
 from dtrain.inference.request import Request, SamplingParams
 
@@ -348,8 +348,11 @@ class Parser:
             chats = self.chats.within(fields["mm_processor_kwargs"].get("max_pixels"))
             prompt = ChatPrompt(fields["prompt"][0], chats.lay_out_all(fields["images"]))
             self._check_room(prompt, names)
-            if not chats.reader.stand_together(prompt.ids, prompt.images):
-                count, sizes = len(chats.reader.places(prompt.ids)), [image.layout.tokens for image in prompt.images]
+            if not chats.reader.are_contiguous(prompt.ids, prompt.images):
+                count, sizes = (
+                    len(chats.reader.image_positions(prompt.ids)),
+                    [image.layout.tokens for image in prompt.images],
+                )
                 problem = f"the prompt has {count} image tokens, and by this model's image processor {sum(sizes)}"
                 fix = "serve the very model that the prompt is for"
                 raise ApiError(400, f"{problem}, those of an image in a row ({sizes}): {fix}", "images")
@@ -375,7 +378,7 @@ class Parser:
         if self.encoder.template is None:
             raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
         variables = fields["chat_template_kwargs"] or {}
-        if unknown := [name for name in variables if not self.encoder.template.reads(name)]:
+        if unknown := [name for name in variables if not self.encoder.template.has_variable(name)]:
             name = f"chat_template_kwargs.{unknown[0][:64]}"
             raise ApiError(400, f"{name} is no variable that this model's chat template reads", "chat_template_kwargs")
         parts = _image_parts(fields["messages"])
@@ -400,8 +403,8 @@ class Parser:
         for number, image in enumerate(prompt.images):
             height, width, _ = image.image.header()
             stored += height * width
-            if stored > MOST_PIXELS:
-                what = f"a request's images may have {MOST_PIXELS / 1e6:g} megapixels together: send smaller ones"
+            if stored > MAX_STORED_PIXELS:
+                what = f"a request's images may have {MAX_STORED_PIXELS / 1e6:g} megapixels together: send smaller ones"
                 raise ImageError(number, what)
         if tokens and len(prompt.ids) > self.max_length:
             part = parts[tokens.index(max(tokens))]

@@ -47,46 +47,46 @@ if TYPE_CHECKING:
     from dtrain.data.images.reader import ImageReader, LaidOutImage
 
 TEXT, USER = "text", "user"
-KEY = "data.prompts_as"
+PROMPTS_AS_KEY = "data.prompts_as"
 
-NONE: Mapping[str, str] = MappingProxyType({})
-LONG = "longer than data.max_length"
-UNTRAINED = "no trained token"
-CUT = "no trained token within data.max_length"
-CUT_IMAGE = "data.max_length would cut an image in half"
-TOO_LONG = (LONG, CUT_IMAGE)
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+TOO_LONG = "longer than data.max_length"
+NO_TRAINED_TOKEN = "no trained token"
+NO_TRAINED_TOKEN_LEFT = "no trained token within data.max_length"
+IMAGE_CUT = "data.max_length would cut an image in half"
+TOO_LONG_REASONS = (TOO_LONG, IMAGE_CUT)
 # Formats that the chat template may write, and whose rows may have images.
 TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 
 
-class Part(NamedTuple):
+class ValidationSplit(NamedTuple):
     """The validation rows, or the others, chosen by the rows' content, whatever their file.
 
-    Each content draws a number from 0 to 1 by its hash. Rows that draw less than `bound` are validation rows.
+    Each content draws a number from 0 to 1 by its hash. Rows that draw less than `threshold` are validation rows.
 
     Attributes:
         size: The recipe's `data.val`: a share of the rows, or their number.
         seed: Of the draws.
-        validated: Whether this is the part of the validation rows.
-        bound: The share. For a number of rows it is known once all rows have drawn (`cache.with_bound`); None before.
+        is_validation: Whether these are the validation rows.
+        threshold: The share. For a number of rows it is known once all rows have drawn (see cache.py); None before.
     """
 
     size: float
     seed: int
-    validated: bool
-    bound: float | None = None
+    is_validation: bool
+    threshold: float | None = None
 
-    def draw(self, content: Any) -> float:
+    def random_number(self, content: Any) -> float:
         """Return the number that a row of that content, which JSON can write, draws."""
         text = json.dumps([self.seed, content], sort_keys=True, default=str)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
-    def has(self, content: Any) -> bool:
+    def contains(self, content: Any) -> bool:
         """Return whether this part has a row of that content; of a part whose bound is not known, True."""
-        return self.bound is None or (self.draw(content) < self.bound) == self.validated
+        return self.threshold is None or (self.random_number(content) < self.threshold) == self.is_validation
 
 
-class WrittenToken(NamedTuple):
+class SpelledToken(NamedTuple):
     """A row that has the text of a control token: its line, and the first such text."""
 
     line: int
@@ -114,7 +114,7 @@ class Document(NamedTuple):
     images: "Sequence[LaidOutImage]" = ()
     text: DroppedText = DroppedText()
 
-    def keeping(self, **columns: Any) -> "Document":
+    def with_columns(self, **columns: Any) -> "Document":
         """Return the document with these columns, as `Samples.row` reads them again."""
         return self._replace(columns=json.dumps({"columns": columns}).encode())
 
@@ -139,36 +139,36 @@ class EncodedChunk:
     """
 
     rows: int = 0
-    others: int = 0
-    plain_prompts: int = 0
+    num_other_rows: int = 0
+    num_string_prompts: int = 0
     size: int = 0
     tokens: array = field(default_factory=lambda: array("i"))
     trained: bytearray = field(default_factory=bytearray)
     lengths: list[int] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    full: list[int] = field(default_factory=list)
+    full_lengths: list[int] = field(default_factory=list)
     left_out: list[tuple[int, str]] = field(default_factory=list)
     columns: list[bytes] = field(default_factory=list)
     images: "list[list[ImageRecord]]" = field(default_factory=list)
     image_notes: list[str] = field(default_factory=list)
-    images_too_long: int = 0
-    escaped: list[WrittenToken] = field(default_factory=list)
-    kept: list[WrittenToken] = field(default_factory=list)
+    num_image_rows_too_long: int = 0
+    escaped: list[SpelledToken] = field(default_factory=list)
+    kept: list[SpelledToken] = field(default_factory=list)
     text: DroppedText = DroppedText()
-    dropping: list[tuple[int, str]] = field(default_factory=list)
+    dropping_rows: list[tuple[int, str]] = field(default_factory=list)
 
     def add_text(self, line: int, text: DroppedText) -> None:
         """Count the text of a row."""
         self.text += text
         if text.dropped:
-            self.dropping.append((line, text.example))
+            self.dropping_rows.append((line, text.example))
 
     def add(self, line: int, document: Document) -> None:
         self.tokens.extend(document.ids)
         self.trained += document.trained
         self.lengths.append(len(document.ids))
         self.lines.append(line)
-        self.full.append(document.full)
+        self.full_lengths.append(document.full)
         self.columns.append(document.columns)
         self.images.append([image.record for image in document.images])
         for note in (note for image in document.images for note in image.notes):
@@ -186,12 +186,12 @@ class RowEncoder:
     noun = "samples"  # what these are
     loss_on = "all"  # of a reply, what is trained
     generates = True  # whether the trained model generates text
-    takes_images = False
-    keeps_columns = False  # whether the cache holds what rewards or a loss read
+    accepts_images = False
+    stores_columns = False  # whether the cache holds what rewards or a loss read
     marks: Sequence[str] = ()  # of its kind, in the fingerprint
     decides: Sequence[Any] = ()  # beside the limits, what a row becomes
     # Of each format that may have a plain prompt, the columns that are then strings.
-    plain_columns: Mapping[str, Sequence[str]] = MappingProxyType(
+    string_columns: Mapping[str, Sequence[str]] = MappingProxyType(
         {"prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected")}
     )
 
@@ -209,7 +209,7 @@ class RowEncoder:
         self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
         self.images = images  # None: the model takes none
         self.directory: Path | None = None  # of the file whose rows are read; paths of images are relative to it
-        self.part: Part | None = None  # of the rows; None: all of them
+        self.split: ValidationSplit | None = None  # of the rows; None: all of them
         self._replies: Replies | None = None
         self._affixes: tuple[list[int], list[int]] | None = None
 
@@ -220,53 +220,53 @@ class RowEncoder:
         limits = self.max_length, *self.decides, self.too_long, self.prompts_as
         tokens = self.tokenizer.fingerprint, self.tokenizer.control_tokens.texts
         images = self.images.fingerprint if self.images else None
-        return digest(*self.marks, *tokens, template, *limits, images, *(self.part or ()))[:16]
+        return digest(*self.marks, *tokens, template, *limits, images, *(self.split or ()))[:16]
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         """Return the documents of a row in format `name`, or why it is left out. Raises UserError."""
         raise NotImplementedError(f"{type(self).__name__} makes no documents")
 
-    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+    def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         """Return the content of a row in format `name`, for JSON: no marks of what is trained, no other columns."""
         raise NotImplementedError(f"{type(self).__name__} tells no content")
 
-    def has_plain_prompt(self, row: Mapping[str, Any], name: str) -> bool:
+    def has_string_prompt(self, row: Mapping[str, Any], name: str) -> bool:
         """Return whether the prompt (and its completions) of a row in format `name` is a plain string."""
-        columns = self.plain_columns.get(name)
+        columns = self.string_columns.get(name)
         return columns is not None and all(isinstance(row.get(column), str) for column in columns)
 
-    def in_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    def as_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Return `row`, its plain strings as messages where `prompts_as` is user."""
-        if self.prompts_as != USER or not self.has_plain_prompt(row, name):
+        if self.prompts_as != USER or not self.has_string_prompt(row, name):
             return row
-        roles = {column: "user" if column == "prompt" else "assistant" for column in self.plain_columns[name]}
+        roles = {column: "user" if column == "prompt" else "assistant" for column in self.string_columns[name]}
         return {**row, **{column: [{"role": role, "content": row[column]}] for column, role in roles.items()}}
 
-    def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> EncodedChunk:
+    def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> EncodedChunk:
         """Encode rows in format `name` with their own names of our `columns`. Raises UserError with file and line."""
         result = EncodedChunk(size=chunk.size)
         self.directory = Path(chunk.file).absolute().parent
 
         def documents_of(row: Mapping[str, Any]) -> list[Document] | str | None:
-            is_other = self.part is not None and not self.part.has(self.content_of(row, name))
-            return None if is_other else self.documents_of(row, name)
+            is_other = self.split is not None and not self.split.contains(self.row_content(row, name))
+            return None if is_other else self.encode_row(row, name)
 
         for line, row, documents in read_rows(chunk, columns, documents_of):
             if documents is None:
-                result.others += 1
+                result.num_other_rows += 1
                 continue
             result.rows += 1
-            result.plain_prompts += self.has_plain_prompt(row, name)
+            result.num_string_prompts += self.has_string_prompt(row, name)
             if isinstance(documents, str):
                 result.left_out.append((line, documents))
-                result.images_too_long += documents in TOO_LONG and has_images(row)
+                result.num_image_rows_too_long += documents in TOO_LONG_REASONS and has_images(row)
                 continue
             for document in documents:
                 result.add(line, document)
             if self.is_templated(row, name):
                 escaped, kept = self.special_tokens_of(row, documents)
-                result.escaped += [WrittenToken(line, text) for text in escaped[:1]]
-                result.kept += [WrittenToken(line, text) for text in kept[:1]]
+                result.escaped += [SpelledToken(line, text) for text in escaped[:1]]
+                result.kept += [SpelledToken(line, text) for text in kept[:1]]
             result.add_text(line, sum((document.text for document in documents), start=DroppedText()))
         return result
 
@@ -274,7 +274,7 @@ class RowEncoder:
         """Return whether the chat template writes a row in format `name`."""
         if self.template is None or name not in TEMPLATED:
             return False
-        return self.prompts_as == USER or not self.has_plain_prompt(row, name)
+        return self.prompts_as == USER or not self.has_string_prompt(row, name)
 
     def special_tokens_of(self, row: Mapping[str, Any], documents: Sequence[Document]) -> tuple[list[str], list[str]]:
         """Return the control tokens that a templated row spells: those read as characters, and those read as tokens.
@@ -284,7 +284,7 @@ class RowEncoder:
         """
         assert self.template is not None
         control_tokens = self.template.control_tokens
-        spelled = {match[0] for text in texts_in(row) for match in control_tokens.find(text)}
+        spelled = {match[0] for text in find_strings(row) for match in control_tokens.find(text)}
         if not spelled:  # almost always
             return [], []
         pieces = [piece for document in documents for piece in self.tokenizer.pieces(document.ids)]
@@ -292,16 +292,19 @@ class RowEncoder:
         as_characters = {match[0] for _, text in pieces for match in control_tokens.find(text)}
         return sorted(spelled & as_characters), sorted((spelled & as_tokens) - control_tokens.escaped)
 
-    def draws_of(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> list[float]:
+    def split_numbers(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> list[float]:
         """Return the numbers that the rows of a chunk draw for `part`. Raises UserError with file and line."""
-        part = self.part
+        part = self.split
         assert part is not None
         self.directory = Path(chunk.file).absolute().parent
-        return [draw for _, _, draw in read_rows(chunk, columns, lambda row: part.draw(self.content_of(row, name)))]
+        return [
+            draw
+            for _, _, draw in read_rows(chunk, columns, lambda row: part.random_number(self.row_content(row, name)))
+        ]
 
-    def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NONE) -> None:
+    def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> None:
         """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""
-        look = self.documents_of if name == "tokenized" else self.content_of
+        look = self.encode_row if name == "tokenized" else self.row_content
         self.directory = Path(chunk.file).absolute().parent
         for _ in read_rows(chunk, columns, lambda row: look(row, name)):
             pass
@@ -318,7 +321,7 @@ class RowEncoder:
             self._replies = Replies(self.template)
         return self._replies
 
-    def rendered(
+    def render(
         self,
         messages: Messages,
         tools: Messages | None,
@@ -345,17 +348,17 @@ class RowEncoder:
     def check_image_tokens(self, ids: Sequence[int], images: "Sequence[LaidOutImage]") -> None:
         """Raise UserError where `ids` have image tokens beside those of `images`, or fewer."""
         if images and self.images:
-            self.images.check_count(ids, images)
+            self.images.check_token_count(ids, images)
 
-    def conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
+    def encode_conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
         """Return the ids of a whole conversation, those of transformers' `apply_chat_template`: what the template
         writes behind the token that ends the last turn is part of them. Raises UserError."""
-        return self.tokenizer.encode(self.rendered(messages, tools))
+        return self.tokenizer.encode(self.render(messages, tools))
 
-    def text(self, text: str, ends: bool = True) -> list[int]:
+    def encode_text(self, text: str, ends: bool = True) -> list[int]:
         """Return the ids of a plain string, framed; ends: with what stands behind it."""
         ids = self.tokenizer.encode(text)
-        before, after = self.around(ids)
+        before, after = self.text_affixes(ids)
         return [*before, *ids, *(after if ends else [])]
 
     def refuse_images(self, messages: Messages) -> None:
@@ -375,7 +378,7 @@ class RowEncoder:
     def read_images(self, messages: Messages) -> "list[LaidOutImage]":
         """Return the images of a conversation, laid out from their headers. Raises UserError that names the first wrong
         one, and where this encoder or the model takes none."""
-        if not self.takes_images:
+        if not self.accepts_images:
             self.refuse_images(messages)
         values = [part["image"] for part in image_parts(messages)]
         if values and self.images is None:
@@ -386,17 +389,17 @@ class RowEncoder:
         return self.images.read(values, self.directory) if values and self.images else []
 
     def image_content(self, messages: Messages) -> list[list[str]]:
-        """Return what `content_of` has of a conversation's images: the list of their digests; nothing without."""
+        """Return what `row_content` has of a conversation's images: the list of their digests; nothing without."""
         digests = [image.image.digest for image in self.read_images(messages)]
         return [digests] if digests else []
 
-    def images_within(
+    def images_in_range(
         self, ids: Sequence[int], images: "Sequence[LaidOutImage]", kept: range
     ) -> "Sequence[LaidOutImage] | None":
         """Return the images at places `kept` of a row; None where one would be cut. Raises UserError."""
         return self.images.within(ids, images, kept, self.max_length) if images and self.images else images
 
-    def drops(self, length: int) -> bool:
+    def is_dropped(self, length: int) -> bool:
         """Return whether a row whose longest document has `length` tokens is dropped. Raises UserError if refused."""
         if length <= self.max_length or self.too_long == "truncate":
             return False
@@ -407,7 +410,7 @@ class RowEncoder:
             )
         return True
 
-    def around(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    def text_affixes(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the ids that belong before and after those of a plain string: what the tokenizer's post-processor puts
         in front (BOS, for most) unless the string brings its own, and the EOS token, likewise."""
         if self.tokenizer.eos_id is None:
@@ -431,7 +434,7 @@ class Encoder(RowEncoder):
     """Encoder of rows to samples of one document, trained by `loss_on`: assistant, completion, last or all. Tokens of
     images never are."""
 
-    takes_images = True
+    accepts_images = True
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, loss_on: str = "assistant", **limits: Any
@@ -440,27 +443,27 @@ class Encoder(RowEncoder):
         self.loss_on = loss_on
         self.decides = [loss_on]
 
-    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        sample = normalise(self.in_messages(row, name), name)
+    def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        sample = normalise(self.as_messages(row, name), name)
         if isinstance(sample, Conversation):
             return [without_images(sample.messages), sample.tools, *self.image_content(sample.messages)]
         if isinstance(sample, Text):
             return sample.completion if name == "text" else [sample.prompt, sample.completion]
         return sample.ids
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        sample = normalise(self.in_messages(row, name), name)
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        sample = normalise(self.as_messages(row, name), name)
         images = self.read_images(sample.messages) if isinstance(sample, Conversation) else []
         ids, trained, text = self._encoded(sample, images)
         full = len(ids)
-        if self.drops(full):
-            return LONG
-        kept = self.images_within(ids, images, range(self.max_length))
+        if self.is_dropped(full):
+            return TOO_LONG
+        kept = self.images_in_range(ids, images, range(self.max_length))
         if kept is None:
-            return CUT_IMAGE
-        reason = CUT if _has_target(trained) else UNTRAINED
-        if reason == UNTRAINED and text.dropped:
-            reason = f"{UNTRAINED}, since the chat template leaves out {text.dropped} characters of the reply"
+            return IMAGE_CUT
+        reason = NO_TRAINED_TOKEN_LEFT if _has_target(trained) else NO_TRAINED_TOKEN
+        if reason == NO_TRAINED_TOKEN and text.dropped:
+            reason = f"{NO_TRAINED_TOKEN}, since the chat template leaves out {text.dropped} characters of the reply"
         ids, trained = ids[: self.max_length], trained[: self.max_length]
         return [Document(ids, trained, full, images=kept, text=text)] if _has_target(trained) else reason
 
@@ -499,7 +502,7 @@ class Encoder(RowEncoder):
             wanted = self._wanted(sample)
             text, spans = replies.find(messages, sample.tools, wanted)
             ids, trained = self._masked(text, spans, images)
-        for place in self.images.places(ids) if images and self.images else ():
+        for place in self.images.image_positions(ids) if images and self.images else ():
             trained[place] = 0
         found = find_dropped_text(replies.template, messages, sample.tools, wanted, text)
         return Encoded(ids, trained, found)
@@ -521,7 +524,10 @@ class Encoder(RowEncoder):
         span."""
         if images and self.images:
             expanded = self.images.expand(text, [image.layout for image in images])
-            text, spans = expanded.text, [(expanded.place(start), expanded.place(end)) for start, end in spans]
+            text, spans = (
+                expanded.text,
+                [(expanded.map_position(start), expanded.map_position(end)) for start, end in spans],
+            )
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         self.check_image_tokens(ids, images)
         trained = bytearray(len(ids))
@@ -533,27 +539,27 @@ class Encoder(RowEncoder):
 
     def _string(self, text: str, start: int) -> tuple[list[int], bytearray]:
         ids, trained = self._masked(text, [(start, len(text))])
-        before, after = self.around(ids)
+        before, after = self.text_affixes(ids)
         return [*before, *ids, *after], bytearray(len(before)) + trained + b"\1" * len(after)
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def find_strings(value: Any) -> Iterator[str]:
     """Yield the strings in a value of JSON, names of columns and keys left out."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from texts_in(item)
+            yield from find_strings(item)
     elif isinstance(value, list):
         for item in value:
-            yield from texts_in(item)
+            yield from find_strings(item)
 
 
 def _has_target(trained: bytearray) -> bool:
     return trained.find(1, 1) > 0  # the first token is nobody's target
 
 
-def evaluated_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:
+def resolve_prompts_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:
     """Return how an evaluation reads plain prompts: as `chosen` (`data.prompts_as`), else as the training data's, of
     which `trained_plain` rows had one, else as a user's messages; without a template as text."""
     if template is None:
@@ -565,12 +571,14 @@ def refuse_without_template(prompts_as: str | None, template: ChatTemplate | Non
     """Raise UserError for `user` where the model in `directory` has no chat template."""
     if prompts_as == USER and template is None:
         raise UserError(
-            f"{KEY}=user puts prompts into the chat template, and {directory} has none; name a file with "
-            f"data.chat_template, take the instruct model's directory, or set {KEY}=text"
+            f"{PROMPTS_AS_KEY}=user puts prompts into the chat template, and {directory} has none; name a file with "
+            f"data.chat_template, take the instruct model's directory, or set {PROMPTS_AS_KEY}=text"
         )
 
 
-def describe(label: str, count: int, prompts_as: str, template: ChatTemplate | None, is_all: bool = True) -> list[str]:
+def describe_string_prompts(
+    label: str, count: int, prompts_as: str, template: ChatTemplate | None, is_all: bool = True
+) -> list[str]:
     """Return the line that tells what is done with `count` plain prompts, and the key that does the other; none without
     a prompt or a template. is_all: False where the count is of the first rows alone."""
     if not count or template is None:
@@ -578,5 +586,9 @@ def describe(label: str, count: int, prompts_as: str, template: ChatTemplate | N
     number, noun = (f"{count:,}", plural(count, "prompt")) if is_all else (f"{count:,} of the first", "prompts")
     prompts = f"{label}: {number} {noun} as plain text"
     if prompts_as == USER:
-        return [f"{prompts}: read as a user's message, in the chat template ({KEY}=text: continued as raw text)"]
-    return [f"{prompts}: continued as raw text, without the chat template ({KEY}=user: read as a user's message)"]
+        return [
+            f"{prompts}: read as a user's message, in the chat template ({PROMPTS_AS_KEY}=text: continued as raw text)"
+        ]
+    return [
+        f"{prompts}: continued as raw text, without the chat template ({PROMPTS_AS_KEY}=user: read as a user's message)"
+    ]

@@ -16,7 +16,13 @@ from dtrain.base.json_files import kind_of, loads, read_list
 from dtrain.base.ranges import nearest, plural, shown
 from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
 
-ENDINGS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}  # of data files
+FILE_KINDS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}  # of data files
 IGNORE = -100  # a label without loss, as everywhere in the field
 
 # The keys by which a format is known; the first that a row has all of is its format.
@@ -46,7 +52,7 @@ PROMPT_FORMATS: dict[str, tuple[str, ...]] = {
 # The same for methods that train on replies with a label; a pair is two of them.
 LABELLED_FORMATS = {name: keys for name, keys in FORMATS.items() if name != "text"}
 # What a method trains on -> its formats.
-KINDS = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS, "labelled": LABELLED_FORMATS}
+FORMATS_BY_KIND = {"examples": FORMATS, "pairs": PAIR_FORMATS, "prompts": PROMPT_FORMATS, "labelled": LABELLED_FORMATS}
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "prompt_mask", "loss_mask")  # of tokenized rows
 LABELS = ("label", "kto_tag")  # of a row with one reply: whether it is a good one
 CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
@@ -74,14 +80,14 @@ ARGUMENTS_ELSEWHERE = (
 ROLE_HINTS = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 
 
-def ending_of(file: PurePath) -> str:
-    """Return the ending, a key of ENDINGS for a file of rows; that before .gz where the two may stand together."""
+def file_suffix(file: PurePath) -> str:
+    """Return the ending, a key of FILE_KINDS for a file of rows; that before .gz where the two may stand together."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     is_packed = suffixes[-1:] == [".gz"] and suffixes[-2:-1] not in ([], [".parquet"])
     return ["", *suffixes][-2 if is_packed else -1]
 
 
-PREFERENCES = (
+PREFERENCES_REFUSED = (
     "the rows are preferences, pairs of a chosen and a rejected completion: set method=dpo, which trains on them, "
     "or give each row messages, or prompt and completion"
 )
@@ -117,9 +123,9 @@ class TokenizedRow:
     trained: list[bool]
 
 
-def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
+def detect_format(row: Mapping[str, Any], kind: str = "examples") -> str | None:
     """Return the row's format among those of `kind`, or None. Null counts as absent: parquet fills it in."""
-    for name, keys in KINDS[kind].items():
+    for name, keys in FORMATS_BY_KIND[kind].items():
         if all(row.get(key) is not None for key in keys):
             return name
     return None
@@ -127,7 +133,7 @@ def detect(row: Mapping[str, Any], kind: str = "examples") -> str | None:
 
 def null_keys(row: Mapping[str, Any], kind: str = "examples") -> list[str]:
     """Return the keys that are null in a row without a format, of the first format whose keys the row has."""
-    for keys in KINDS[kind].values():
+    for keys in FORMATS_BY_KIND[kind].values():
         if all(key in row for key in keys):
             return [key for key in keys if row[key] is None]
     return []
@@ -138,13 +144,13 @@ def _describe_null(keys: list[str]) -> str:
     return f"{' and '.join(keys)} {verb} null in this row. Give the row a value there, or leave the row out"
 
 
-def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
+def describe_unknown_format(row: Mapping[str, Any], kind: str = "examples") -> str:
     """Return the message for a row in which `detect` found no format."""
     if keys := null_keys(row, kind):
         return _describe_null(keys)
-    if kind == "examples" and detect(row, "pairs") is not None:
-        return PREFERENCES
-    single = detect(row, "examples")
+    if kind == "examples" and detect_format(row, "pairs") is not None:
+        return PREFERENCES_REFUSED
+    single = detect_format(row, "examples")
     if kind == "pairs" and single is not None:
         labelled = (
             "; method=kto trains on single replies with a label, method=reward on any text with one "
@@ -156,11 +162,17 @@ def describe_unknown(row: Mapping[str, Any], kind: str = "examples") -> str:
             f"preference: chosen, rejected, with prompt or without; tokenized: {', '.join(PAIR_FORMATS['tokenized'])}"
         )
     else:
-        known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KINDS[kind].items() if name != "preference")
+        known = "; ".join(
+            f"{name}: {', '.join(keys)}" for name, keys in FORMATS_BY_KIND[kind].items() if name != "preference"
+        )
     return (
         f"no known format has the keys {', '.join(map(str, row)) or '(none)'}. The formats and their keys are: "
         f"{known}. Rename the columns of the file"
-        + (", or set method=grpo, which trains on prompts" if kind == "examples" and detect(row, "prompts") else "")
+        + (
+            ", or set method=grpo, which trains on prompts"
+            if kind == "examples" and detect_format(row, "prompts")
+            else ""
+        )
     )
 
 
@@ -178,12 +190,12 @@ def refuse_single(name: str, kind: str) -> str:
 
 def require_keys(row: Mapping[str, Any], name: str, kind: str = "examples") -> None:
     """Raise UserError for a row that is not of format `name`."""
-    missing = [key for key in KINDS[kind][name] if row.get(key) is None]
+    missing = [key for key in FORMATS_BY_KIND[kind][name] if row.get(key) is None]
     if missing:
-        other = detect(row, kind)
-        if other is None and all(key in row for key in KINDS[kind][name]):
+        other = detect_format(row, kind)
+        if other is None and all(key in row for key in FORMATS_BY_KIND[kind][name]):
             raise UserError(_describe_null(missing))
-        looks = f"it looks like format {other}" if other else describe_unknown(row, kind)
+        looks = f"it looks like format {other}" if other else describe_unknown_format(row, kind)
         raise UserError(
             f"the source's format is {name}, but this row has no {' and no '.join(missing)}; {looks}. "
             "Rows of different formats belong into different files, each one of data.train.sources"
@@ -202,7 +214,7 @@ def refuse_images(row: Mapping[str, Any], what: str) -> None:
 def normalise(row: Mapping[str, Any], name: str) -> Conversation | Text | TokenizedRow:
     """Return `row` of format `name` in its one shape. Raises UserError."""
     if name == "preference":
-        raise UserError(PREFERENCES)
+        raise UserError(PREFERENCES_REFUSED)
     if name not in FORMATS:
         raise UserError(
             f"rows of format {name} have no reply to train on; give each row messages, or instruction and output"

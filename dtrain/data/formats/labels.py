@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import is_number, shown
-from dtrain.data.formats.encoder import LONG, Document, Encoder, RowEncoder
+from dtrain.data.formats.encoder import TOO_LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import LABELS, Conversation, normalise
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.text.dropped_text import DroppedText
@@ -26,7 +26,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from dtrain.data.rows.cache import Samples
 
-EMPTY = "no token"
+NO_TOKEN = "no token"
 ENDS = "to their ends"  # else a cache from before would be read, whose documents end with their last turn
 _WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # as CSV and tables have them
 
@@ -75,8 +75,8 @@ class LabelledPairEncoder(PairEncoder):
     """Encoder of pairs, each with its margin."""
 
     generates = False
-    takes_images = False
-    keeps_columns = True
+    accepts_images = False
+    stores_columns = True
     keeps_ends = True
     marks = ("pairs", "margins", ENDS)
 
@@ -84,16 +84,16 @@ class LabelledPairEncoder(PairEncoder):
         super().__init__(tokenizer, template, **limits)
         self.label = label
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, pair = {self.label.column: self.label.read(row)}, super().documents_of(row, name)
-        return pair if isinstance(pair, str) else [document.keeping(**kept) for document in pair]
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        kept, pair = {self.label.column: self.label.read(row)}, super().encode_row(row, name)
+        return pair if isinstance(pair, str) else [document.with_columns(**kept) for document in pair]
 
 
 class LabelledTextEncoder(RowEncoder):
     """Encoder of whole texts, each with its label."""
 
     generates = False
-    keeps_columns = True
+    stores_columns = True
     marks = ("labels", ENDS)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, label: Label, **limits: Any):
@@ -102,24 +102,24 @@ class LabelledTextEncoder(RowEncoder):
         self.decides = [label.classes]
         self._examples = Encoder(tokenizer, template, loss_on="all", **limits)
 
-    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        return [self._examples.content_of(self._unlabelled(row), name), self.label.read(row)]
+    def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        return [self._examples.row_content(self._unlabelled(row), name), self.label.read(row)]
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         kept = {self.label.column: self.label.read(row)}
-        sample = normalise(self.in_messages(self._unlabelled(row), name), name)
+        sample = normalise(self.as_messages(self._unlabelled(row), name), name)
         text = DroppedText()
         if isinstance(sample, Conversation):
-            ids = self.conversation(sample.messages, sample.tools)
+            ids = self.encode_conversation(sample.messages, sample.tools)
             text = self.count_text(sample.messages, sample.tools, range(len(sample.messages)))
         else:
             ids, _ = self._examples.encode(sample)
-        if self.drops(len(ids)):
-            return LONG
+        if self.is_dropped(len(ids)):
+            return TOO_LONG
         read = ids[-self.max_length :]
         if not read:
-            return EMPTY
-        return [Document(read, bytearray(b"\1" * len(read)), len(ids), text=text).keeping(**kept)]
+            return NO_TOKEN
+        return [Document(read, bytearray(b"\1" * len(read)), len(ids), text=text).with_columns(**kept)]
 
     def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row without its label, which elsewhere says whether a reply is good."""
@@ -129,28 +129,32 @@ class LabelledTextEncoder(RowEncoder):
 class LabelledEncoder(Encoder):
     """Encoder of rows of replies, whose column `label` is kept: true for a wanted reply."""
 
-    keeps_columns = True
-    takes_images = False
+    stores_columns = True
+    accepts_images = False
     marks = ("labelled",)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
         super().__init__(tokenizer, template, loss_on="completion", **limits)
         self._pairs = PairEncoder(tokenizer, template, **limits)
-        self._pairs.takes_images = False
+        self._pairs.accepts_images = False
 
-    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+    def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         if name == "preference":
-            return self._pairs.content_of(row, name)
+            return self._pairs.row_content(row, name)
         wanted, rest = read_label(row)
-        return [super().content_of(rest, name), wanted]
+        return [super().row_content(rest, name), wanted]
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         if name == "preference":
-            pair = self._pairs.documents_of(row, name)
-            return pair if isinstance(pair, str) else [pair[0].keeping(label=True), pair[1].keeping(label=False)]
+            pair = self._pairs.encode_row(row, name)
+            return (
+                pair if isinstance(pair, str) else [pair[0].with_columns(label=True), pair[1].with_columns(label=False)]
+            )
         wanted, rest = read_label(row)
-        documents = super().documents_of(rest, name)
-        return documents if isinstance(documents, str) else [document.keeping(label=wanted) for document in documents]
+        documents = super().encode_row(rest, name)
+        return (
+            documents if isinstance(documents, str) else [document.with_columns(label=wanted) for document in documents]
+        )
 
 
 def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -167,6 +171,6 @@ def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
     return wanted, {key: value for key, value in row.items() if key not in LABELS}
 
 
-def is_wanted(samples: "Samples", index: int) -> bool:
+def is_desirable(samples: "Samples", index: int) -> bool:
     """Return whether the reply of a sample of `LabelledEncoder` is wanted."""
     return samples.row(index)["columns"]["label"]

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.formats.encoder import CUT_IMAGE, LONG, USER, Document, RowEncoder
+from dtrain.data.formats.encoder import IMAGE_CUT, TOO_LONG, USER, Document, RowEncoder
 from dtrain.data.formats.formats import (
     read_integers,
     read_messages,
@@ -54,8 +54,8 @@ Message = dict[str, Any]
 # The columns of a prompt where there is no `prompt`. Beside replies alone they are never passed over.
 PROMPT_NAMES = ("conversations", "instruction", "question", "input", "query")
 Ids = list[int]
-EQUAL = "chosen and rejected are the same tokens"
-EQUAL_CUT = "chosen and rejected are the same tokens within data.max_length"
+SAME_TOKENS = "chosen and rejected are the same tokens"
+SAME_TOKENS_CUT = "chosen and rejected are the same tokens within data.max_length"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     return _chats(row, prompt, chosen, rejected)
 
 
-def shared_length(first: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(first: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the number of entries that both begin with."""
     limit = min(len(first), len(other))
     return next((at for at in range(limit) if first[at] != other[at]), limit)
@@ -207,7 +207,7 @@ def _replies_only(chosen: list[Message], rejected: list[Message]) -> bool:
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of messages that both begin with; each keeps one of its own."""
-    return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    return min(common_prefix_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
 
 
 def _check_completion(messages: list[Message], marks: list[bool | None], start: int, key: str) -> None:
@@ -229,36 +229,40 @@ class PairEncoder(RowEncoder):
     """Encoder of preferences to samples of two documents, chosen and rejected."""
 
     documents = 2
-    takes_images = True
+    accepts_images = True
     noun = "pairs"
     marks: Sequence[str] = ("pairs",)
     keeps_ends = False  # of the documents: what a template writes behind the last turn, and of what is too long
 
-    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
+    def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         pair = self._pair(row, name)
         if not isinstance(pair, ChatPair):
             return [pair.prompt, pair.chosen, pair.rejected, None]
         prompt = without_images(pair.prompt)
         return [prompt, pair.chosen, pair.rejected, pair.tools, *self.image_content(pair.prompt)]
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         pair = self._pair(row, name)
         images = self.read_images(pair.prompt) if isinstance(pair, ChatPair) else []
         whole, chosen, rejected = self.encode(pair, images)
         prompt = whole
         full = len(prompt) + len(chosen), len(prompt) + len(rejected)
-        if self.drops(max(full)):
-            return LONG
+        if self.is_dropped(max(full)):
+            return TOO_LONG
         if chosen == rejected:
             texts = self._texts(pair) if isinstance(pair, ChatPair) else []
             dropped = sum(text.dropped for text in texts)
-            return f"{EQUAL}, since the chat template leaves out {dropped} characters of them" if dropped else EQUAL
-        prompt, chosen, rejected = fit(prompt, chosen, rejected, self.max_length, self.keeps_ends)
-        kept = self.images_within(whole, images, range(len(whole) - len(prompt), len(whole)))
+            return (
+                f"{SAME_TOKENS}, since the chat template leaves out {dropped} characters of them"
+                if dropped
+                else SAME_TOKENS
+            )
+        prompt, chosen, rejected = truncate_pair(prompt, chosen, rejected, self.max_length, self.keeps_ends)
+        kept = self.images_in_range(whole, images, range(len(whole) - len(prompt), len(whole)))
         if kept is None:
-            return CUT_IMAGE
+            return IMAGE_CUT
         if chosen == rejected:
-            return EQUAL_CUT
+            return SAME_TOKENS_CUT
         texts = self._texts(pair) if isinstance(pair, ChatPair) else [DroppedText(), DroppedText()]
         documents = []
         for completion, length, text in zip((chosen, rejected), full, texts, strict=True):
@@ -277,7 +281,7 @@ class PairEncoder(RowEncoder):
         return texts
 
     def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
-        pair = normalise_pair(self.in_messages(row, name), name)
+        pair = normalise_pair(self.as_messages(row, name), name)
         if isinstance(pair, TextPair) and self.prompts_as == USER:
             raise UserError(
                 "data.prompts_as=user makes the prompt a user's message, and the row has no prompt of its own: chosen "
@@ -295,17 +299,17 @@ class PairEncoder(RowEncoder):
                 self.check_ids(ids, key)
             return pair.prompt, pair.chosen, pair.rejected
         if isinstance(pair, ChatPair):
-            prompt: Ids | None = self.tokenizer.encode(self.rendered(pair.prompt, pair.tools, True, images=images))
+            prompt: Ids | None = self.tokenizer.encode(self.render(pair.prompt, pair.tools, True, images=images))
             chosen, rejected = (
                 self._chat([*pair.prompt, *more], pair.tools, images) for more in (pair.chosen, pair.rejected)
             )
         else:
-            prompt = None if pair.prompt is None else self.text(pair.prompt, ends=False)
-            chosen, rejected = (self.text((pair.prompt or "") + text) for text in (pair.chosen, pair.rejected))
+            prompt = None if pair.prompt is None else self.encode_text(pair.prompt, ends=False)
+            chosen, rejected = (self.encode_text((pair.prompt or "") + text) for text in (pair.chosen, pair.rejected))
         limit = min(len(chosen), len(rejected)) - 1  # of chosen and rejected, each keeps a token
-        at = min(shared_length(chosen, rejected), limit)
+        at = min(common_prefix_length(chosen, rejected), limit)
         if prompt is not None:
-            at = min(at, shared_length(prompt, chosen))
+            at = min(at, common_prefix_length(prompt, chosen))
         if at < 1:
             raise UserError(
                 "the prompt has no token, so that there is nothing to predict a completion's first token from; "
@@ -316,11 +320,13 @@ class PairEncoder(RowEncoder):
 
     def _chat(self, messages: Messages, tools: Messages | None, images: "Sequence[LaidOutImage]") -> Ids:
         """Return the ids of a prompt with its completion."""
-        text = self.rendered(messages, tools, images=images)
+        text = self.render(messages, tools, images=images)
         return self.tokenizer.encode(text if self.keeps_ends else text.rstrip())
 
 
-def fit(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False) -> tuple[Ids, Ids, Ids]:
+def truncate_pair(
+    prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False
+) -> tuple[Ids, Ids, Ids]:
     """Cut the three so that the prompt (never empty) and either completion have at most `max_length` tokens.
     keeps_ends: a completion loses its beginning, not its end."""
     kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))

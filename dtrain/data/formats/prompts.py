@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import kind_of
-from dtrain.data.formats.encoder import CUT_IMAGE, LONG, Document, Encoder, RowEncoder
+from dtrain.data.formats.encoder import IMAGE_CUT, TOO_LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import (
     PROMPT_FORMATS,
     read_instruction,
@@ -58,10 +58,10 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-    continues: bool = False
+    continues_last_message: bool = False
 
     @property
-    def bare(self) -> Any:
+    def content_without_images(self) -> Any:
         """The content with bare parts in the place of images, as rewards and records have it."""
         return without_images(self.content) if self.is_chat else self.content  # type: ignore[arg-type]
 
@@ -76,14 +76,14 @@ class PromptOptions:
     none. loss_on: as `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools:
     schemas of the tools that every prompt lists. answers: whether something answers calls of the rows' own tools."""
 
-    room: int
+    max_prompt_length: int
     system: str | None = None
     loss_on: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    answers: bool = False
+    answers_row_tools: bool = False
 
     @classmethod
-    def within(cls, max_length: int, max_new_tokens: int, system: str | None, **options: Any) -> "PromptOptions":
+    def for_length(cls, max_length: int, max_new_tokens: int, system: str | None, **options: Any) -> "PromptOptions":
         """Return options with the room that a completion leaves in a sequence of `max_length`, one token at least."""
         return cls(max(1, max_length - max_new_tokens), system, **options)
 
@@ -149,17 +149,17 @@ class PromptEncoder(RowEncoder):
     it, images as bare parts; with `options.loss_on` a second document, that of `encoder.Encoder`."""
 
     noun = "prompts"
-    takes_images = True
-    keeps_columns = True
+    accepts_images = True
+    stores_columns = True
     marks = ("prompts, all columns",)
-    plain_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
+    string_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions | None, **limits: Any
     ):
         super().__init__(tokenizer, template, **limits)
         self.options = options = options or PromptOptions(self.max_length)
-        self.decides = [[options.room, options.system]]
+        self.decides = [[options.max_prompt_length, options.system]]
         if options.tools:
             learn_tool_format(template, options.tools)
             self.decides[0].append(options.tools)
@@ -170,39 +170,39 @@ class PromptEncoder(RowEncoder):
             self.decides[0].append(options.loss_on)
             self.documents = 2
 
-    def content_of(self, row: Mapping[str, Any], name: str) -> Any:
-        prompt = normalise_prompt(self.in_messages(row, name), name)
+    def row_content(self, row: Mapping[str, Any], name: str) -> Any:
+        prompt = normalise_prompt(self.as_messages(row, name), name)
         messages: Any = prompt.content if prompt.is_chat else ()
-        return [prompt.bare, prompt.tools, *self.image_content(messages)]
+        return [prompt.content_without_images, prompt.tools, *self.image_content(messages)]
 
-    def documents_of(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        prompt = normalise_prompt(self.in_messages(row, name), name, self.options.system)
+    def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
+        prompt = normalise_prompt(self.as_messages(row, name), name, self.options.system)
         if self.options.tools:
             prompt = self._with_tools(prompt)
-        has_tools = bool(self.options.tools or (self.options.answers and prompt.tools))
+        has_tools = bool(self.options.tools or (self.options.answers_row_tools and prompt.tools))
         if has_tools and not self._knows_calls:
             learn_tool_format(self._template, prompt.tools or [])
             self._knows_calls = True
         images = self.images_of(prompt)
         ids, is_dropped = self.encode(prompt, images), self.too_long == "drop"
-        if len(ids) > self.options.room and (self.too_long == "error" or (has_tools and not is_dropped)):
+        if len(ids) > self.options.max_prompt_length and (self.too_long == "error" or (has_tools and not is_dropped)):
             others = "drop, since a cut would take its tools" if has_tools else "truncate or drop"
             raise UserError(
                 f"the prompt has {len(ids)} tokens, and beside sampling.max_new_tokens there is room for "
-                f"{self.options.room} within data.max_length={self.max_length}; raise it, or set data.too_long to "
-                f"{others}"
+                f"{self.options.max_prompt_length} within data.max_length={self.max_length}; raise it, or set "
+                f"data.too_long to {others}"
             )
-        if len(ids) > self.options.room and is_dropped:
-            return LONG
+        if len(ids) > self.options.max_prompt_length and is_dropped:
+            return TOO_LONG
         try:
-            columns = json.dumps({"prompt": prompt.bare, "columns": prompt.columns}).encode()
+            columns = json.dumps({"prompt": prompt.content_without_images, "columns": prompt.columns}).encode()
         except TypeError as problem:
             raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
-        kept = ids[-self.options.room :]
-        own_images = self.images_within(ids, images, range(len(ids) - len(kept), len(ids)))
+        kept = ids[-self.options.max_prompt_length :]
+        own_images = self.images_in_range(ids, images, range(len(ids) - len(kept), len(ids)))
         if own_images is None:
-            return CUT_IMAGE
-        own = [] if self._examples is None else self._examples.documents_of(row, name)
+            return IMAGE_CUT
+        own = [] if self._examples is None else self._examples.encode_row(row, name)
         if isinstance(own, str):
             return own
         return [Document(kept, bytearray(len(kept)), len(ids), columns, own_images), *own]
@@ -226,15 +226,15 @@ class PromptEncoder(RowEncoder):
         UserError."""
         content: Any = prompt.content
         if isinstance(content, str):
-            ids = self.text(content, ends=False)
+            ids = self.encode_text(content, ends=False)
         elif content and isinstance(content[0], int):
             self.check_ids(content, "prompt_ids")
             ids = list(content)
         elif content and isinstance(content[0], Mapping):
-            if prompt.continues:
-                text = _through_tag(self.rendered(_tagged(content), prompt.tools, False, prompt.variables, images))
+            if prompt.continues_last_message:
+                text = _through_tag(self.render(_tagged(content), prompt.tools, False, prompt.variables, images))
             else:
-                text = self.rendered(content, prompt.tools, True, prompt.variables, images)
+                text = self.render(content, prompt.tools, True, prompt.variables, images)
             ids = self.tokenizer.encode(text)
             self.check_image_tokens(ids, images)
         else:

@@ -211,9 +211,9 @@ class Qwen2VLProcessor(ImageProcessor):
         return Layout(tall, wide, grid, tall * wide // side**2)
 
     def _cut(self, values: "Tensor") -> "Tensor":
-        from dtrain.data.images.tensors import merged_patches
+        from dtrain.data.images.tensors import cut_merged_patches
 
-        return merged_patches(values, self.patch_size, self.merge_size, self.temporal_patch_size)
+        return cut_merged_patches(values, self.patch_size, self.merge_size, self.temporal_patch_size)
 
     def streams(self, is_image: "Tensor", layouts: Sequence[Layout]) -> "dict[str, Tensor]":
         """Return `image_features` [S] and `rotary_ids` [S, 3], int64."""
@@ -288,9 +288,9 @@ class Gemma3Processor(ImageProcessor):
         return Layout(self.size, self.size, (1, side, side), self.count)
 
     def _cut(self, values: "Tensor") -> "Tensor":
-        from dtrain.data.images.tensors import merged_patches
+        from dtrain.data.images.tensors import cut_merged_patches
 
-        return merged_patches(values, self.patch_size, merge=1, frames=1)
+        return cut_merged_patches(values, self.patch_size, merge=1, frames=1)
 
 
 def _read_gemma3(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Processor:
@@ -354,9 +354,9 @@ class Gemma4Processor(ImageProcessor):
         return Layout(tall * side, wide * side, grid, tall * wide)
 
     def _cut(self, values: "Tensor") -> "Tensor":
-        from dtrain.data.images.tensors import patches
+        from dtrain.data.images.tensors import cut_patches
 
-        return patches(values, self.patch_size)
+        return cut_patches(values, self.patch_size)
 
 
 def _read_gemma4(files: ProcessorFiles, max_pixels: int | None) -> Gemma4Processor:

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_PIXELS = 64_000_000
-MOST_PIXELS_KEY = "data.image_most_pixels"
-MOST_ASPECT = 200  # of the longer side to the shorter, as Qwen's processors have it
+MAX_STORED_PIXELS = 64_000_000
+MAX_STORED_PIXELS_KEY = "data.image_most_pixels"
+MAX_ASPECT_RATIO = 200  # of the longer side to the shorter, as Qwen's processors have it
 ANIMATED = "an image has several frames: the first is used"
 CMYK = "a CMYK image becomes RGB without its colour profile"
 DEEP = "a grey image has more than 8 bits: values above 255 become white; save it with 8 bits to keep its shades"
@@ -71,7 +71,7 @@ _OTHER_FILES = (
     (b"%pdf", "it is a PDF; save its page as PNG"),
 )
 
-MOST_FILE_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it
+MAX_FILE_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it
 LONGEST_NAME = 80  # characters of an image's name in a message
 
 
@@ -101,13 +101,13 @@ class ImageBytes:
         """SHA-256 of the bytes, in hex: the image's identity."""
         return hashlib.sha256(self.data).hexdigest()
 
-    def header(self, most_pixels: int = MOST_PIXELS) -> ImageHeader:
+    def header(self, max_stored_pixels: int = MAX_STORED_PIXELS) -> ImageHeader:
         """Return the size of the upright image, from its header alone; see `decoding.header`."""
-        return read_image_header(self.data, self.name, most_pixels)
+        return read_image_header(self.data, self.name, max_stored_pixels)
 
-    def decode(self, most_pixels: int = MOST_PIXELS) -> "Tensor":
+    def decode(self, max_stored_pixels: int = MAX_STORED_PIXELS) -> "Tensor":
         """Return the upright image as RGB, uint8 [3, H, W]; see `decoding.decode`."""
-        return decode_image(self.data, self.name, most_pixels)
+        return decode_image(self.data, self.name, max_stored_pixels)
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def _image_of_path(path: Path, written: str, directory: Path | None) -> ImageByt
         status = full.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{name}: this is a directory or a device, not the file of an image")
-        if status.st_size > MOST_FILE_BYTES:
-            raise UserError(f"{name}: the file is larger than {MOST_FILE_BYTES >> 30} GiB; is it an image?")
+        if status.st_size > MAX_FILE_BYTES:
+            raise UserError(f"{name}: the file is larger than {MAX_FILE_BYTES >> 30} GiB; is it an image?")
         return _image_bytes(name, full.read_bytes(), full.absolute())
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         hint = "; an image in base64 begins with data:image/png;base64," if len(written) > 255 else ""
@@ -238,7 +238,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
 
 
-def read_image_header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> ImageHeader:
+def read_image_header(data: bytes, name: str, max_stored_pixels: int = MAX_STORED_PIXELS) -> ImageHeader:
     """Return an image's size after its EXIF orientation, without decoding its pixels.
 
     A PNG that has its EXIF data after its pixels is decoded, because Pillow finds that data only then.
@@ -246,25 +246,26 @@ def read_image_header(data: bytes, name: str, most_pixels: int = MOST_PIXELS) ->
     Args:
         data: The bytes of the image's file.
         name: The image's name in error messages.
-        most_pixels: The largest number of pixels that is accepted.
+        max_stored_pixels: The largest number of pixels that is accepted.
 
     Raises:
-        UserError: If the bytes are not an image, the image is larger than `most_pixels`, one side is more than 200
-            times the other, or Pillow is not installed.
+        UserError: If the bytes are not an image, the image is larger than `max_stored_pixels`, one side is more than
+            200 times the other, or Pillow is not installed.
     """
     image = _open_image(data, name)
     width, height = image.size
     if image.format == "TIFF":
         # Whether Pillow has already turned `size` depends on its release; the tags always hold the stored size.
         width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]  # type: ignore[attr-defined]
-    if width * height > most_pixels:
+    if width * height > max_stored_pixels:
         raise UserError(
             f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
-            f"{most_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MOST_PIXELS_KEY}"
+            f"{max_stored_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MAX_STORED_PIXELS_KEY}"
         )
-    if max(width, height) > MOST_ASPECT * min(width, height):
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise UserError(
-            f"{name}: the image is {width} × {height}: one side is more than {MOST_ASPECT} times the other; crop it"
+            f"{name}: the image is {width} × {height}: one side is more than {MAX_ASPECT_RATIO} times the "
+            "other; crop it"
         )
     notes = []
     with _as_user_error(name):
@@ -291,16 +292,16 @@ def verify_image(data: bytes, name: str) -> None:
         image.verify()
 
 
-def decode_image(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Tensor":
+def decode_image(data: bytes, name: str, max_stored_pixels: int = MAX_STORED_PIXELS) -> "Tensor":
     """Return the upright image as RGB, uint8 [3, H, W], of the height and width that `read_image_header` returns."""
     import torch
 
-    rgb = upright_image(data, name, most_pixels)
+    rgb = upright_image(data, name, max_stored_pixels)
     values = bytearray(rgb.tobytes())
     return torch.frombuffer(values, dtype=torch.uint8).view(rgb.height, rgb.width, 3).permute(2, 0, 1).contiguous()
 
 
-def upright_image(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Image":
+def upright_image(data: bytes, name: str, max_stored_pixels: int = MAX_STORED_PIXELS) -> "Image":
     """Return the image in RGB, turned by its EXIF orientation.
 
     The first frame of an animation is used, and transparent pixels are placed on white. Other modes are converted as
@@ -309,7 +310,7 @@ def upright_image(data: bytes, name: str, most_pixels: int = MOST_PIXELS) -> "Im
     Raises:
         UserError: As `read_image_header`, and if the file is cut short or damaged.
     """
-    height, width, _ = read_image_header(data, name, most_pixels)
+    height, width, _ = read_image_header(data, name, max_stored_pixels)
     image = _open_image(data, name)
     from PIL import ImageOps
 

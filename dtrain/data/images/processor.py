@@ -74,13 +74,13 @@ class ImageProcessor:
     def pixels(self, image: "Tensor") -> "Tensor":
         """Return what the tower reads of `image`, uint8 [3, H, W]: float32 [patches, values], in transformers' order.
         Gemma 3's patches are cut from its processor's square image row after row, the channels first in each."""
-        from dtrain.data.images.tensors import normalised, rescaled, resized
+        from dtrain.data.images.tensors import normalise_pixels, rescale, resize
 
         height, width = self.layout(*image.shape[1:])[:2]
-        small = resized(image, height, width, self.resample)
+        small = resize(image, height, width, self.resample)
         if self.mean is None or self.std is None:
-            return self._cut(rescaled(small, self.rescale_factor))
-        return self._cut(normalised(small, self.rescale_factor, self.mean, self.std))
+            return self._cut(rescale(small, self.rescale_factor))
+        return self._cut(normalise_pixels(small, self.rescale_factor, self.mean, self.std))
 
     def _cut(self, values: "Tensor") -> "Tensor":
         raise NotImplementedError

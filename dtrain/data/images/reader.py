@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.images.families import read_processor
-from dtrain.data.images.files import MOST_PIXELS, ImageBytes, ImageRecord, read_image, verify_image
+from dtrain.data.images.files import MAX_STORED_PIXELS, ImageBytes, ImageRecord, read_image, verify_image
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ class ExpandedText:
     ends: Sequence[int]
     shifts: Sequence[int]
 
-    def place(self, position: int) -> int:
+    def map_position(self, position: int) -> int:
         """Return where the character at `position` of the rendered text stands now."""
         return position + self.shifts[bisect_right(self.ends, position)]
 
@@ -64,7 +64,7 @@ class ExpandedText:
 class ImageReader:
     """Reader of images for the model whose files are in `model`.
 
-    most_pixels     of an image as it is stored; more are refused before anything is decoded
+    max_stored_pixels     of an image as it is stored; more are refused before anything is decoded
     max_pixels      of an image as the tower takes it, below the processor's own bound; None: the processor's
     cache_dir       where images behind URLs are copied to; None: URLs are refused
     """
@@ -73,7 +73,7 @@ class ImageReader:
     model: Path
     _: KW_ONLY
     max_pixels: int | None = None
-    most_pixels: int = MOST_PIXELS
+    max_stored_pixels: int = MAX_STORED_PIXELS
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class ImageReader:
     def lay_out(self, value: Any, directory: Path | None) -> LaidOutImage:
         """Return an image, as of `read_image`, with its layout by its header. Raises UserError, for a torn one too."""
         processor, image = self.processor, read_image(value, directory, self.cache_dir)
-        height, width, notes = image.header(self.most_pixels)
+        height, width, notes = image.header(self.max_stored_pixels)
         verify_image(image.data, image.name)
         return LaidOutImage(image, processor.layout(height, width), notes)
 
@@ -138,13 +138,13 @@ class ImageReader:
         expanded = "".join(part for pair in zip(pieces, [*expansions, ""], strict=True) for part in pair)
         return ExpandedText(expanded, ends, shifts)
 
-    def places(self, ids: Sequence[int]) -> list[int]:
+    def image_positions(self, ids: Sequence[int]) -> list[int]:
         """Return the places of image tokens."""
         return [place for place, token in enumerate(ids) if token == self.token_id]
 
-    def stand_together(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> bool:
+    def are_contiguous(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> bool:
         """Return whether the image tokens of `ids` are as many as the images have, each image's in a row."""
-        places, start = self.places(ids), 0
+        places, start = self.image_positions(ids), 0
         for image in images:
             own = places[start : start + image.layout.tokens]
             if len(own) < image.layout.tokens or own[-1] - own[0] != len(own) - 1:
@@ -152,9 +152,9 @@ class ImageReader:
             start += len(own)
         return start == len(places)
 
-    def check_count(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> None:
+    def check_token_count(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> None:
         """Raise UserError where `ids` hold another number of image tokens than the images have."""
-        count, expected = len(self.places(ids)), sum(image.layout.tokens for image in images)
+        count, expected = len(self.image_positions(ids)), sum(image.layout.tokens for image in images)
         if count != expected:
             raise UserError(
                 f"the row has {count} image tokens ({self.processor.tokens.token}), and its images are {expected}: "
@@ -172,7 +172,7 @@ class ImageReader:
                     f"{image.image.name}: the image has {image.layout.tokens} tokens, and data.max_length is "
                     f"{max_length}: raise it, or make images smaller with data.image_max_pixels"
                 )
-        places, ends = self.places(ids), [*accumulate((image.layout.tokens for image in images), initial=0)]
+        places, ends = self.image_positions(ids), [*accumulate((image.layout.tokens for image in images), initial=0)]
         first, last = bisect_left(places, kept.start), bisect_left(places, kept.stop)
         return images[ends.index(first) : ends.index(last)] if first in ends and last in ends else None
 
@@ -183,9 +183,11 @@ class ImageReader:
 
     def pixels(self, image: ImageBytes) -> "Tensor":
         """Return the decoded image as the tower takes it, float32 [patches, values]."""
-        return self.processor.pixels(image.decode(self.most_pixels))
+        return self.processor.pixels(image.decode(self.max_stored_pixels))
 
-    def rows_of(self, rows: "Sequence[Sequence[tuple[Tensor, Sequence[ImageRecord]]]]") -> "list[dict[str, Tensor]]":
+    def image_streams_of_rows(
+        self, rows: "Sequence[Sequence[tuple[Tensor, Sequence[ImageRecord]]]]"
+    ) -> "list[dict[str, Tensor]]":
         """Return what the model reads beside the ids of rows, each of documents (ids [s], images) one behind the other:
         the streams of `ImageProcessor.streams`, features counted through the row; `pixels` float32 [P, values], `grids`
         int64 [images, 3] and `image_keys` int64 [images], equal for equal images.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 
-def resized(image: Tensor, height: int, width: int, mode: str) -> Tensor:
+def resize(image: Tensor, height: int, width: int, mode: str) -> Tensor:
     """Return an image, uint8 [3, H, W], resized to uint8 [3, height, width].
 
     mode: bilinear or bicubic, both antialiased and rounded to whole values, as torchvision's `resize` has them on CPUs
@@ -22,12 +22,12 @@ def resized(image: Tensor, height: int, width: int, mode: str) -> Tensor:
     return interpolate(image.unsqueeze(0), (height, width), mode=mode, antialias=True).squeeze(0)  # [3, height, width]
 
 
-def rescaled(image: Tensor, factor: float) -> Tensor:
+def rescale(image: Tensor, factor: float) -> Tensor:
     """Return `image`, uint8 [3, H, W], times `factor`, float32 [3, H, W]."""
     return image.to(torch.float32).mul_(factor)
 
 
-def normalised(image: Tensor, factor: float, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def normalise_pixels(image: Tensor, factor: float, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return (`image` · factor − mean) ÷ std, float32 [3, H, W], of an `image`, uint8 [3, H, W], and a mean and std for
     each channel. As in transformers the factor divides mean and std instead, so that the values are rounded twice."""
     scale = 1.0 / factor
@@ -36,14 +36,14 @@ def normalised(image: Tensor, factor: float, mean: Sequence[float], std: Sequenc
     return image.to(torch.float32).sub_(shift.view(3, 1, 1)).div_(spread.view(3, 1, 1))
 
 
-def patches(image: Tensor, size: int) -> Tensor:
+def cut_patches(image: Tensor, size: int) -> Tensor:
     """Return the patches of an image, [3, H, W], row after row: [H/size · W/size, size · size · 3], channels last."""
     rows, columns = image.shape[1] // size, image.shape[2] // size
     cut = image.reshape(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)  # [rows, columns, size, size, 3]
     return cut.reshape(rows * columns, -1)
 
 
-def merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Tensor:
+def cut_merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Tensor:
     """Return the patches of an image, [3, H, W], those that merge into one token side by side.
 
     The result is [H/size · W/size, 3 · frames · size · size]: squares of merge × merge patches row after row, the

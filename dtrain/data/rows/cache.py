@@ -49,7 +49,7 @@ from dtrain.base.json_files import OWN, digest, read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranges import plural
 from dtrain.base.ranks import Ranks, digests, files_as_seen
-from dtrain.data.formats.encoder import TOO_LONG, EncodedChunk, RowEncoder
+from dtrain.data.formats.encoder import TOO_LONG_REASONS, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
 from dtrain.data.text.dropped_text import DroppedText, describe_dropped_text
 
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 META = "meta.json"
 VERSION = 10
-SMALL = 2 << 20  # bytes of data below which starting processes costs more than they save
-NAMED = 20  # rows left out that messages name; left_out.txt has all
+MIN_PARALLEL_BYTES = 2 << 20  # bytes of data below which starting processes costs more than they save
+MAX_LISTED_ROWS = 20  # rows left out that messages name; left_out.txt has all
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
 COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
 COUNTS += ["escaped", "kept", "images_too_long"]
@@ -72,7 +72,7 @@ COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceSamples:
     """A source's samples, `first` and `count` of them, and the times that each appears in an epoch."""
 
     first: int
@@ -130,7 +130,7 @@ class Samples:
         self.documents_per_sample: int = self.meta["documents_per_sample"]
         counts = self.meta["per_source"]
         starts = accumulate(counts[:-1], initial=0)
-        self.shares = tuple(Share(*share) for share in zip(starts, counts, self.weights, strict=True))
+        self.sources = tuple(SourceSamples(*share) for share in zip(starts, counts, self.weights, strict=True))
         self.fingerprint = digest(self.meta["fingerprint"], self.weights, self.documents_per_sample)[:16]
 
     def _mapped(self, kinds: Mapping[str, torch.dtype]) -> list[Tensor]:
@@ -197,10 +197,10 @@ class Samples:
 
     def images(self, index: int) -> "list[list[ImageRecord]]":
         """Return the images of each document of a sample, in the order of their tokens."""
-        from dtrain.data.rows.image_cache import images_of  # rows of text alone load nothing of images
+        from dtrain.data.rows.image_cache import read_image_records  # rows of text alone load nothing of images
 
         first = index * self.documents_per_sample
-        return images_of(self._images, first, self.documents_per_sample, self.origin(index))
+        return read_image_records(self._images, first, self.documents_per_sample, self.origin(index))
 
     def example_row(self) -> dict[str, Any]:
         """Return a row with every column kept of up to 256 rows, which are evenly spread over the samples."""
@@ -242,13 +242,13 @@ def open_cache(
             return Samples(Path(scratch), weights, file_digests)
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
     place = root / _key(sources, encoder, file_digests)
-    for damage in drop_damaged(place, Ranks()):
+    for damage in delete_damaged_cache(place, Ranks()):
         say(f"{label}: {damage}; it is made anew")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if not is_whole(place):
+        if not is_complete(place):
             with lock(place):
-                if not is_whole(place):
+                if not is_complete(place):
                     for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
                         shutil.rmtree(rest)
                     shutil.rmtree(place, ignore_errors=True)
@@ -288,7 +288,7 @@ class _Writer:
 
     def __init__(self, directory: Path, stack: ExitStack, encoder: RowEncoder):
         self.documents = encoder.documents
-        names = [*ARRAYS, *(COLUMNS if encoder.keeps_columns else ()), *(IMAGES if encoder.images else ())]
+        names = [*ARRAYS, *(COLUMNS if encoder.stores_columns else ()), *(IMAGES if encoder.images else ())]
         self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
         self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}
         for name in self.ends:
@@ -312,7 +312,7 @@ class _Writer:
         self.hash.update(array("q", chunk.lengths).tobytes())
         self._advance("offsets.bin", chunk.lengths)
         origins = array("q")
-        for line, full in zip(chunk.lines, chunk.full, strict=True):
+        for line, full in zip(chunk.lines, chunk.full_lengths, strict=True):
             origins.extend((number, line, full))
         self.streams["origins.bin"].write(origins.tobytes())
         if "columns.bin" in self.streams:
@@ -320,32 +320,32 @@ class _Writer:
             self._advance("column_offsets.bin", map(len, chunk.columns))
         if self.images is not None:
             self.hash.update(self.images.add(chunk.images, chunk.image_notes))
-        cut = [full - length for full, length in zip(chunk.full, chunk.lengths, strict=True)]
+        cut = [full - length for full, length in zip(chunk.full_lengths, chunk.lengths, strict=True)]
         firsts = range(0, len(cut), self.documents)
         self.samples += len(firsts)
         self.counts.update(
             rows=chunk.rows,
-            others=chunk.others,
-            plain_prompts=chunk.plain_prompts,
+            others=chunk.num_other_rows,
+            plain_prompts=chunk.num_string_prompts,
             escaped=len(chunk.escaped),
             kept=len(chunk.kept),
-            images_too_long=chunk.images_too_long,
+            images_too_long=chunk.num_image_rows_too_long,
             trained_tokens=chunk.trained.count(1),
             tokens_cut=sum(cut),
             truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
             text_characters=chunk.text.characters,
             dropped_characters=chunk.text.dropped,
-            dropping_rows=len(chunk.dropping),
+            dropping_rows=len(chunk.dropping_rows),
         )
         for kind, written in (("escaped", chunk.escaped), ("kept", chunk.kept)):
             if written and kind not in self.special_tokens:
                 self.special_tokens[kind] = (file, *written[0])
-        if chunk.dropping and self.dropped_example is None:
-            self.dropped_example = [file, *chunk.dropping[0]]
+        if chunk.dropping_rows and self.dropped_example is None:
+            self.dropped_example = [file, *chunk.dropping_rows[0]]
         for line, reason in chunk.left_out:
-            self.counts["too_long" if reason in TOO_LONG else "untrained"] += 1
+            self.counts["too_long" if reason in TOO_LONG_REASONS else "untrained"] += 1
             self.list.write(f"{file}:{line}: {reason}\n")
-            if len(self.named) < NAMED:
+            if len(self.named) < MAX_LISTED_ROWS:
                 self.named.append([file, line, reason])
 
     def _write(self, name: str, content: bytes) -> None:
@@ -363,14 +363,14 @@ class _Writer:
 def _build(
     directory: Path, sources: Sequence[Source], encoder: RowEncoder, num_workers: int | None, progress: bool, label: str
 ) -> dict[str, Any]:
-    encoder = with_bound(sources, encoder)
+    encoder = with_split_threshold(sources, encoder)
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
     size = sum(file.stat().st_size for _, file in files)
     per_source = [0] * len(sources)
     with ExitStack() as stack:
         writer = _Writer(directory, stack, encoder)
         encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
-        if size > SMALL and (workers := num_workers or num_cores()) > 1:
+        if size > MIN_PARALLEL_BYTES and (workers := num_workers or num_cores()) > 1:
             from dtrain.data.rows.pool import Pool
 
             encode = stack.enter_context(Pool(encoder, workers)).encode
@@ -421,25 +421,25 @@ def _build(
     }
 
 
-def with_bound(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
+def with_split_threshold(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
     """Return `encoder`, or a copy that knows which rows are validated where `data.val` is a number of rows.
 
     The validation rows are those that draw the smallest numbers. Finding them takes one more reading of all rows, but
     only while a cache is made. Raises UserError for a row that is wrong.
     """
-    part = encoder.part
-    if part is None or part.bound is not None:
+    part = encoder.split
+    if part is None or part.threshold is not None:
         return encoder
     draws = (
         draw
         for source in sources
         for file, name in zip(source.files, source.formats, strict=True)
         for chunk in read_chunks(file)
-        for draw in encoder.draws_of(chunk, name, source.columns)
+        for draw in encoder.split_numbers(chunk, name, source.columns)
     )
     smallest = heapq.nsmallest(int(part.size), draws)
     encoder = copy.copy(encoder)
-    encoder.part = part._replace(bound=math.nextafter(smallest[-1], 2.0) if smallest else 0.0)
+    encoder.split = part._replace(threshold=math.nextafter(smallest[-1], 2.0) if smallest else 0.0)
     return encoder
 
 
@@ -447,11 +447,11 @@ def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: s
     if writer.samples:
         return
     names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
-    rows, others, part, noun = writer.counts["rows"], writer.counts["others"], encoder.part, encoder.noun
+    rows, others, part, noun = writer.counts["rows"], writer.counts["others"], encoder.split, encoder.noun
     if part is not None and others and not rows:
         raise UserError(
             f"{label}: data.val={part.size} leaves it without a row: all of the {others} in {names} fall to the other "
-            f"side. Set data.val {'higher' if part.validated else 'lower'}, or to a file of its own (data.val.path)"
+            f"side. Set data.val {'higher' if part.is_validation else 'lower'}, or to a file of its own (data.val.path)"
         )
     if not rows:
         raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
@@ -485,7 +485,7 @@ def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
     write_new(directory / META, json.dumps({**meta, "checksum": digest(meta)}, indent=1))
 
 
-def is_whole(place: Path) -> bool:
+def is_complete(place: Path) -> bool:
     """Return whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
     try:
         _read_meta(place)
@@ -494,7 +494,7 @@ def is_whole(place: Path) -> bool:
     return True
 
 
-def drop_damaged(place: Path, ranks: Ranks) -> list[str]:
+def delete_damaged_cache(place: Path, ranks: Ranks) -> list[str]:
     """Delete the cache at `place` where a file is not as it was written; return the damage, a line for each machine.
 
     Every file is read, once on each machine. Raises UserError on every rank where a damaged cache cannot be deleted.
@@ -539,9 +539,9 @@ def _damage(place: Path, ranks: Ranks) -> str | None:
         if content != actual:
             damage = damage or f"{place / name}: its content is not what was written"
     if any(ranks.every(lambda: has_images)):
-        from dtrain.data.rows.image_cache import damage_of_images
+        from dtrain.data.rows.image_cache import find_image_damage
 
-        damage = damage_of_images(place, ranks) or damage
+        damage = find_image_damage(place, ranks) or damage
     return damage
 
 

@@ -71,7 +71,9 @@ class ImageWriter:
         return self._places[digest]
 
 
-def images_of(arrays: Sequence[Tensor], first: int, count: int, origin: tuple[str, int]) -> list[list[ImageRecord]]:
+def read_image_records(
+    arrays: Sequence[Tensor], first: int, count: int, origin: tuple[str, int]
+) -> list[list[ImageRecord]]:
     """Return the images of `count` documents of a cache from `first` on, in the order of their tokens. arrays: its
     images.bin, image_offsets.bin and image_bytes.bin, memory-mapped, [n] each. origin: file and line of their row."""
     records, offsets, contents = arrays
@@ -89,7 +91,7 @@ def _record(
     return ImageRecord(name, digest, Layout(height, width, tuple(grid), tokens), path, data, origin)
 
 
-def damage_of_images(place: Path, ranks: Ranks) -> str | None:
+def find_image_damage(place: Path, ranks: Ranks) -> str | None:
     """Return why images of the cache at `place` are not those that it was made of, as this machine sees their files;
     None where they are. Collective over `ranks`, which share out the reading: two all-gathers of objects."""
     file = place / FILES

@@ -23,7 +23,7 @@ from dtrain.base.batch import IGNORE
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import key, mix
 from dtrain.base.ranks import deal
-from dtrain.data.rows.cache import Samples, Share
+from dtrain.data.rows.cache import Samples, SourceSamples
 
 if TYPE_CHECKING:
     from dtrain.data.images.reader import ImageReader
@@ -53,7 +53,7 @@ def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
     return result
 
 
-class Order:
+class EpochOrder:
     """The samples of one epoch.
 
     A source of weight w gives every sample ⌊w⌋ times, and round((w − ⌊w⌋) · count) of them once more: the next so many
@@ -61,7 +61,7 @@ class Order:
     visit ahead of another. Shuffled, all of these are permuted together; else they come source by source.
     """
 
-    def __init__(self, shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool):
+    def __init__(self, shares: Sequence[SourceSamples], *, seed: int, epoch: int, shuffle: bool):
         self.shares, self.seed, self.epoch, self.shuffle = tuple(shares), seed, epoch, shuffle
         self.total = sum(share.total for share in self.shares)
 
@@ -120,11 +120,11 @@ class Cursor(NamedTuple):
     row: int = 0
 
 
-class Placement(NamedTuple):
+class SampleGroup(NamedTuple):
     """The samples that stand together, the cursor after them, and how many epochs are then done, as a fraction."""
 
     samples: list[int]
-    after: Cursor
+    next_cursor: Cursor
     epochs: float
 
 
@@ -192,9 +192,9 @@ class Rows:
 
     def iterate(self, cursor: Cursor = Cursor()) -> Iterator[Row]:  # noqa: B008 (immutable)
         """Yield the rows from `cursor` on."""
-        return (row for placement in self.placements(cursor) for row in self.build(placement.samples))
+        return (row for placement in self.sample_groups(cursor) for row in self.build(placement.samples))
 
-    def placements(self, cursor: Cursor = Cursor()) -> Iterator[Placement]:  # noqa: B008 (immutable)
+    def sample_groups(self, cursor: Cursor = Cursor()) -> Iterator[SampleGroup]:  # noqa: B008 (immutable)
         """Yield the samples that each row from `cursor` on holds; much cheaper than the rows.
 
         Raises UserError for a cursor beyond its epoch: the data is not what it was.
@@ -217,7 +217,7 @@ class Rows:
                     last = window == windows - 1 and number == len(packed) - 1
                     after = Cursor(epoch + 1, 0) if last else Cursor(epoch, row + number + 1)
                     done = begin + (end - begin) * (number + 1) / len(packed)
-                    yield Placement(packed[number], after, epoch + done / total)
+                    yield SampleGroup(packed[number], after, epoch + done / total)
                 skip, row = 0, row + len(packed)
             if skip:
                 raise UserError(
@@ -236,15 +236,15 @@ class Rows:
         """
         documents = [document for index in samples for document in self.samples[index]]
         members = [range(len(documents))] if self.packing else [[number] for number in range(len(documents))]
-        rows = [row_of([documents[number] for number in some]) for some in members]
+        rows = [build_row([documents[number] for number in some]) for some in members]
         if self.images is None:
             return rows
         records = [images for index in samples for images in self.samples.images(index)]
         with_images = [[(documents[number][0], records[number]) for number in some] for some in members]
-        return [row | more for row, more in zip(rows, self.images.rows_of(with_images), strict=True)]
+        return [row | more for row, more in zip(rows, self.images.image_streams_of_rows(with_images), strict=True)]
 
-    def _order(self, epoch: int) -> Order:
-        return Order(self.samples.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+    def _order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self.samples.sources, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
     def _windows(self, epoch: int) -> int:
         return -(-self._order(epoch).total // WINDOW)
@@ -273,7 +273,7 @@ class Rows:
         return self._counts[epoch, window]
 
 
-def row_of(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
+def build_row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
     """Build the row of documents (ids, trained), one behind the other; see `Rows.build`."""
     input_ids = torch.cat([ids for ids, _ in documents]).to(torch.int64)  # [s]
     trained = torch.cat([mask for _, mask in documents])  # [s]
@@ -317,8 +317,8 @@ class Batches:
     A batch may span epochs; where `rows` ends, the last one may be short. With num_workers > 0 that many processes
     make rows ahead of time; the sequence is the same.
 
-    by_length: False: a rank takes placement i of the global batch with i % dp_size == dp_rank. True: for samples; the
-    ranks' placements are alike in tokens, and at most as many as before on the fullest rank.
+    balance_lengths: False: a rank takes placement i of the global batch with i % dp_size == dp_rank. True: for
+    samples; the ranks' placements are alike in tokens, and at most as many as before on the fullest rank.
     """
 
     rows: Rows
@@ -328,15 +328,15 @@ class Batches:
     dp_size: int = 1
     cursor: Cursor = Cursor()
     num_workers: int = 0
-    by_length: bool = False
+    balance_lengths: bool = False
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if self.num_workers == 0:
             yield from self._local()
             return
-        from dtrain.data.rows.workers import made_by_workers  # only where it is used: its import is slow
+        from dtrain.data.rows.workers import load_with_workers  # only where it is used: its import is slow
 
-        for rows, batch in made_by_workers(self._parts, self.num_workers):
+        for rows, batch in load_with_workers(self._parts, self.num_workers):
             yield replace(batch, rows=rows)
 
     def _parts(self, first: int, step: int) -> Iterator[tuple[list[Row], GlobalBatch]]:
@@ -344,17 +344,17 @@ class Batches:
 
     def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
         """Yield batches number first, first + step, ..."""
-        placements = self.rows.placements(self.cursor)
+        placements = self.rows.sample_groups(self.cursor)
         number = 0
         while group := list(islice(placements, self.global_batch)):
             if number % step == first:
                 mine = [placement.samples for placement in self._share(group)]
                 rows = [row for samples in mine for row in self.rows.build(samples)]
-                yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].after, group[-1].epochs)
+                yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].next_cursor, group[-1].epochs)
             number += 1
 
-    def _share(self, group: list[Placement]) -> list[Placement]:
-        if not self.by_length:
+    def _share(self, group: list[SampleGroup]) -> list[SampleGroup]:
+        if not self.balance_lengths:
             return group[self.dp_rank :: self.dp_size]
         samples = torch.tensor([placement.samples[0] for placement in group])
         most = -(-len(group) // self.dp_size)  # so that it makes no more micro-batches than fixed ones would be

@@ -15,7 +15,7 @@ Row = dict[str, Tensor]
 Made = tuple[list[Row], Any]
 
 
-def made_by_workers(batches: Callable[[int, int], Iterator[Made]], num_workers: int) -> Iterator[Made]:
+def load_with_workers(batches: Callable[[int, int], Iterator[Made]], num_workers: int) -> Iterator[Made]:
     """Yield the batches of rows, each with more beside it, that so many processes make ahead of time.
 
     batches: called with the number of a process and how many there are; yields its part of all batches, in turn.

@@ -9,7 +9,7 @@ from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import loads
 from dtrain.base.nested_columns import column_names, column_of, has_column
 from dtrain.base.ranges import nearest
-from dtrain.data.formats.formats import KINDS, LABELS, detect
+from dtrain.data.formats.formats import FORMATS_BY_KIND, LABELS, detect_format
 
 # What a format reads beside the keys by which it is known.
 _ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -25,17 +25,21 @@ _ALSO: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 _OF_LABELLED = {name: (*keys, *LABELS) for name, keys in _ALSO["examples"].items()}
-ALSO = {**_ALSO, "labelled": {**_OF_LABELLED, **_ALSO["pairs"]}}
+OPTIONAL_KEYS = {**_ALSO, "labelled": {**_OF_LABELLED, **_ALSO["pairs"]}}
 
 
-def names_of(kind: str, name: str = "auto") -> list[str]:
+def readable_columns(kind: str, name: str = "auto") -> list[str]:
     """Return our columns of a format, of `auto` those of every format, that a method on `kind` trains on."""
-    also = ALSO.get(kind, {})
-    formats = [item for item in KINDS[kind] if name in ("auto", item) and (kind, item) != ("examples", "preference")]
-    return list(dict.fromkeys(key for item in formats for key in (*KINDS[kind][item], *also.get(item, ()))))
+    also = OPTIONAL_KEYS.get(kind, {})
+    formats = [
+        item for item in FORMATS_BY_KIND[kind] if name in ("auto", item) and (kind, item) != ("examples", "preference")
+    ]
+    return list(dict.fromkeys(key for item in formats for key in (*FORMATS_BY_KIND[kind][item], *also.get(item, ()))))
 
 
-def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()) -> list[Problem]:
+def check_column_names(
+    columns: Mapping[str, str], kind: str, name: str, key: str, more: Sequence[str] = ()
+) -> list[Problem]:
     """Check the names of columns. For prompts every name is allowed, because rewards may read any column.
 
     Args:
@@ -49,7 +53,7 @@ def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Se
     for column, file_column in columns.items():
         if not file_column:
             problems.append(Problem(f"{key}.{column}", f"{key}.{column} is empty", "Name a column of the file"))
-    known = [*names_of(kind, name), *more]
+    known = [*readable_columns(kind, name), *more]
     reader = "a format" if name == "auto" else f"format {name}"
     for column in columns if kind != "prompts" else ():
         if column not in known:
@@ -60,7 +64,7 @@ def unknown(columns: Mapping[str, str], kind: str, name: str, key: str, more: Se
     return problems
 
 
-def renamed(
+def rename_columns(
     row: Mapping[str, Any], columns: Mapping[str, str], key: str | None = "data.train.columns", *, strict: bool = False
 ) -> dict[str, Any]:
     """Return `row` with our names: each of `columns` holds what the file's column holds, which loses its own name.
@@ -79,7 +83,7 @@ def renamed(
     return rest | {ours: column_of(row, theirs) for ours, theirs in columns.items() if has_column(row, theirs)}
 
 
-def lacking(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+def describe_missing_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     """Return the end of a refusal of `row`, as the file has it: those of `columns` that are missing."""
     absent = [f"{ours} is the file's {theirs}" for ours, theirs in columns.items() if not has_column(row, theirs)]
     return f" (by `columns`, {', '.join(absent)}, and this row has {', '.join(column_names(row))})" if absent else ""
@@ -92,7 +96,7 @@ _ABOUT = re.compile(r"(^|_)(u?u?id|source|category|split|lang|language|model)$",
 _NUMBERED = re.compile(r"(.+?)_?([ab12]|0)", re.IGNORECASE)  # response_a, response1
 
 
-def how_to_map(row: Mapping[str, Any], kind: str, key: str | None) -> str:
+def suggest_mapping(row: Mapping[str, Any], kind: str, key: str | None) -> str:
     """Return advice on a row of unknown format: the end of its refusal, empty if names and values suggest nothing.
 
     Args:
@@ -108,7 +112,7 @@ def how_to_map(row: Mapping[str, Any], kind: str, key: str | None) -> str:
             return f". If {column} is the list of rows: `jq -c '.{column}[]' FILE > rows.jsonl` takes it out"
     if any(re.search(r"\s\S*\s|[.?!]$", str(column)) for column in row):
         return ". If the first line is a row: a CSV file begins with the names of its columns; add prompt,completion"
-    if detect(row, "examples" if kind == "pairs" else "pairs"):
+    if detect_format(row, "examples" if kind == "pairs" else "pairs"):
         return ""
     chats = {str(column): messages for column, value in row.items() if (messages := _list_in(value))}
     texts = [

@@ -29,9 +29,9 @@ from dtrain.base.errors import UserError
 from dtrain.base.hub import is_id
 from dtrain.base.ranges import nearest
 from dtrain.data.formats import formats
-from dtrain.data.formats.formats import ENDINGS, ending_of
-from dtrain.data.sources.columns import how_to_map, lacking, renamed
-from dtrain.data.sources.hub import Pick
+from dtrain.data.formats.formats import FILE_KINDS, file_suffix
+from dtrain.data.sources.columns import describe_missing_columns, rename_columns, suggest_mapping
+from dtrain.data.sources.hub import DatasetPart
 from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def is_data_id(path: str) -> bool:
+def is_dataset_id(path: str) -> bool:
     """Return whether `path` reads as a dataset's id on the hub. A file of that name comes first."""
-    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in ENDINGS) and is_id(path)
+    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in FILE_KINDS) and is_id(path)
 
 
 def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
@@ -87,20 +87,20 @@ def source_entries(split: Any, key: str) -> list[tuple[Any, str]]:
     return [(split, key)]
 
 
-def paths_of(source: Any) -> list[str]:
+def source_paths(source: Any) -> list[str]:
     return [source.path] if isinstance(source.path, str) else source.path or []
 
 
-def absent_ids(source: Any, key: str) -> list[tuple[str, Pick]]:
+def uncached_datasets(source: Any, key: str) -> list[tuple[str, DatasetPart]]:
     """Return id and wanted part of every dataset of the hub that a source names and that is not in the cache."""
-    absent, pick, names = [], Pick.of(source), [*filter(is_data_id, paths_of(source))]
+    absent, pick, names = [], DatasetPart.of(source), [*filter(is_dataset_id, source_paths(source))]
     if not names:
         return []
     from dtrain.data.sources import hub  # files of this machine need none of it
 
     for name in names:
         with suppress(UserError):  # a split that is not there: told where the files are looked at
-            if hub.cached(name, pick, key) is None:
+            if hub.cached_files(name, pick, key) is None:
                 absent.append((name, pick))
     return absent
 
@@ -118,7 +118,7 @@ def find_files(
     listed = [paths] if isinstance(paths, str) else paths
     files = [file for path in listed for file in _files_of_path(str(path), key, source, cache_dir)]
     for file in files:
-        kind_of(file, key)
+        file_kind(file, key)
     if not files:
         raise UserError(f"{key} names no file; give a path, a glob or a list of them")
     return files
@@ -141,13 +141,13 @@ def _files_of_path(path: str, key: str, source: Any, cache_dir: str | Path | Non
         if not names:
             raise UserError(f"{key}: no file matches {path}")
         return names
-    if is_data_id(path):
+    if is_dataset_id(path):
         from dtrain.data.sources import hub
 
-        pick = Pick.of(source)
-        files = hub.cached(path, pick, key.removesuffix(".path"))
+        pick = DatasetPart.of(source)
+        files = hub.cached_files(path, pick, key.removesuffix(".path"))
         if files is None:
-            raise UserError(hub.absent(path, pick, key))
+            raise UserError(hub.describe_uncached(path, pick, key))
         return files
     parts = re.split(r"[,;\s]+", path)
     several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
@@ -163,14 +163,14 @@ def _near_file_hint(file: Path) -> str:
     return f"; did you mean {file.parent / near}?" if near else ""
 
 
-def kind_of(file: Path, key: str = "data.train.path") -> str:
+def file_kind(file: Path, key: str = "data.train.path") -> str:
     """Return json, csv or parquet, by the file's ending."""
-    ending = ending_of(file)
-    kind = ENDINGS.get(ending)
+    ending = file_suffix(file)
+    kind = FILE_KINDS.get(ending)
     if kind is None:
         table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
         raise UserError(
-            f"{key}: {file} is none of the files that dtrain reads: {', '.join(ENDINGS)}, all but the last also as "
+            f"{key}: {file} is none of the files that dtrain reads: {', '.join(FILE_KINDS)}, all but the last also as "
             ".gz; " + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
         )
     return kind
@@ -178,7 +178,7 @@ def kind_of(file: Path, key: str = "data.train.path") -> str:
 
 def read_chunks(file: Path) -> Iterator[Chunk]:
     """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
-    kind = kind_of(file)
+    kind = file_kind(file)
     if kind == "parquet":
         for chunk, is_large in read_parquet(file):
             for line, row in chunk.rows if is_large else ():
@@ -230,10 +230,10 @@ def read_rows(
     for line, raw in chunk.rows:
         parsed = parse_row(chunk.file, line, raw)
         try:
-            row = renamed(parsed, columns) if columns else parsed
+            row = rename_columns(parsed, columns) if columns else parsed
             value = read(row)
         except UserError as problem:
-            raise UserError(f"{chunk.file}:{line}: {problem}{lacking(parsed, columns)}") from problem
+            raise UserError(f"{chunk.file}:{line}: {problem}{describe_missing_columns(parsed, columns)}") from problem
         yield line, row, value
 
 
@@ -259,7 +259,7 @@ def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
     return next(rows, None)
 
 
-def formats_of(
+def detect_formats(
     files: Sequence[Path], name: str, kind: str, columns: Mapping[str, str], key: str | None
 ) -> tuple[str, ...]:
     """Return the format of each file.
@@ -275,8 +275,8 @@ def formats_of(
         UserError: If a format is unknown or not of this kind, or if there is no row.
     """
     if name == "preference" and kind in ("examples", "prompts"):
-        raise UserError(f"{files[0]}: {formats.PREFERENCES}")
-    if name != "auto" and name not in formats.KINDS[kind]:
+        raise UserError(f"{files[0]}: {formats.PREFERENCES_REFUSED}")
+    if name != "auto" and name not in formats.FORMATS_BY_KIND[kind]:
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
     if name != "auto" and not columns:
         return (name,) * len(files)
@@ -294,10 +294,12 @@ def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], 
         return None
     line, row = first
     try:
-        row = renamed(row, columns, key, strict=True) if columns else row
-        detected = formats.detect(row, kind) if name == "auto" else name
+        row = rename_columns(row, columns, key, strict=True) if columns else row
+        detected = formats.detect_format(row, kind) if name == "auto" else name
         if detected is None:
-            raise UserError(formats.describe_unknown(row, kind) + ("" if columns else how_to_map(row, kind, key)))
+            raise UserError(
+                formats.describe_unknown_format(row, kind) + ("" if columns else suggest_mapping(row, kind, key))
+            )
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem
     return detected
@@ -417,7 +419,7 @@ def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]
     line = 1
     try:
         # A spreadsheet's empty columns have empty names, which nothing reads.
-        refuse_doubled(f"{file}:1", [name for name in reader.fieldnames or () if name])
+        refuse_duplicate_names(f"{file}:1", [name for name in reader.fieldnames or () if name])
         for row in reader:
             start, line = line + 1 if reader.line_num > line else line, reader.line_num
             if None in row:
@@ -489,12 +491,12 @@ def _without_filled(value: Any, within: bool) -> Any:
 
 def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
     """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
-    refuse_doubled(str(file), [f"{parent}{field.name}" for field in fields])
+    refuse_duplicate_names(str(file), [f"{parent}{field.name}" for field in fields])
     for field in fields:
         _refuse_doubled_fields(file, _inner_fields(field), f"{parent}{field.name}.")
 
 
-def refuse_doubled(place: str, names: Sequence[str]) -> None:
+def refuse_duplicate_names(place: str, names: Sequence[str]) -> None:
     """Raise UserError where a name stands twice among the columns of a table."""
     doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
     if doubled:

@@ -22,7 +22,7 @@ import yaml
 
 from dtrain.base.errors import UserError, first_line
 from dtrain.base.hub import cached_listing, cached_snapshot, hub_errors, incomplete
-from dtrain.data.formats.formats import ENDINGS, ending_of
+from dtrain.data.formats.formats import FILE_KINDS, file_suffix
 
 # Words for the splits in names of files and folders.
 WORDS = {
@@ -37,7 +37,7 @@ _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 README = "README.md"
 
 
-class Pick(NamedTuple):
+class DatasetPart(NamedTuple):
     """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
 
     split: str = "train"
@@ -45,7 +45,7 @@ class Pick(NamedTuple):
     revision: str | None = None
 
     @classmethod
-    def of(cls, source: Any) -> "Pick":
+    def of(cls, source: Any) -> "DatasetPart":
         """Return the part that a source of the recipe names."""
         default = cls()
         split, subset, revision = (getattr(source, name, getattr(default, name)) for name in cls._fields)
@@ -92,7 +92,7 @@ def choose_files(
     if not files:
         kinds = ", ".join(sorted({PurePosixPath(path).suffix for path in listing if "." in path})) or "none"
         raise UserError(
-            f"{key}.path={name} holds no file that dtrain reads ({', '.join(ENDINGS)}; it has {kinds}); "
+            f"{key}.path={name} holds no file that dtrain reads ({', '.join(FILE_KINDS)}; it has {kinds}); "
             f"{key}.revision=refs/convert/parquet is the hub's own copy in parquet, where it has made one"
         )
     subsets = _subsets_of_card(card) or _subsets_of_folders(files)
@@ -110,7 +110,7 @@ def _is_rows(path: str) -> bool:
     """Return whether a path is a data file: neither hidden nor one of the files that describe a dataset."""
     name = PurePosixPath(path)
     is_hidden = any(part.startswith((".", "_")) for part in name.parts)
-    return ending_of(name) in ENDINGS and not is_hidden and name.name not in _NOT_ROWS
+    return file_suffix(name) in FILE_KINDS and not is_hidden and name.name not in _NOT_ROWS
 
 
 def _subsets_of_card(card: Mapping[str, Any]) -> dict[str, Subset]:
@@ -267,7 +267,7 @@ class CachedSplit:
         return [path for path in self.paths if not (self.directory / path).is_file()]
 
 
-def find_cached(name: str, pick: Pick, key: str = "data.train") -> CachedSplit | None:
+def find_cached(name: str, pick: DatasetPart, key: str = "data.train") -> CachedSplit | None:
     """Return a split as far as it is in the cache; None if no download of the dataset began. No network.
 
     Args:
@@ -282,13 +282,13 @@ def find_cached(name: str, pick: Pick, key: str = "data.train") -> CachedSplit |
     return None if directory is None else _split_in(directory, name, pick, key)
 
 
-def cached(name: str, pick: Pick, key: str = "data.train") -> list[Path] | None:
+def cached_files(name: str, pick: DatasetPart, key: str = "data.train") -> list[Path] | None:
     """Return the files of a split; None unless all are in the cache. No network. Raises as `find_cached` does."""
     split = find_cached(name, pick, key)
     return None if split is None or split.missing else split.files
 
 
-def absent(name: str, pick: Pick, key: str) -> str:
+def describe_uncached(name: str, pick: DatasetPart, key: str) -> str:
     """Return the message for a dataset that `cached` does not find. key: of the recipe."""
     command = f"dtrain download --data {name}{pick.options()}"
     if missing := _missing(name, pick, key.removesuffix(".path")):
@@ -299,7 +299,7 @@ def absent(name: str, pick: Pick, key: str) -> str:
     )
 
 
-def look(name: str, pick: Pick, key: str = "data.train") -> CachedSplit:
+def fetch_listing(name: str, pick: DatasetPart, key: str = "data.train") -> CachedSplit:
     """Download the README.md and the listing of a dataset, and return the split, whose files may be still to come.
 
     Raises:
@@ -308,12 +308,12 @@ def look(name: str, pick: Pick, key: str = "data.train") -> CachedSplit:
     return _split_in(_fetch(name, pick, key, [README], pick.revision), name, pick, key)
 
 
-def download(name: str, pick: Pick, key: str = "data.train") -> list[Path]:
+def download(name: str, pick: DatasetPart, key: str = "data.train") -> list[Path]:
     """Download the files of a split that are not in the cache, and return them all.
 
     Several processes may call this at once, because huggingface_hub locks each file. Raises as `look` does.
     """
-    split = look(name, pick, key)
+    split = fetch_listing(name, pick, key)
     patterns = [glob.escape(path) for path in split.paths]
     _fetch(name, pick, key, patterns, revision=split.directory.name)  # the same commit, even if the branch moves on
     if split.missing:
@@ -335,13 +335,13 @@ def read_card(readme: Path, name: str) -> dict[str, Any]:
         raise UserError(f"{name}: the YAML in front of its README.md is broken ({first_line(error)})") from error
 
 
-def _missing(name: str, pick: Pick, key: str) -> list[str]:
+def _missing(name: str, pick: DatasetPart, key: str) -> list[str]:
     """Return the files of a split that an interrupted download did not reach; [] if it never began."""
     split = find_cached(name, pick, key)
     return [] if split is None else split.missing
 
 
-def _fetch(name: str, pick: Pick, key: str, patterns: list[str], revision: str | None) -> Path:
+def _fetch(name: str, pick: DatasetPart, key: str, patterns: list[str], revision: str | None) -> Path:
     """Download the files of a dataset that match `patterns`, and return its directory in the cache."""
     from huggingface_hub import snapshot_download
 
@@ -350,7 +350,7 @@ def _fetch(name: str, pick: Pick, key: str, patterns: list[str], revision: str |
         return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 
-def _split_in(directory: Path, name: str, pick: Pick, key: str) -> CachedSplit:
+def _split_in(directory: Path, name: str, pick: DatasetPart, key: str) -> CachedSplit:
     readme = directory / README
     card = read_card(readme, name) if readme.is_file() else {}
     listing = cached_listing(name, "dataset", directory.name)

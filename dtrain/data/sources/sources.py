@@ -13,18 +13,18 @@ from dtrain.base.ranges import plural
 from dtrain.data.formats.encoder import (
     TEMPLATED,
     TEXT,
-    TOO_LONG,
+    TOO_LONG_REASONS,
     EncodedChunk,
-    Part,
     RowEncoder,
-    describe,
+    ValidationSplit,
+    describe_string_prompts,
     refuse_without_template,
 )
-from dtrain.data.formats.formats import FORMATS, KINDS
+from dtrain.data.formats.formats import FORMATS, FORMATS_BY_KIND
 from dtrain.data.rows.cache import Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
-from dtrain.data.sources.files import find_files, formats_of, read_chunks, source_entries
-from dtrain.data.text.dropped_text import WAY_OUT
+from dtrain.data.sources.files import detect_formats, find_files, read_chunks, source_entries
+from dtrain.data.text.dropped_text import DROPPED_TEXT_FIX
 from dtrain.data.text.replies import note_on_ending
 from dtrain.data.text.template import ChatTemplate, choose_template
 from dtrain.data.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ SPECIAL_TOKENS = {
     "kept": "have special tokens in their own text that are read as tokens (data.special_tokens=all reads them as "
     "characters where users and tools write them)",
 }
-FEWEST_PACKED = 16  # rows of a pass; with fewer, small data makes too few steps
+MIN_PACKED_ROWS = 16  # rows of a pass; with fewer, small data makes too few steps
 
 
 def open_rows(
@@ -95,7 +95,9 @@ def open_rows(
         label=f"{split} data",
         say=say,
     )
-    notes = describe(f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template)
+    notes = describe_string_prompts(
+        f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template
+    )
     if train:
         formats = {name for source in sources for name in source.formats}
         notes += notes_on_endings(encoder, formats, samples.meta["rows"], samples.meta["plain_prompts"])
@@ -110,20 +112,20 @@ def open_rows(
         epochs=epochs if train else 1,
         images=encoder.images if samples.meta["images"] else None,
     )
-    if section.packing == "auto" and not packs_by_itself(rows, kind):
+    if section.packing == "auto" and not should_pack(rows, kind):
         packed = rows.rows_in_epoch(0)
         rows = replace(rows, packing=False)
         say(f"data.packing=auto: false, since packed the data has {packed} {plural(packed, 'row')} a pass")
     return rows
 
 
-def packs_by_itself(rows: Rows, kind: str) -> bool:
+def should_pack(rows: Rows, kind: str) -> bool:
     """Return whether `data.packing=auto` packs these rows; completions to prompts always."""
-    return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= FEWEST_PACKED
+    return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= MIN_PACKED_ROWS
 
 
 @dataclass(frozen=True)
-class Look:
+class FileCheck:
     """A file of `open_rows`, to be checked before. Its methods raise UserError for the first row that is wrong."""
 
     file: Path
@@ -131,12 +133,12 @@ class Look:
     columns: Mapping[str, str]
     encoder: RowEncoder
 
-    def first(self) -> EncodedChunk | None:
+    def encode_first_rows(self) -> EncodedChunk | None:
         """Return the first rows, up to 256 of them, as they are trained on; None where the file has none."""
         chunk = next(read_chunks(self.file), None)
         return None if chunk is None else self.encoder.encode_chunk(chunk, self.format, self.columns)
 
-    def rest(self, until: float, whole: bool = False) -> int | None:
+    def check_rows(self, until: float, whole: bool = False) -> int | None:
         """Check that all rows have the shape of the format; whole: that they become samples, by the template and
         data.too_long. Returns the line before which it stopped, since the clock (time.monotonic) stood at `until`; None
         where it read all."""
@@ -148,16 +150,16 @@ class Look:
         return None
 
     @property
-    def shape_is_all(self) -> bool:
+    def only_shape_can_fail(self) -> bool:
         """Return whether rows of the right shape cannot be refused: no template writes them, and none is too long."""
         return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
 
 
-def looks(section: Any, *, cache_dir: str | Path | None = None, **options: Any) -> list[Look]:
+def open_file_checks(section: Any, *, cache_dir: str | Path | None = None, **options: Any) -> list[FileCheck]:
     """Return each file of `open_rows`, from its arguments. Raises UserError."""
     sources, encoder = _opened(section, cache_dir=section.cache_dir or cache_dir, **options)
     return [
-        Look(file, name, source.columns, encoder)
+        FileCheck(file, name, source.columns, encoder)
         for source in sources
         for file, name in zip(source.files, source.formats, strict=True)
     ]
@@ -201,7 +203,9 @@ def _opened(
     )
     if is_part:
         is_share = isinstance(section.val, float)
-        encoder.part = Part(section.val, seed, validated=not train, bound=section.val if is_share else None)
+        encoder.split = ValidationSplit(
+            section.val, seed, is_validation=not train, threshold=section.val if is_share else None
+        )
     for line in _notes_on_formats(section, template, formats, kind, label):
         tell(line)
     return sources, encoder
@@ -217,7 +221,7 @@ def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | Non
         tokenizer,
         tokenizer.directory,
         max_pixels=section.image_max_pixels,
-        most_pixels=section.image_most_pixels,
+        max_stored_pixels=section.image_most_pixels,
         cache_dir=None if cache_dir is None else Path(cache_dir).expanduser(),
     )
 
@@ -243,10 +247,10 @@ def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | 
         weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
             raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")
-        if name != "auto" and name not in {**FORMATS, **KINDS[kind]}:
-            known = ", ".join(dict.fromkeys([*FORMATS, *KINDS[kind]]))
+        if name != "auto" and name not in {**FORMATS, **FORMATS_BY_KIND[kind]}:
+            known = ", ".join(dict.fromkeys([*FORMATS, *FORMATS_BY_KIND[kind]]))
             raise UserError(f"{where}.format is {name!r}; known are auto, {known}")
-        formats = formats_of(files, name, kind, columns, f"{where}.columns")
+        formats = detect_formats(files, name, kind, columns, f"{where}.columns")
         for detected in dict.fromkeys(formats) if name == "auto" else ():
             of = [file for file, other in zip(files, formats, strict=True) if other == detected]
             more = f" and {len(of) - 1} more files" if len(of) > 1 else ""
@@ -262,7 +266,7 @@ def _notes_on_formats(
     notes = []
     if template and formats & TEMPLATED:
         notes.append(f"chat template: {template.origin}")
-        if template.writes_today:
+        if template.writes_todays_date:
             notes.append(
                 "the chat template writes today's date into each conversation; "
                 "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
@@ -273,7 +277,7 @@ def _notes_on_formats(
             f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained"
         )
     if "tokenized" in formats:
-        keys = ", ".join(KINDS[kind]["tokenized"])
+        keys = ", ".join(FORMATS_BY_KIND[kind]["tokenized"])
         what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
         notes.append(f"tokenized rows are used as they are: {what}")
     return notes
@@ -293,7 +297,7 @@ def note_on_dropped_text(samples: Samples, label: str) -> list[str]:
     """Return the note on text that the chat template leaves out, if there is any."""
     if not samples.text.dropped:
         return []
-    return [f"note: {label}: {samples.describe_dropped_text()}. To train it, {WAY_OUT}"]
+    return [f"note: {label}: {samples.describe_dropped_text()}. To train it, {DROPPED_TEXT_FIX}"]
 
 
 def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
@@ -316,10 +320,10 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
         count = f"{meta['images']:,} {plural(meta['images'], 'image')}"
         lines.append(f"{label}: {count} in {meta['image_tokens']:,} of the tokens, which are not trained")
         lines += [f"note: {label}: {note}" for note in meta["image_notes"]]
-    return [*lines, *rows_left_out(samples, label, too_long)]
+    return [*lines, *describe_left_out_rows(samples, label, too_long)]
 
 
-def rows_left_out(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
+def describe_left_out_rows(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
     """Return the lines on rows that a cache lacks or has in part, and on special tokens that rows spell."""
     meta, noun = samples.meta, samples.noun
     lines: list[str] = []
@@ -331,7 +335,9 @@ def rows_left_out(samples: Samples, label: str, too_long: str = "truncate") -> l
     if meta["images_too_long"]:
         lines.append(_images_left_out(meta, label))
     if meta["untrained"]:
-        named = [f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason not in TOO_LONG]
+        named = [
+            f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason not in TOO_LONG_REASONS
+        ]
         why = "without a trained token" if noun != "pairs" else "that teach no preference"
         lines.append(
             f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.text.template import KEPT_NULL, ChatTemplate
+from dtrain.data.text.template import NULL_CONTENT, ChatTemplate
 
 Message = Mapping[str, Any]
 NAME = "dtrain_tool"
@@ -60,7 +60,7 @@ class CallForm:
         if self.content is Content.ABSENT:
             changed.pop("content", None)
         elif self.content is Content.NULL:
-            changed["content"] = KEPT_NULL
+            changed["content"] = NULL_CONTENT
         elif self.content is Content.EMPTY:
             changed["content"] = ""
         return changed
@@ -114,8 +114,8 @@ def learn_call_form(template: ChatTemplate, kind: CallKind, before: Sequence[Mes
         text = render(form)
         if text is None or not _writes(text, probe, form):
             continue
-        # Qwen3.5's and GLM 4.5's templates loop over an absent content. The marks of `ChatTemplate.marked` would be in
-        # that loop and change the text, so that the message is not found. An empty text needs no loop.
+        # Qwen3.5's and GLM 4.5's templates loop over an absent content. The marks of `ChatTemplate.render_marked` would
+        # be in that loop and change the text, so that the message is not found. An empty text needs no loop.
         empty = CallForm(form.takes_text, Content.EMPTY)
         if not kind.content and form.content is Content.AS_READ and render(empty) == text:
             return empty

@@ -26,8 +26,8 @@ from dtrain.data.text.template import REASONING, ChatTemplate
 
 MAX_EXAMPLE = 200  # characters of an example that are stored
 MAX_SHOWN = 60  # characters of an example in a message
-WAY_OUT = "set data.chat_template to the file of a template that writes this text"
-CONFIRM = "data.allow_dropped_text"
+DROPPED_TEXT_FIX = "set data.chat_template to the file of a template that writes this text"
+ALLOW_DROPPED_TEXT_KEY = "data.allow_dropped_text"
 MARKS = range(0x105000, 0x10F000)  # private characters; none is a delimiter of template.py or of tokenizer.py
 # A mark is put in front of a word that follows white space, the end of a tag, or CJK punctuation.
 _BEGIN_OF_WORD = re.compile(r"(?<=[\s>\]。，、！？])(?=\w)")

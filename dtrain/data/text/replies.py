@@ -4,8 +4,8 @@ A reply runs from the end of the assistant's header (what the generation prompt 
 the end-of-turn token, inclusive. The white space that a template writes after that token is not part of it: the model
 stops at the token. So a model learns to write and to end its turn, and nothing that is put into its prompt for it.
 
-Search for a span. `ChatTemplate.marked` tells which characters of the whole conversation come from a message, so that
-a turn is taken as it stands there: what a template strips from earlier turns (Qwen3's thinking) is not trained.
+Search for a span. `ChatTemplate.render_marked` tells which characters of the whole conversation come from a message, so
+that a turn is taken as it stands there: what a template strips from earlier turns (Qwen3's thinking) is not trained.
 Within these characters the header is the generation prompt, or, where a turn does not begin with it (a generation
 prompt may hold an empty thinking block that earlier turns lack), the header that the template writes before a reply
 in mid-conversation, learnt from a probe. Templates whose loop cannot be marked are rendered in prefixes instead.
@@ -20,7 +20,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.data.text.call_form import QUESTION, TOOL, CallForm, CallKind, learn_call_form, why_refused
 from dtrain.data.text.dropped_text import texts_of
-from dtrain.data.text.template import ChatTemplate, Marked
+from dtrain.data.text.template import ChatTemplate, MarkedText
 from dtrain.data.text.tokenizer import Tokenizer
 
 REPLY = "dtrain replies"
@@ -81,7 +81,7 @@ class Replies:
 
         Raises UserError where the template refuses the conversation, or a span cannot be told for certain.
         """
-        marked = self.template.marked(messages, tools)
+        marked = self.template.render_marked(messages, tools)
         wanted, spans = sorted(wanted), []
         if marked.generations and wanted == [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
             spans = marked.generations
@@ -93,7 +93,7 @@ class Replies:
 
     def blocks(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
         """Return the conversation's text and the spans of messages[i], i in `wanted`, headers included."""
-        marked = self.template.marked(messages, tools)
+        marked = self.template.render_marked(messages, tools)
         return marked.text, [self._block(messages, tools, marked, index) for index in sorted(wanted)]
 
     def _probe(self, tools: Messages | None) -> Headers:
@@ -106,7 +106,7 @@ class Replies:
             prompt = None
         try:
             messages = [QUESTION, reply, QUESTION]
-            marked = self.template.marked(messages, tools)
+            marked = self.template.render_marked(messages, tools)
             start, end = self._block(messages, tools, marked, 1)
         except UserError:
             return Headers(prompt, None, None)
@@ -118,7 +118,7 @@ class Replies:
             self._call_forms[kind] = learn_call_form(self.template, kind)
         return self._call_forms[kind]
 
-    def _block(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
+    def _block(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
         """Return the span of messages[index]: by the marks, else between two prefixes of the conversation."""
         block = marked.blocks[index]
         if block is not None:
@@ -134,7 +134,7 @@ class Replies:
             raise self._unknown(index, "it rewrites earlier turns, and has no single loop over the messages")
         return len(before), len(after)
 
-    def _reply(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> Span:
+    def _reply(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
         start, end = self._block(messages, tools, marked, index)
         text = marked.text[start:end]
         headers = self.headers(tools is not None)
@@ -157,7 +157,7 @@ class Replies:
                 return start + opening, end
         return self._end_of_prompt(messages, tools, marked, index), end
 
-    def _own(self, messages: Messages, tools: Messages | None, marked: Marked, index: int, text: str) -> int:
+    def _own(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int, text: str) -> int:
         """Return the number of characters of `text`, the block of messages[index], before the answers of tools: some
         templates (Gemma 4's) write answers into the turn that called. Known by the same conversation without them."""
         behind = range(index + 1, len(messages))
@@ -165,7 +165,7 @@ class Replies:
         if after == index + 1 or any(marked.blocks[index + 1 : after]):
             return len(text)
         try:
-            without = self.template.marked([*messages[: index + 1], *messages[after:]], tools)
+            without = self.template.render_marked([*messages[: index + 1], *messages[after:]], tools)
         except UserError as problem:
             raise self._unknown(index, "it writes the answers of tools as a part of it") from problem
         block = without.blocks[index]
@@ -173,7 +173,7 @@ class Replies:
             raise self._unknown(index, "it writes the answers of tools as a part of it")
         return len(commonprefix([text, without.text[slice(*block)]]))
 
-    def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: Marked, index: int) -> int:
+    def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> int:
         """Return the end of the generation prompt of messages[index], if the conversation begins with that prompt."""
         start, end = self._block(messages, tools, marked, index)
         try:
@@ -190,7 +190,7 @@ class Replies:
             return len(prompt)
         raise self._unknown(index, "its turn begins unlike its generation prompt")
 
-    def _generated(self, marked: Marked, index: int) -> list[Span]:
+    def _generated(self, marked: MarkedText, index: int) -> list[Span]:
         block = marked.blocks[index]
         if block is None:
             raise self._unknown(index, "it has no single loop over the messages")

@@ -38,7 +38,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 NAMED = ("default", "tool_use")  # the names of templates that are chosen without being asked for
 DELIMITERS = ("\U000f1234", "\U000f4321", "\U00101234", "\U00104321")  # private use: no text has them all
-KEPT_NULL = object()  # a content that the template sees as null; null itself is left out, as transformers does
+NULL_CONTENT = object()  # a content that the template sees as null; null itself is left out, as transformers does
 PROBE = "A thought that no template has."
 SILENT = {"dtrain_round": lambda item, loop: "", "dtrain_mark": lambda kind, loop: ""}
 OPENING = (
@@ -60,7 +60,7 @@ FAILURES = (
 
 
 @dataclass
-class Marked:
+class MarkedText:
     """Text of a rendering, the characters [start, end) of each message (None: not known), and of generation blocks."""
 
     text: str
@@ -174,13 +174,13 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps([source, *others], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
-    def named_sources(self) -> dict[str, str]:
+    def sources_by_name(self) -> dict[str, str]:
         """The templates by name: `default`, and `tool_use` where conversations with tools have one of their own."""
         source, tool_source = self._sources
         return {"default": source} | ({"tool_use": tool_source} if tool_source else {})
 
     @property
-    def writes_today(self) -> bool:
+    def writes_todays_date(self) -> bool:
         return any("strftime_now" in source for source in self._sources) and "date_string" not in self.variables
 
     def render(
@@ -196,12 +196,14 @@ class ChatTemplate:
             self._prepared(messages, tools is not None), tools, add_generation_prompt, {**(variables or {}), **SILENT}
         )
 
-    def reads(self, name: str) -> bool:
+    def has_variable(self, name: str) -> bool:
         """Return whether the template knows a variable of this name that is not dtrain's to set."""
         is_own = name in (*RESERVED, *self._arguments[2]) or name in self._environment.globals
         return name.isidentifier() and not is_own and any(re.search(rf"\b{name}\b", source) for source in self._sources)
 
-    def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> Marked:
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> MarkedText:
         """Render the conversation as text, with the span of each message.
 
         A message's characters are those written in its round of the one loop over messages that writes anything in
@@ -223,13 +225,13 @@ class ChatTemplate:
 
         pieces = self._run(prepared, tools, False, {"dtrain_round": begin, "dtrain_mark": mark}).split(delimiter)
         if "".join(pieces[::2]) != text:
-            return Marked(text, [None] * len(prepared))
+            return MarkedText(text, [None] * len(prepared))
         position, events = 0, []
         for piece, payload in zip(pieces[::2], [*pieces[1::2], "end::"], strict=True):
             position += len(piece)
             kind, loop, index = payload.split(":")
             events.append((position, kind, loop, index))
-        return Marked(text, _blocks(text, events, len(prepared)), _generations(events))
+        return MarkedText(text, _blocks(text, events, len(prepared)), _generations(events))
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
         """Return messages as transformers hands them to a template: nulls left out, reasoning under each name in use,
@@ -414,7 +416,7 @@ def _named_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     prepared = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
-        if message.get("content") is KEPT_NULL:
+        if message.get("content") is NULL_CONTENT:
             message["content"] = None
         reasoning = next((message[name] for name in REASONING if name in message), None)
         if reasoning is not None:

@@ -20,8 +20,8 @@ from dtrain.data.text.template import ChatTemplate
 
 Parameters = Mapping[str, Mapping[str, Any]]  # by the name of a tool, the JSON schema of its arguments
 
-UNREAD = "unread"  # the name of a call whose name cannot be read
-FAILED = "error: "  # the beginning of a tool's answer where a call gave nothing
+UNREADABLE_NAME = "unread"  # the name of a call whose name cannot be read
+ERROR_PREFIX = "error: "  # the beginning of a tool's answer where a call gave nothing
 
 _TYPES = {"string": str, "integer": int, "number": int | float, "array": list, "object": dict, "null": type(None)}
 
@@ -42,12 +42,12 @@ class ToolCall:
 
 
 def read_calls(form: str, text: str, parameters: Parameters) -> list[ToolCall]:
-    """Read the calls in a turn's text, special tokens included, in the form of this name (a key of FORMS). Thinking
-    (<think>) calls nothing. parameters: schemas by which arguments that are written as texts are read."""
+    """Read the calls in a turn's text, special tokens included, in the form of this name (a key of CALL_READERS).
+    Thinking (<think>) calls nothing. parameters: schemas by which arguments that are written as texts are read."""
     _, closed, behind = text.rpartition("</think>")
     if not closed and text.lstrip().startswith("<think>"):
         return []
-    return FORMS[form](behind if closed else text, parameters)
+    return CALL_READERS[form](behind if closed else text, parameters)
 
 
 def _tagged_json(text: str, parameters: Parameters) -> list[ToolCall]:
@@ -76,7 +76,7 @@ def _bare_json(text: str, parameters: Parameters) -> list[ToolCall]:
         calls.append(call)
         at = re.compile(r"\s*;?\s*").match(text, at).end()  # type: ignore[union-attr]
     if not calls and is_marked:
-        return [ToolCall(UNREAD, problem="behind <|python_tag|> a JSON object must stand")]
+        return [ToolCall(UNREADABLE_NAME, problem="behind <|python_tag|> a JSON object must stand")]
     return calls
 
 
@@ -93,7 +93,7 @@ def _listed_json(text: str, parameters: Parameters) -> list[ToolCall]:
     return calls
 
 
-FORMS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyType(
+CALL_READERS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyType(
     {
         "<tool_call>{JSON}</tool_call> (Hermes, Qwen)": _tagged_json,
         "<tool_call><function=..><parameter=..> (Qwen3-Coder, Qwen3.5)": _tagged_parameters,
@@ -104,13 +104,13 @@ FORMS: Mapping[str, Callable[[str, Parameters], list[ToolCall]]] = MappingProxyT
 """Readers of the forms, by their names as messages have them."""
 
 
-def misfit(value: Any, schema: Mapping[str, Any], place: str) -> str | None:
+def find_schema_violation(value: Any, schema: Mapping[str, Any], place: str) -> str | None:
     """Return why a value does not fit a JSON schema's types, enum, items, properties and required names, or None."""
     if value is None and schema.get("nullable"):
         return None
     either = schema.get("anyOf")
     if either:
-        problems = [misfit(value, option, place) for option in either]
+        problems = [find_schema_violation(value, option, place) for option in either]
         return None if None in problems else problems[0]
     types = _listed(schema.get("type"))
     if types and not any(_is_of(value, kind) for kind in types):
@@ -129,7 +129,7 @@ def _inside(value: Any, schema: Mapping[str, Any], place: str) -> Iterator[str]:
         yield from (f"{place}.{name} is missing" for name in schema.get("required", []) if name not in value)
         parts = [(part, known.get(name, others), f"{place}.{name}") for name, part in value.items()]
     for part, inner, at in parts:
-        if isinstance(inner, Mapping) and (why := misfit(part, inner, at)) is not None:
+        if isinstance(inner, Mapping) and (why := find_schema_violation(part, inner, at)) is not None:
             yield why
 
 
@@ -158,7 +158,7 @@ def _call(value: Any, problem: str | None = None) -> ToolCall:
     """Return the call of an object with `name` and `arguments` or `parameters`; these may be a text of JSON."""
     name = value.get("name") if isinstance(value, dict) else None
     if problem or not isinstance(name, str):
-        return ToolCall(name if isinstance(name, str) else UNREAD,
+        return ToolCall(name if isinstance(name, str) else UNREADABLE_NAME,
                         problem=problem or "a call must be a JSON object with a name and arguments")  # fmt: skip
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str) and not arguments.strip():
@@ -176,7 +176,7 @@ def _call(value: Any, problem: str | None = None) -> ToolCall:
 def _of_parameters(block: str, parameters: Parameters) -> ToolCall:
     begin = re.match(r"\s*<function=([^>\n]*)>", block)
     if begin is None:
-        return ToolCall(UNREAD, problem="behind <tool_call> must stand <function=NAME>")
+        return ToolCall(UNREADABLE_NAME, problem="behind <tool_call> must stand <function=NAME>")
     name, rest = begin[1].strip(), block[begin.end() :].partition("</function>")[0]
     schemas = parameters.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
@@ -197,7 +197,9 @@ def _from_text(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     written = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())  # as Python has them
     value, problem, end = _value(written, 0)
-    return value if problem is None and end == len(written) and misfit(value, schema, "") is None else text
+    return (
+        value if problem is None and end == len(written) and find_schema_violation(value, schema, "") is None else text
+    )
 
 
 def _listed(types: str | Sequence[str] | None) -> Sequence[str]:
@@ -208,7 +210,7 @@ def _listed(types: str | Sequence[str] | None) -> Sequence[str]:
 class ToolFormat:
     """The form in which a template writes calls of tools.
 
-    form: name of the calls' reader (`tool_calls.FORMS`). is_single: the template writes one call a turn at most.
+    form: name of the calls' reader (`tool_calls.CALL_READERS`). is_single: the template writes one call a turn at most.
     thinks: the generation prompt opens the thinking. ending: text that ends a turn.
     """
 
@@ -219,7 +221,7 @@ class ToolFormat:
     thinks: bool
     ending: str
 
-    def behind_a_call(self, answers: Messages) -> str:
+    def text_after_call(self, answers: Messages) -> str:
         """Return the text behind a turn that called tools which gave these answers, messages of role tool, and others
         behind them: the end of the turn, the answers, and the generation prompt. Raises UserError as the template does.
         """
@@ -241,10 +243,10 @@ def learn_tool_format(template: ChatTemplate | None, tools: Messages) -> ToolFor
     plain = template.render([QUESTION, {"role": "assistant", "content": "0"}], tools)
     single, double = ([ToolCall(NAME, _ARGUMENTS)] * count for count in (1, 2))
     written = _behind(plain, template.render(_conversation(replies, tools, 1), tools))
-    form = next((form for form in FORMS if read_calls(form, written, _PARAMETERS) == single), None)
+    form = next((form for form in CALL_READERS if read_calls(form, written, _PARAMETERS) == single), None)
     if form is None:
         shown = written if len(written) <= 300 else f"{written[:300]}..."
-        known = ", ".join(FORMS)
+        known = ", ".join(CALL_READERS)
         raise UserError(
             f"grpo.tools: the chat template, {template.origin}, writes calls in a form that dtrain does not read: "
             f"{shown!r}. It reads {known}: name a template that writes one of these with data.chat_template"

@@ -85,7 +85,7 @@ class Observations:
 
     def _behind_a_reply(self, replies: Replies, messages: Sequence[dict[str, Any]]) -> str:
         if self._calls is not None and messages[0]["role"] == "tool":
-            return self._calls.behind_a_call(messages)
+            return self._calls.text_after_call(messages)
         reply = {"role": "assistant", "content": REPLY}
         template = replies.template
         conversation = replies.with_calls([QUESTION, reply, *messages], None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dtrain.base import orphans
 from dtrain.base.errors import UserError
-from dtrain.data.text.tool_calls import FAILED
+from dtrain.data.text.tool_calls import ERROR_PREFIX
 from dtrain.rl.tools import find_server, is_url
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class ToolServer:
                 if client is self._client:  # another thread may have connected again
                     self._is_gone = True
                 raise ServerGone(f"{self.address}: {error}") from None
-            return f"{FAILED}{error}"
+            return f"{ERROR_PREFIX}{error}"
         return _text(result)
 
     def _connect(self) -> None:
@@ -155,7 +155,7 @@ def _text(result: "CallToolResult") -> str:
     text = "\n".join(texts)
     if not texts and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
-    return f"{FAILED}{text}" if result.is_error else text
+    return f"{ERROR_PREFIX}{text}" if result.is_error else text
 
 
 def main() -> None:

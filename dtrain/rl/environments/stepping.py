@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.data.text.tool_calls import FAILED
+from dtrain.data.text.tool_calls import ERROR_PREFIX
 from dtrain.rl.environments.calls import MOST_LATE, total
 from dtrain.rl.rewards.catalog import find
 from dtrain.rl.worker import Lost, Outcome, Worker
@@ -208,4 +208,4 @@ def tool_answers(observation: Observation) -> tuple[int, int]:
     """Return the number of tools' answers in an observation, and of those that say that a call failed."""
     messages = [] if isinstance(observation, str) else observation
     answers = [str(message.get("content")) for message in messages if message["role"] == "tool"]
-    return len(answers), sum(text.startswith(FAILED) for text in answers)
+    return len(answers), sum(text.startswith(ERROR_PREFIX) for text in answers)

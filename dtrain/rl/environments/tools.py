@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import nearest
-from dtrain.data.text.tool_calls import FAILED, UNREAD, Parameters, ToolCall, misfit, read_calls
+from dtrain.data.text.tool_calls import (
+    ERROR_PREFIX,
+    UNREADABLE_NAME,
+    Parameters,
+    ToolCall,
+    find_schema_violation,
+    read_calls,
+)
 from dtrain.rl.tools import find_server
 from dtrain.rl.worker import attempt, shown
 
@@ -84,13 +91,13 @@ class Toolbox:
         """Return the result of a call as text: JSON where it is none; or why there is none."""
         problem = self._problem(call)
         if problem is not None:
-            return self._cut(FAILED + problem)
+            return self._cut(ERROR_PREFIX + problem)
         if call.name in self._served:
             return self._cut(self._served[call.name].answer(call.name, call.arguments))
         outcome = attempt(partial(_run, self._functions[call.name], call.arguments))
         if "value" in outcome:
             return self._cut(outcome["value"])
-        return self._cut(FAILED + (outcome.get("user") or outcome["error"].splitlines()[-1]))
+        return self._cut(ERROR_PREFIX + (outcome.get("user") or outcome["error"].splitlines()[-1]))
 
     def _problem(self, call: ToolCall) -> str | None:
         if call.problem is not None:
@@ -105,7 +112,7 @@ class Toolbox:
         other = next((name for name in call.arguments if name not in known), None)
         if other is not None:
             return f"{call.name} takes no argument {shown(other)}; it takes {', '.join(known) or 'none'}"
-        return misfit(call.arguments, self.parameters[call.name], "arguments")
+        return find_schema_violation(call.arguments, self.parameters[call.name], "arguments")
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._most:
@@ -129,7 +136,7 @@ class ToolUse:
         """Return the answers in the order of the calls, messages of role tool."""
         answers = []
         for call in self._calls:
-            name = call.name if call.name in self._box.parameters else UNREAD
+            name = call.name if call.name in self._box.parameters else UNREADABLE_NAME
             number = f"call{self._count:05}"
             answers.append({"role": "tool", "name": name, "tool_call_id": number, "content": self._box.answer(call)})
             self._count += 1

@@ -17,18 +17,18 @@ from dtrain.base.ranges import plural
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources import columns
 from dtrain.data.sources.files import (
-    absent_ids,
+    detect_formats,
+    file_kind,
     files_to_copy,
-    formats_of,
-    is_data_id,
-    kind_of,
-    paths_of,
+    is_dataset_id,
     source_entries,
+    source_paths,
+    uncached_datasets,
 )
 from dtrain.data.sources.files import find_files as find_files
-from dtrain.data.sources.hub import Pick
-from dtrain.data.sources.sources import looks, open_rows
-from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT
+from dtrain.data.sources.hub import DatasetPart
+from dtrain.data.sources.sources import open_file_checks, open_rows
+from dtrain.data.text.dropped_text import ALLOW_DROPPED_TEXT_KEY, DROPPED_TEXT_FIX
 from dtrain.methods import Method
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import DataSource, Source
@@ -82,7 +82,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
             if reason is not None:
                 format_key = f"{source_key}.format"
                 problems.append(Problem(format_key, f"{format_key}={source.format}: {reason}"))
-            problems += columns.unknown(
+            problems += columns.check_column_names(
                 source.columns, method.kind, source.format, f"{source_key}.columns", label_columns
             )
         if split.sources:
@@ -173,14 +173,14 @@ def _check_formats(inputs: RunInputs, source: Source, key: str) -> list[Problem]
     """Find the format of each file of a source by its first row. Raises UserError."""
     files, method = local_files(inputs, source, key), inputs.method
     if files and method.format_problem(source.format) is None:  # else `check_keys` reports the format
-        formats_of(files, source.format, method.kind, source.columns, f"{key}.columns")
+        detect_formats(files, source.format, method.kind, source.columns, f"{key}.columns")
     return []
 
 
 def check_hub_options(source: Source, key: str) -> list[Problem]:
     """Refuse options of datasets on the hub for a source without one."""
-    options = [option.split(" ")[0] for option in Pick.of(source).options().split(" --")[1:]]
-    if not source.path or not options or any(map(is_data_id, paths_of(source))):
+    options = [option.split(" ")[0] for option in DatasetPart.of(source).options().split(" --")[1:]]
+    if not source.path or not options or any(map(is_dataset_id, source_paths(source))):
         return []
     named = " and ".join(f"{key}.{option}" for option in options)
     text = f"{named}: only datasets of the Hugging Face hub (owner/name) have these, and {key}.path names files"
@@ -189,9 +189,9 @@ def check_hub_options(source: Source, key: str) -> list[Problem]:
 
 def local_files(inputs: RunInputs, source: Source, key: str) -> list[Path]:
     """Return the files of a source that are on this machine already. Raises UserError."""
-    if not source.path or absent_ids(source, key):  # reported by `check_keys` or `hub_files.missing_problems`
+    if not source.path or uncached_datasets(source, key):  # reported by `check_keys` or `hub_files.missing_problems`
         return []
-    paths = [path for path in paths_of(source) if not _needs_copy(inputs, path, f"{key}.path")]
+    paths = [path for path in source_paths(source) if not _needs_copy(inputs, path, f"{key}.path")]
     return find_files(paths, f"{key}.path", source, inputs.cache) if paths else []
 
 
@@ -202,7 +202,7 @@ def _needs_copy(inputs: RunInputs, path: str, key: str) -> bool:
     """
     files = files_to_copy(path, key, inputs.cache)
     for file in files:
-        kind_of(file.copy, key)
+        file_kind(file.copy, key)
     return bool(files)
 
 
@@ -229,7 +229,7 @@ def refuse_dropped_text(facts: DataFacts) -> None:
     for split, rows in facts.rows.items():
         if rows.samples.text.is_mostly_dropped:
             text = f"data.{split}: {rows.samples.describe_dropped_text()}. That is more than half"
-            fix = f"To train it, {WAY_OUT}. To train without it, set {CONFIRM}=true"
+            fix = f"To train it, {DROPPED_TEXT_FIX}. To train without it, set {ALLOW_DROPPED_TEXT_KEY}=true"
             raise RecipeError([Problem(f"data.{split}", text, fix)])
 
 
@@ -247,7 +247,7 @@ def splits(inputs: RunInputs) -> list[str]:
 
 
 def row_options(inputs: RunInputs, cache_dir: Path | None) -> dict[str, Any]:
-    """Return the arguments of `open_rows` and `looks` that follow from a recipe. Raises UserError."""
+    """Return the arguments of `open_rows` and `open_file_checks` that follow from a recipe. Raises UserError."""
     recipe, method = inputs.recipe, inputs.method
     return {
         "kind": method.kind,
@@ -324,7 +324,7 @@ def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
         return AssumedImages()
     try:
         options = row_options(inputs, None)
-        chunks = [look.first() for look in looks(inputs.recipe.data, split="train", **options)]
+        chunks = [look.encode_first_rows() for look in open_file_checks(inputs.recipe.data, split="train", **options)]
     except (OSError, UserError) as error:
         note = f"images are left out: the first rows of data.train cannot be read ({in_words(error)})"
         return AssumedImages(notes=(note,))

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dtrain.base.errors import Problem, RecipeError, UserError, problems_in
-from dtrain.data.formats.encoder import evaluated_as
-from dtrain.data.formats.formats import detect
+from dtrain.data.formats.encoder import resolve_prompts_as
+from dtrain.data.formats.formats import detect_format
 from dtrain.data.formats.prompts import normalise_prompt
 from dtrain.data.sources import columns
+from dtrain.data.sources.files import detect_formats, first_row, parse_row, read_chunks
 from dtrain.data.sources.files import find_files as find_files
-from dtrain.data.sources.files import first_row, formats_of, parse_row, read_chunks
 from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
@@ -45,7 +45,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
         if section.format in FORMATS_WITHOUT_PROMPTS:
             text = f"{key}.format={section.format} has no prompts for the model to answer"
             problems.append(Problem(f"{key}.format", text, "Use messages, question or prompt_completion"))
-        problems += columns.unknown(section.columns, "prompts", section.format, f"{key}.columns")
+        problems += columns.check_column_names(section.columns, "prompts", section.format, f"{key}.columns")
         problems += reward_problems(section.rewards, f"{key}.rewards")
         if section.samples > 1 and section.sampling.temperature == 0:
             text = f"{key}.samples={section.samples} samples the same answer N times at {key}.sampling.temperature=0"
@@ -96,7 +96,7 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
         problems.append(Problem(key, text, "Set a smaller number"))
     if not files or section.format in FORMATS_WITHOUT_PROMPTS:
         return problems
-    formats = formats_of(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
+    formats = detect_formats(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
     rewards = rewards_of(eval_set, files)
     # `check_keys` reports rewards of unknown names.
     known_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_import_path(str(reward.fn))]
@@ -110,7 +110,7 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
             continue
         line, row = first
         try:
-            kept = normalise_prompt(columns.renamed(row, section.columns), name).columns
+            kept = normalise_prompt(columns.rename_columns(row, section.columns), name).columns
         except UserError as error:
             raise UserError(f"{file}:{line}: {error}") from error
         for refusal in lacking_columns_of(known_rewards, [kept], keys):
@@ -156,8 +156,8 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
         chunk = next(read_chunks(file), None)
         for line, row in chunk.rows if chunk else ():
             try:
-                parsed = columns.renamed(parse_row(str(file), line, row), names)
-                answer = normalise_prompt(parsed, detect(parsed, "prompts") or "messages").columns.get("answer")
+                parsed = columns.rename_columns(parse_row(str(file), line, row), names)
+                answer = normalise_prompt(parsed, detect_format(parsed, "prompts") or "messages").columns.get("answer")
             except UserError:
                 continue
             accepted = answer if isinstance(answer, list) else [answer]
@@ -226,7 +226,7 @@ def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _Read
         seed=recipe.run.seed,
         pass_reward=section.pass_reward,
         system_prompt=section.system_prompt,
-        prompts_as=evaluated_as(recipe.data.prompts_as, plain_prompts, source.template),
+        prompts_as=resolve_prompts_as(recipe.data.prompts_as, plain_prompts, source.template),
         limit=section.limit,
         format=section.format,
         columns=section.columns,

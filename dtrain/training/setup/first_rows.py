@@ -13,9 +13,15 @@ from typing import Any
 
 from dtrain.base.json_files import loads
 from dtrain.base.nested_columns import example_row
-from dtrain.data.formats.encoder import EncodedChunk, describe
-from dtrain.data.sources.sources import Look, looks, note_on_dropped_text, notes_on_endings, rows_left_out
-from dtrain.data.text.dropped_text import CONFIRM, WAY_OUT, DroppedText, describe_dropped_text
+from dtrain.data.formats.encoder import EncodedChunk, describe_string_prompts
+from dtrain.data.sources.sources import (
+    FileCheck,
+    describe_left_out_rows,
+    note_on_dropped_text,
+    notes_on_endings,
+    open_file_checks,
+)
+from dtrain.data.text.dropped_text import ALLOW_DROPPED_TEXT_KEY, DROPPED_TEXT_FIX, DroppedText, describe_dropped_text
 from dtrain.training.host import DryHost
 from dtrain.training.hub_files import has_urls, to_copy
 from dtrain.training.inputs import RunInputs
@@ -41,7 +47,7 @@ class FirstRows:
         chunks: Their first rows. None for a file whose first rows are wrong, or that is empty.
     """
 
-    files: Sequence[Look]
+    files: Sequence[FileCheck]
     chunks: Sequence[EncodedChunk | None]
 
     @property
@@ -56,7 +62,7 @@ class FirstRows:
     @property
     def plain_prompts(self) -> int:
         """Number of rows whose prompt is a plain string."""
-        return sum(chunk.plain_prompts for chunk in self.read_chunks)
+        return sum(chunk.num_string_prompts for chunk in self.read_chunks)
 
     @property
     def has_images(self) -> bool:
@@ -128,8 +134,8 @@ def _is_of_data(key: str) -> bool:
 
 def _read_first_rows(inputs: RunInputs, host: DryHost, split: str, options: dict[str, Any]) -> FirstRows:
     key = f"data.{split}"
-    files = host.attempt(key, partial(looks, inputs.recipe.data, split=split, **options)) or []
-    return FirstRows(files, [host.attempt(key, look.first) for look in files])
+    files = host.attempt(key, partial(open_file_checks, inputs.recipe.data, split=split, **options)) or []
+    return FirstRows(files, [host.attempt(key, look.encode_first_rows) for look in files])
 
 
 def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows], is_small: bool) -> list[str]:
@@ -144,7 +150,7 @@ def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows]
     data = inputs.recipe.data
     notes: list[str] = []
     for split, rows in facts.rows.items():
-        notes += rows_left_out(rows.samples, f"{split} data", data.too_long)
+        notes += describe_left_out_rows(rows.samples, f"{split} data", data.too_long)
     num_rows = {}
     plain_prompts = {}
     for split, first in first_rows.items():
@@ -155,7 +161,9 @@ def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows]
             num_rows[split] = first.num_rows
             plain_prompts[split] = first.plain_prompts
         encoder = first.files[0].encoder
-        notes += describe(f"{split} data", plain_prompts[split], encoder.prompts_as, encoder.template, bool(facts.rows))
+        notes += describe_string_prompts(
+            f"{split} data", plain_prompts[split], encoder.prompts_as, encoder.template, bool(facts.rows)
+        )
     train = first_rows["train"]
     formats = {look.format for look in train.files}
     notes += notes_on_endings(train.files[0].encoder, formats, num_rows["train"], plain_prompts["train"])
@@ -176,7 +184,7 @@ def _notes_on_rows_left_out(first: FirstRows, label: str, max_length: int) -> li
         lines.append(f"{label}: {len(left_out):,} of the first {first.num_rows:,} rows are left out ({reasons})")
     num_cut = 0
     for chunk in first.read_chunks:
-        num_cut += sum(full > length for full, length in zip(chunk.full, chunk.lengths, strict=True))
+        num_cut += sum(full > length for full, length in zip(chunk.full_lengths, chunk.lengths, strict=True))
     if num_cut:
         lines.append(
             f"{label}: {num_cut:,} documents of the first {first.num_rows:,} rows are cut to "
@@ -192,14 +200,14 @@ def _notes_on_dropped_text(label: str, first: FirstRows, is_allowed: bool) -> li
     for look, chunk in zip(first.files, first.chunks, strict=True):
         if chunk is not None:
             text += chunk.text
-            dropping += [(look.file, line) for line, _ in chunk.dropping]
+            dropping += [(look.file, line) for line, _ in chunk.dropping_rows]
     if not dropping:
         return []
     rows = f"{len(dropping):,} of the first {first.num_rows:,} rows"
     file, line = dropping[0]
-    note = f"note: {label}: {describe_dropped_text(text, rows, f'{file}:{line}')}. To train it, {WAY_OUT}"
+    note = f"note: {label}: {describe_dropped_text(text, rows, f'{file}:{line}')}. To train it, {DROPPED_TEXT_FIX}"
     if text.is_mostly_dropped and not is_allowed:
-        note += f". If it is more than half of all rows' text, the run asks for {CONFIRM}=true"
+        note += f". If it is more than half of all rows' text, the run asks for {ALLOW_DROPPED_TEXT_KEY}=true"
     return [note]
 
 
@@ -208,7 +216,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
 
 
-def _check_shapes(files: Sequence[tuple[str, Look]], host: DryHost) -> list[str]:
+def _check_shapes(files: Sequence[tuple[str, FileCheck]], host: DryHost) -> list[str]:
     """Check the rows of large files for LOOK_SECONDS, an equal part of the time for each file.
 
     First the shape of all rows is checked; in the time that is left the rows are tokenised, to find rows that the
@@ -225,13 +233,13 @@ def _check_shapes(files: Sequence[tuple[str, Look]], host: DryHost) -> list[str]
         (False, "not looked at"),
         (True, "looked at without the chat template and data.too_long"),
     ):
-        wanted = [entry for entry in by_file.values() if not (is_tokenised and entry[1].shape_is_all)]
+        wanted = [entry for entry in by_file.values() if not (is_tokenised and entry[1].only_shape_can_fail)]
         wanted.sort(key=lambda entry: _size(entry[1].file))
         unread = []
         for index, (key, look) in enumerate(wanted):
             now = time.monotonic()
             share = max(0.0, end - now) / (len(wanted) - index)
-            line = host.attempt(key, partial(look.rest, now + share, is_tokenised))
+            line = host.attempt(key, partial(look.check_rows, now + share, is_tokenised))
             if line is not None:
                 unread.append(f"{key}: {look.file} from line {line} on")
         if unread:

@@ -100,7 +100,7 @@ def test_a_url_is_copied_once(tmp_path):
 def test_refusals_name_the_image(folder, value, words):
     (folder / "empty.png").touch()
     with (folder / "large.png").open("wb") as file:
-        file.truncate(files.MOST_FILE_BYTES + 1)
+        file.truncate(files.MAX_FILE_BYTES + 1)
     with pytest.raises(UserError, match=words):
         read_image(value, folder)
 
