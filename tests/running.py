@@ -60,7 +60,7 @@ def weights(recipe: Recipe, step: int | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a run's save of `step`, or of its last."""
     store = CheckpointStore(run_directory(recipe) / "checkpoints")
     step = max(store.steps()) if step is None else step
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(step).items()}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensor_specs(step).items()}
     store.load(step, tensors)
     return tensors
 

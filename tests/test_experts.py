@@ -19,7 +19,7 @@ from dtrain.parallel.experts import shard_experts
 from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.policy import Packed
-from dtrain.policy.batching import all_reduced
+from dtrain.policy.batching import all_reduce
 from dtrain.training.trainer import Trainer
 from tests.cases import run_cases
 from tests.models.oracle import VARIANTS
@@ -224,7 +224,7 @@ def replayed_on_rank(rank, recipe, world_size, batching):
         policy.init_reference_model()
         with policy.use_reference_model():
             logprobs[1, mine] = policy.logprobs(batch, batching)
-        all_reduced(logprobs, policy.mesh.dp)
+        all_reduce(logprobs, policy.mesh.dp)
         del batch["routed_experts"]
         with policy.use_reference_model():
             alone = policy.logprobs(batch, batching)

@@ -7,7 +7,7 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.policy.build import choose_trained
+from dtrain.policy.build import select_trained_parameters
 from tests.problem_lines import preflight
 from tests.running import MESHES, assert_parity, metrics, overrides_of, run, trajectory, weights
 from tests.test_parity import recipe_of
@@ -87,15 +87,15 @@ def test_a_frozen_policy_s_reference_is_a_copy_of_what_is_trained(tmp_path):
 
     model = models.build(models.read_config(write_model(tmp_path / "model")), dtype=torch.float64)
     models.init_weights(model, 0)
-    choose_trained(model, tiny_recipe(tmp_path, "train.train_only=['*norm*']"), torch.float64)
-    reference = Reference(model, Sharding(model), whole=False)
+    select_trained_parameters(model, tiny_recipe(tmp_path, "train.train_only=['*norm*']"), torch.float64)
+    reference = Reference(model, Sharding(model), copy_frozen=False)
     assert reference.tensors and all("norm" in name for name in reference.tensors)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(1.0)
-    with reference.in_place():
+    with reference.swapped_in():
         assert all(torch.equal(one, before[name]) for name, one in model.named_parameters())
     assert all(torch.equal(one, before[name] + 1) for name, one in model.named_parameters() if one.requires_grad)
 
@@ -129,7 +129,7 @@ def test_a_tied_head_is_meant_by_either_name(tmp_path):
     for tied, pattern in itertools.product((True, False), ("lm_head.weight", "model.embed_tokens.weight")):
         config = models.read_config(write_model(tmp_path / f"{tied}", tied=tied))
         model = models.build(config, dtype=torch.float32, device="meta")
-        choose_trained(model, tiny_recipe(tmp_path, f"train.freeze=[{pattern}]"), torch.bfloat16)
+        select_trained_parameters(model, tiny_recipe(tmp_path, f"train.freeze=[{pattern}]"), torch.bfloat16)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
         assert frozen == ({"lm_head.weight", "model.embed_tokens.weight"} if tied else {pattern})

@@ -219,13 +219,13 @@ def save_weights(directory: Path, seed: int = 0) -> Path:
     from safetensors.torch import save_file
 
     from dtrain import models
-    from dtrain.checkpoint.huggingface.file_rows import joints
+    from dtrain.checkpoint.huggingface.file_rows import fused_weights
 
     model = models.build(models.read_config(directory))
     models.init_weights(model, seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = {}
-    for one in joints(model, tensors):
+    for one in fused_weights(model, tensors):
         parts = [tensors[part] for part in one.parts]
         whole[one.name] = one.join(parts) if one.expert is None else parts[0][one.expert].clone()
     files = {model.checkpoint_names(name)[0]: tensor for name, tensor in whole.items()}

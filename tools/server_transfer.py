@@ -12,7 +12,7 @@ from real_servers import free_port
 from server_checks import Report, Trainer, engine_of, requests_of
 
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.policy.weights import weight_group
+from dtrain.policy.weights import join_weight_group
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.http_client import RetryableError
 from dtrain.rl.remote.publish import DirectoryPublisher, TransferPublisher
@@ -29,7 +29,7 @@ class GlooRoot:
         return None
 
     def join(self) -> None:
-        self._group = weight_group("127.0.0.1", self._port, *self._arguments, name=GROUP)
+        self._group = join_weight_group("127.0.0.1", self._port, *self._arguments, name=GROUP)
         self._group.allreduce(torch.zeros(1)).wait()
 
     def unique_id(self) -> bytes:

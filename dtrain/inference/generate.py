@@ -14,11 +14,11 @@ from dtrain.base.errors import UserError
 from dtrain.base.hardware import choose_device_type
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER, has_weights, is_adapter_directory
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.store import CheckpointStore, locate, step_of
-from dtrain.checkpoint.dcp.training_state import SCORE, model_tensors, training_tensors
-from dtrain.checkpoint.huggingface.merged import RunFacts, step_around, trained_beside
-from dtrain.checkpoint.huggingface.model_files import held_by
-from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate_step, step_of
+from dtrain.checkpoint.dcp.training_state import SCORE_WEIGHT, model_tensors, training_tensors
+from dtrain.checkpoint.huggingface.merged import RunFacts, step_of_adapter, training_precision_of_base
+from dtrain.checkpoint.huggingface.model_files import read_saved_step
+from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
 from dtrain.checkpoint.huggingface.read import candidate_names, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.peft.config import ADAPTER, base_of, read_adapter_config
@@ -182,7 +182,10 @@ def image_problem(directory: Path) -> str | None:
             return f"the weights in {files} have no whole vision tower"
         return None
     store, step, source = _step_in(directory)
-    base, is_whole = RunFacts.of(source.parent).path, training_tensors(model).keys() <= store.tensors(step).keys()
+    base, is_whole = (
+        RunFacts.from_run(source.parent).path,
+        training_tensors(model).keys() <= store.tensor_specs(step).keys(),
+    )
     if not is_whole and (base is None or not has_weights(base)):
         return f"the vision tower is not in {store.path(step)}, and there are no weights at model.path={base}"
     return None
@@ -192,7 +195,7 @@ def _whole_in(directory: Path) -> Path | None:
     """Return the directory of the model, or the adapter, that stands for `directory`; None where a step of a run
     does."""
     directory = hub.find_directory(directory)
-    directory = step_around(directory) or directory
+    directory = step_of_adapter(directory) or directory
     for candidate in (directory, directory / "export"):
         holds_model = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
         if holds_model and (candidate == directory or _is_newest(candidate)):
@@ -203,14 +206,14 @@ def _whole_in(directory: Path) -> Path | None:
 def _step_in(directory: Path) -> tuple[CheckpointStore, int, Path]:
     """Return the store and the number of a run's step, and the directory of the run's model files."""
     directory = hub.find_directory(directory)
-    directory = step_around(directory) or directory
+    directory = step_of_adapter(directory) or directory
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
         raise UserError(
             f"{directory} holds neither a model (config.json), nor an adapter ({ADAPTER_CONFIG}), nor a run "
             "(checkpoints/ or export/), nor a checkpoint"
         )
-    store, step = locate(directory, Ranks(alone=True))
+    store, step = locate_step(directory, Ranks(alone=True))
     return store, step, store.directory.parent / "model"
 
 
@@ -218,7 +221,7 @@ def _model_in(directory: Path, dtype: torch.dtype, device: torch.device, labels:
     """Return the model of a Hugging Face directory; a run's exported adapter gets its base as the run trained on it."""
     if not is_adapter_directory(directory):
         return models.from_pretrained(directory, dtype, device, labels=labels, vision=vision)
-    in_4_bits, kept = trained_beside(directory)
+    in_4_bits, kept = training_precision_of_base(directory)
     model = models.from_pretrained(directory, dtype, device, nf4=in_4_bits, labels=labels, vision=vision)
     config = read_adapter_config(directory)
     tensors = model_tensors(model).items()
@@ -245,36 +248,36 @@ def _model_of(
     store: CheckpointStore, step: int, source: Path, dtype: torch.dtype, device: torch.device, vision: bool
 ) -> CausalLM:
     """Return the model of a run's step: tensors that are not in the step are read from the run's base."""
-    sizes = store.tensors(step)
-    if SCORE in sizes:
+    sizes = store.tensor_specs(step)
+    if SCORE_WEIGHT in sizes:
         raise UserError(
             f"{store.path(step)} is of a model that rates or classifies texts, and writes none; "
             "`dtrain export` makes a directory of it, which `dtrain serve` takes"
         )
-    folder, facts = store.path(step) / ADAPTER, RunFacts.of(store.directory.parent)
+    folder, facts = store.path(step) / ADAPTER, RunFacts.from_run(store.directory.parent)
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
     model = build_with_adapters(models.read_config(source, vision=vision), adapter, dtype, "meta")
     if adapter is not None and facts.path is not None:
         whole = adapter.saved(linear_shapes(model.config))
-        hold_in_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
+        convert_to_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
     model.to_empty(device="cpu")
     model.tie_weights()
     tensors = training_tensors(model)
     held = {name: tensor for name, tensor in tensors.items() if name in sizes}
     if (facts.freezes or vision) and len(held) < len(tensors):  # a run on texts has no tower
         state = store.read_state(step)
-        read_weights(model, facts.base(state))
+        read_weights(model, facts.base_directory(state))
         if facts.freezes:
-            _round([tensor for name, tensor in tensors.items() if name not in held], facts.trained_in(state))
+            _round([tensor for name, tensor in tensors.items() if name not in held], facts.training_dtype(state))
         tensors = held
-    store.load(step, tensors, only=True, cast=tensors)
+    store.load(step, tensors, allow_extra=True, cast=tensors)
     return model.to(device)
 
 
 def _is_newest(export: Path) -> bool:
     """Return whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
     store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
-    step, held = store.latest(), held_by(export)
+    step, held = store.latest(), read_saved_step(export)
     if step is None or is_adapter_directory(export):  # whose base may be in the step alone
         return step is None
     save = store.read_state(step).get("save")

@@ -168,13 +168,13 @@ class DistillMethod(Method):
 
     def _whole(self, source: LogprobSource, index: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         student, shard, options = source.head_input, source.shard, self._options
-        total, forward, reverse = self.teacher.at_head(
+        total, forward, reverse = self.teacher.run_at_head(
             source.inputs, lambda teacher: kl_sum_from_hidden_states(student, teacher, index, shard=shard, **options)
         )
         return total, {"forward_kl": forward, "reverse_kl": reverse}
 
     def _topk(self, source: LogprobSource, index: Tensor, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-        logits, ids = self.teacher.at_head(
+        logits, ids = self.teacher.run_at_head(
             source.inputs, lambda teacher: topk_logits_from_hidden_states(teacher, k, index, shard=source.shard)
         )
         total, inside = topk_kl_sum_from_hidden_states(

@@ -46,7 +46,7 @@ from dtrain.losses.preference.losses import (
 from dtrain.losses.preference.options import LOSSES, SFT, over_the_batch, problems
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.policy import Policy
-from dtrain.policy.batching import all_reduced, gather_rows
+from dtrain.policy.batching import all_reduce, gather_rows
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import spelling
 
@@ -292,7 +292,7 @@ class DpoMethod(MethodWithReference):
                 batch["reference_logprobs"] = policy.logprobs(batch, self.micro_rows)
         chosen_tokens = torch.ones((), dtype=torch.int64)  # not read without an SFT term, nor counted
         if self.objective.sft_weight:
-            chosen_tokens = all_reduced(_labels_of_chosen(batch).sum(), policy.mesh.dp).clamp(min=1)
+            chosen_tokens = all_reduce(_labels_of_chosen(batch).sum(), policy.mesh.dp).clamp(min=1)
         if not self.objective.whole_batch:
             return batch, partial(self.loss, chosen_tokens=chosen_tokens.to(policy.device, non_blocking=True))
         return self._weighted(policy, batch, chosen_tokens)
@@ -308,13 +308,13 @@ class DpoMethod(MethodWithReference):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `Objective.measure`."""
         scores = source.logprobs(log_p2=self.section.use_weighting)  # [B, S/cp]
-        sums = PairTotals.of(source.by_document(PairTotals.streams(batch, scores.logprobs, scores.log_p2)))
+        sums = PairTotals.of(source.sum_by_document(PairTotals.streams(batch, scores.logprobs, scores.log_p2)))
         losses = self.objective.losses(sums)  # [pairs]
         total = losses.sum() * 2 / global_seqs
         if self.objective.sft_weight:
             total = total - self.objective.sft_weight * sums.plain_chosen.sum() / chosen_tokens
         measured = self.objective.measure(sums, losses)
-        return source.shared(total), {name: source.shared(value.detach()) for name, value in measured.items()}
+        return source.count_once(total), {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def _weighted(self, policy: Policy, batch: Batch, chosen_tokens: Tensor) -> tuple[Batch, Loss]:
         """The gradient as a weighted sum of log-probabilities, the weights being the derivative of the global batch's
@@ -336,11 +336,11 @@ class DpoMethod(MethodWithReference):
             weighted = source.weighted_sum(batch["token_weights"])
             # The values are those of the global batch, and each micro-batch reports a part of them, in float64: in
             # float32 the parts of 5 pairs would not add up to 5.
-            part = source.documents / global_seqs.double()
-            value = source.shared(total.to(part.device, non_blocking=True) * part)
+            part = source.num_documents / global_seqs.double()
+            value = source.count_once(total.to(part.device, non_blocking=True) * part)
             parts = {}
             for name, whole in measured.items():
-                parts[name] = source.shared(whole.to(part.device, non_blocking=True) * part)
+                parts[name] = source.count_once(whole.to(part.device, non_blocking=True) * part)
             return value + (weighted - weighted.detach()), parts
 
         return {**batch, "token_weights": weights - sft}, loss
@@ -430,7 +430,7 @@ def reference_table(
     with policy.use_reference_model():
         for start in range(0, shape[0], PAIRS_PER_BATCH):
             _score_pairs(method, policy, rows, range(start, min(start + PAIRS_PER_BATCH, shape[0])), table, ld_alpha)
-    all_reduced(table, policy.mesh.dp)  # each pair was scored by one rank
+    all_reduce(table, policy.mesh.dp)  # each pair was scored by one rank
     if policy.rank == 0:
         partial = file.with_suffix(f".{secrets.token_hex(8)}.part")  # another run may be at the same table
         content = table.numpy().tobytes()

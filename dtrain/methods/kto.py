@@ -26,7 +26,7 @@ from dtrain.data.rows.rows import GlobalBatch, Rows, build_row, pack
 from dtrain.losses.preference import formulas
 from dtrain.methods.method import MethodWithReference, RunContext
 from dtrain.policy import Policy
-from dtrain.policy.batching import all_reduced
+from dtrain.policy.batching import all_reduce
 from dtrain.policy.score import LogprobSource, Loss
 
 MAX_CHECKED_REPLIES = 256  # replies, for whether there are both kinds
@@ -162,7 +162,7 @@ class KtoMethod(MethodWithReference):
 
     def _divergence(self, policy: Policy, log_ratio: Tensor) -> Tensor:
         """The estimate of KL(p || p_ref), at least 0, a scalar; log_ratio [2], this rank's, is summed over all."""
-        total, count = all_reduced(log_ratio, policy.mesh.dp)
+        total, count = all_reduce(log_ratio, policy.mesh.dp)
         return (total / count.clamp(min=1)).clamp(min=0)
 
     def loss(
@@ -178,7 +178,7 @@ class KtoMethod(MethodWithReference):
         section = self.section
         logprobs = source.logprobs().logprobs  # [B, S/cp]
         streams = [logprobs, batch["reference_logprobs"].to(logprobs), batch["desirable"].to(logprobs)]
-        policy, reference, marks = source.by_document(torch.stack(streams))  # [replies] each
+        policy, reference, marks = source.sum_by_document(torch.stack(streams))  # [replies] each
         rewards = section.beta * (policy - reference)
         divergence = torch.as_tensor(divergence).to(rewards)
         wanted, unwanted = (marks > 0).to(rewards), (marks < 0).to(rewards)  # padding is neither
@@ -194,8 +194,8 @@ class KtoMethod(MethodWithReference):
             "kl": divergence * (wanted + unwanted).sum(),
             "loss": losses.sum(),
         }
-        total = source.shared(losses.sum() / global_seqs)
-        return total, {name: source.shared(value.detach()) for name, value in measured.items()}
+        total = source.count_once(losses.sum() / global_seqs)
+        return total, {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def validation(self, policy: Policy, rows: Rows) -> Iterator[tuple[Batch, Loss]]:
         """Yield batches with one estimate of the divergence over all of `rows`: a pass of its own."""

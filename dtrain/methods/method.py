@@ -176,7 +176,7 @@ class Method:
     leaves them as they are.
 
     state()      its numbers and words as JSON, the same on every rank
-    tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.dcp.pieces.Piece`
+    tensors()    its tensors by name: plain ones (the same on every rank), DTensors, or a `checkpoint.dcp.shards.Piece`
                  of what the ranks hold together; all ranks give the same names
     load(state)  for a resume, before the first step: takes `state()` of the save back and makes room, so that
                  `tensors()` gives tensors of the saved sizes, which are then filled in place. On another world size
@@ -483,7 +483,7 @@ class MethodWithReference(Method):
         super().after_step(policy, step)
         every = self.section.sync_every
         if every is not None and policy.reference is not None and step % every == 0:
-            policy.reference.follow(self.section.sync_mix)
+            policy.reference.update_towards_policy(self.section.sync_mix)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"has_reference": self._reference_moves}

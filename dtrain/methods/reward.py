@@ -22,7 +22,7 @@ from dtrain.data.formats.labels import Label
 from dtrain.data.rows.rows import GlobalBatch, Rows
 from dtrain.methods.method import Method, RunContext
 from dtrain.policy import Policy
-from dtrain.policy.other_models import with_targets_at_ends
+from dtrain.policy.other_models import add_targets_at_last_tokens
 from dtrain.policy.score import LogprobSource, Loss
 
 HEAD = "score"
@@ -124,7 +124,7 @@ class RewardMethod(Method):
         chosen one."""
         samples, column = self._rows[split].samples, self.label().column
         values = [value for index in rows.samples for value in self._targets(samples.row(index)["columns"][column])]
-        return with_targets_at_ends(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
+        return add_targets_at_last_tokens(super().batch(rows), torch.tensor(values, dtype=torch.float64), self._pad)
 
     def _targets(self, value: float) -> tuple[float, ...]:
         """Return the target of each document of a sample."""
@@ -132,19 +132,19 @@ class RewardMethod(Method):
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         if "targets" not in batch:  # a plan's
-            batch = with_targets_at_ends(batch, torch.zeros(documents(batch), dtype=torch.float64), self._pad)
+            batch = add_targets_at_last_tokens(batch, torch.zeros(documents(batch), dtype=torch.float64), self._pad)
         return batch, self.loss
 
     def loss(
         self, source: LogprobSource, batch: Batch, global_seqs: Tensor, global_tokens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and sums over the pairs or documents."""
-        scores, targets = source.scores(), source.by_document(batch["targets"])  # [documents, labels], [documents]
+        scores, targets = source.scores(), source.sum_by_document(batch["targets"])  # [documents, labels], [documents]
         losses, sums = self._losses(scores, targets)
         total = losses.sum() * self._documents / global_seqs
         count = torch.full((), len(losses), device=scores.device)
         measured = {"loss": losses.sum(), **sums, "count": count}
-        return source.shared(total), {name: source.shared(value.detach()) for name, value in measured.items()}
+        return source.count_once(total), {name: source.count_once(value.detach()) for name, value in measured.items()}
 
     def _losses(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """scores [documents, labels], targets [documents] -> losses [documents], and sums over them."""

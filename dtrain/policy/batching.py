@@ -1,11 +1,13 @@
 """Micro-batches of a caller's batch.
 
-At the entry (`take`) each stream is checked to be the same on every dp rank, or there is an error on all. A stream
+At the entry (`check_batch`) each stream is checked to be the same on every dp rank, or there is an error on all. A
+stream
 [n, S, ..] has a value for each token: it is cut, packed and padded with the rows. Any other [n, ..] has one for each
 row, and stays beside it. The shape decides, so a row's own vector that may be as long as the rows is given as
 [n, 1, K]. Ranks may have any number of rows, so a rank without rows learns from the others what streams there are.
 
-Then a step's rows become micro-batches (`assemble`): a number of rows each, as many as a number of tokens allows, or
+Then a step's rows become micro-batches (`build_micro_batches`): a number of rows each, as many as a number of tokens
+allows, or
 packed. What a loss sees differs only in shape: the documents, their tokens and their order stay.
 """
 
@@ -23,11 +25,11 @@ from dtrain.base.randomness import key
 from dtrain.base.ranks import Ranks
 from dtrain.data.rows.rows import pack
 
-OWN = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's
+RESERVED_STREAMS = ("document_ids", "label_index")  # names that a loss finds in its micro-batch beside the caller's
 
 
 @dataclass(frozen=True)
-class Kind:
+class StreamSpec:
     """Kind of a stream on one rank: its dtype, and its shape without n. per_token: of a row of `length` tokens."""
 
     dtype: torch.dtype
@@ -48,59 +50,59 @@ class StepRows(NamedTuple):
     """This dp rank's rows of one optimizer step.
 
     Attributes:
-        batch: Every stream of the rows, [n, S, ..], or [n, ..] for a stream in `by_row`.
-        by_row: Names of the streams that have a value for each row instead of each token.
+        batch: Every stream of the rows, [n, S, ..], or [n, ..] for a stream in `per_row`.
+        per_row: Names of the streams that have a value for each row instead of each token.
         max_rows: The largest number of rows that any dp rank has in this step.
         images: Images of the rows; None if the caller passes none.
     """
 
     batch: Batch
-    by_row: frozenset[str]
+    per_row: frozenset[str]
     max_rows: int
     images: RowImages | None
 
 
-class Taken(NamedTuple):
+class CheckedBatch(NamedTuple):
     """A complete batch (`batch.complete`), whose streams have the same names, dtypes and kinds on every dp rank.
 
     Attributes:
         batch: Every stream, [n, S, ..] or [n, ..]. Streams per token have their pad value on padding.
-        by_row: Names of the streams that have a value for each row instead of each token.
-        most_rows: The largest number of rows that any dp rank has.
-        counted: Which rows `sample_mask` includes, bool [n]; None for all.
+        per_row: Names of the streams that have a value for each row instead of each token.
+        max_rows: The largest number of rows that any dp rank has.
+        sample_mask: Which rows `sample_mask` includes, bool [n]; None for all.
         images: Images of the rows; None if the caller passes none.
     """
 
     batch: Batch
-    by_row: frozenset[str]
-    most_rows: int
-    counted: Tensor | None
+    per_row: frozenset[str]
+    max_rows: int
+    sample_mask: Tensor | None
     images: RowImages | None = None
 
-    def steps(self, rows_per_step: int | None = None) -> list[StepRows]:
+    def split_into_steps(self, rows_per_step: int | None = None) -> list[StepRows]:
         """Split the rows into optimizer steps, as many on every rank, without the rows that `sample_mask` excludes.
 
         Args:
             rows_per_step: Rows of this dp rank in one step. None makes one step of the whole batch.
         """
-        total = max(self.most_rows, 1)
+        total = max(self.max_rows, 1)
         size = rows_per_step or total
         return [self._step(start, size) for start in range(0, total, size)]
 
     def _step(self, start: int, size: int) -> StepRows:
         rows = slice(start, start + size)
-        max_rows = min(size, self.most_rows - start)
-        if self.counted is None:
+        max_rows = min(size, self.max_rows - start)
+        if self.sample_mask is None:
             batch = {name: tensor[rows] for name, tensor in self.batch.items()}
             images = None if self.images is None else self.images.of(range(len(self.images))[rows])
-            return StepRows(batch, self.by_row, max_rows, images)
-        kept = torch.arange(len(self.counted))[rows][self.counted[rows]]
+            return StepRows(batch, self.per_row, max_rows, images)
+        kept = torch.arange(len(self.sample_mask))[rows][self.sample_mask[rows]]
         batch = {name: tensor[kept] for name, tensor in self.batch.items()}
         images = None if self.images is None else self.images.of(kept.tolist())
-        return StepRows(batch, self.by_row, max_rows, images)
+        return StepRows(batch, self.per_row, max_rows, images)
 
 
-def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
+def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> CheckedBatch:
     """Return this dp rank's rows of a caller's batch, checked.
 
     Collective: an all-reduce of three integers, and where the ranks' streams are not alike an all-gather of what they
@@ -108,7 +110,7 @@ def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
     vocabulary, a stream that is no tensor or has no row for each of the ids', one that other ranks with rows lack, and
     one whose dtype or shape differs between them.
     """
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, StreamSpec] = {}
     full: Batch = {}
     problem = None
     images, batch = batch.get("images"), {name: stream for name, stream in batch.items() if name != "images"}
@@ -120,12 +122,12 @@ def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
     except ValueError as error:
         problem = str(error)
     rows = len(full["input_ids"]) if full else 0
-    most_rows, is_agreed = rows, True
+    max_rows, is_agreed = rows, True
     if dp.size() > 1:
         digest = key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
         # max(x) == -max(-x) exactly if all ranks have the same x, so one all-reduce answers both questions.
-        largest = all_reduced(torch.tensor([rows, digest, -digest]), dp, dist.ReduceOp.MAX)
-        most_rows = int(largest[0])
+        largest = all_reduce(torch.tensor([rows, digest, -digest]), dp, dist.ReduceOp.MAX)
+        max_rows = int(largest[0])
         is_agreed = bool(largest[1] == -largest[2])
     if not is_agreed:
         everyone = Ranks(dp.get_group()).every(lambda: (problem, rows, kinds))
@@ -134,19 +136,19 @@ def take(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Taken:
         raise ValueError(problem)
     for name in full.keys() - kinds.keys() - set(ROW_STREAMS):  # of a rank without rows
         del full[name]
-    by_row = frozenset(name for name, kind in kinds.items() if not kind.per_token)
+    per_row = frozenset(name for name, kind in kinds.items() if not kind.per_token)
     padding = full["seq_ids"] == PADDING_DOCUMENT
     for name, kind in kinds.items():
-        tail = kind.shape if name in by_row else (full["input_ids"].shape[1], *kind.shape[1:])
+        tail = kind.shape if name in per_row else (full["input_ids"].shape[1], *kind.shape[1:])
         stream = full[name] if rows else torch.empty((0, *tail), dtype=kind.dtype)
-        if name not in by_row and bool(padding.any()):
+        if name not in per_row and bool(padding.any()):
             stream = stream.masked_fill(padding.view(*padding.shape, *[1] * (stream.dim() - 2)), _pad_of(name))
         full[name] = stream
-    counted = batch["sample_mask"].cpu().bool() if "sample_mask" in batch else None
-    return Taken(full, by_row, most_rows, counted, images)
+    sample_mask = batch["sample_mask"].cpu().bool() if "sample_mask" in batch else None
+    return CheckedBatch(full, per_row, max_rows, sample_mask, images)
 
 
-def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
+def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, StreamSpec]:
     """Return the kind of every stream beside the rows' own. Raises ValueError."""
     ids, labels = batch["input_ids"], batch["labels"]
     for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):  # tensor parallel would take 0
@@ -160,17 +162,17 @@ def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, Kind]:
         if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided:
             kind = value.layout if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"stream {name} is a {kind}; streams are dense tensors [n, S, ..] or [n, ..]")
-        if name in OWN:
+        if name in RESERVED_STREAMS:
             raise ValueError(f"stream {name}: the name is taken, give it another")
         if value.shape[:1] != ids.shape[:1]:
             raise ValueError(
                 f"stream {name} is {list(value.shape)} beside input_ids {list(ids.shape)}: its first axis is the rows"
             )
-        kinds[name] = Kind(value.dtype, tuple(value.shape[1:]), ids.shape[1])
+        kinds[name] = StreamSpec(value.dtype, tuple(value.shape[1:]), ids.shape[1])
     return kinds
 
 
-def _resolve(everyone: list[tuple[str | None, int, dict[str, Kind]]]) -> tuple[str | None, dict[str, Kind]]:
+def _resolve(everyone: list[tuple[str | None, int, dict[str, StreamSpec]]]) -> tuple[str | None, dict[str, StreamSpec]]:
     """Return the problem, None without, and the kinds of the streams on all ranks; ranks without rows play no part."""
     problems = [f"dp rank {rank}: {problem}" for rank, (problem, *_) in enumerate(everyone) if problem is not None]
     if problems:
@@ -186,7 +188,7 @@ def _resolve(everyone: list[tuple[str | None, int, dict[str, Kind]]]) -> tuple[s
         if len({kind.key for kind in kinds.values()}) == 1:
             agreed[name] = first
         elif len({(kind.dtype, kind.shape) for kind in kinds.values()}) == 1:  # as long as some ranks' rows by chance
-            agreed[name] = Kind(first.dtype, first.shape, -1)
+            agreed[name] = StreamSpec(first.dtype, first.shape, -1)
         else:
             shown = ", ".join(f"[n, {str(kind.shape)[1:-1]}] {kind.dtype} on dp rank {r}" for r, kind in kinds.items())
             return f"stream {name} is not the same on every rank: {shown}", {}
@@ -198,7 +200,7 @@ class Fixed:
     """Micro-batches of `rows` rows in the batch's order."""
 
     rows: int
-    packs = False
+    is_packed = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the rows of each micro-batch."""
@@ -214,7 +216,7 @@ class DynamicShapes:
 
     tokens: int
     rows_per_sample: int = 1
-    packs = False
+    is_packed = False
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         plan: list[list[int]] = []
@@ -236,7 +238,7 @@ class Packed:
     longer row stands alone."""
 
     tokens: int
-    packs = True
+    is_packed = True
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         fits = [index for index, length in enumerate(lengths) if length <= self.tokens]
@@ -247,7 +249,7 @@ class Packed:
 Batching = Fixed | DynamicShapes | Packed
 
 
-def all_reduced(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(values: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Return `values` [..], reduced in place over the ranks of a one-dimensional mesh, as its dp ranks, which hold
     different rows. One all-reduce."""
     if mesh.size() > 1:
@@ -277,66 +279,68 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 class MicroBatch(dict[str, Tensor]):
-    """Rows that one forward takes. by_row: streams with a value for each row, [n, ..]; the others are [n, S, ..].
+    """Rows that one forward takes. per_row: streams with a value for each row, [n, ..]; the others are [n, S, ..].
     images: of the rows; `image_features` then counts on through all of them."""
 
-    def __init__(self, streams: Mapping[str, Tensor], by_row: Collection[str] = (), images: RowImages | None = None):
+    def __init__(self, streams: Mapping[str, Tensor], per_row: Collection[str] = (), images: RowImages | None = None):
         super().__init__(streams)
-        self.by_row, self.images = frozenset(by_row), images
+        self.per_row, self.images = frozenset(per_row), images
 
 
-def micro_batches(
+def split_into_micro_batches(
     rows: Batch,
     batching: Batching,
-    most_rows: int,
+    max_rows: int,
     dp: DeviceMesh,
-    by_row: Collection[str] = (),
+    per_row: Collection[str] = (),
     images: RowImages | None = None,
 ) -> tuple[list[MicroBatch], list[list[int]]]:
     """Return the micro-batches of this dp rank's `rows`, as many on every rank, and the indices of the rows that each
-    holds. most_rows: of all ranks; by_row: streams with a value for each row; images: of the rows. One all-reduce where
+    holds. max_rows: of all ranks; per_row: streams with a value for each row; images: of the rows. One all-reduce where
     the rows of a micro-batch vary."""
     plan = batching.plan(row_lengths(rows))
     if isinstance(batching, Fixed):
-        count = -(-most_rows // batching.rows)
+        count = -(-max_rows // batching.rows)
     else:
-        count = int(all_reduced(torch.tensor([len(plan)]), dp, dist.ReduceOp.MAX))
-    return assemble(rows, plan, max(1, count), batching.packs, by_row, images), plan
+        count = int(all_reduce(torch.tensor([len(plan)]), dp, dist.ReduceOp.MAX))
+    return build_micro_batches(rows, plan, max(1, count), batching.is_packed, per_row, images), plan
 
 
-def assemble(
+def build_micro_batches(
     batch: Batch,
     plan: Sequence[Sequence[int]],
     count: int,
-    packs: bool,
-    by_row: Collection[str] = (),
+    is_packed: bool,
+    per_row: Collection[str] = (),
     images: RowImages | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of `plan`, then padding up to `count` of them: every rank runs as many collectives.
 
-    Packed rows keep their streams of `by_row` (and any [n]) as they are, one value behind the other.
+    Packed rows keep their streams of `per_row` (and any [n]) as they are, one value behind the other.
     """
     if len(plan) > count:
         raise ValueError(f"{len(plan)} micro-batches do not fit into {count}")
-    by_row = {name for name, tensor in batch.items() if name in by_row or tensor.dim() == 1}
+    per_row = {name for name, tensor in batch.items() if name in per_row or tensor.dim() == 1}
     made = []
     for rows in plan:
         some = {name: tensor[list(rows)] for name, tensor in batch.items()}
         if "image_features" in some:
             some["image_features"] = _counted_on(some["image_features"])
-        streams = {name: some[name] for name in batch if name not in by_row}
-        streams = _joined(streams) if packs and len(rows) > 1 else trim(streams)
-        made.append(MicroBatch(some | streams, by_row, None if images is None else images.of(rows)))
-    return made + [_padding(batch, by_row) for _ in range(count - len(plan))]
+        streams = {name: some[name] for name in batch if name not in per_row}
+        streams = _joined(streams) if is_packed and len(rows) > 1 else trim(streams)
+        made.append(MicroBatch(some | streams, per_row, None if images is None else images.of(rows)))
+    return made + [_padding(batch, per_row) for _ in range(count - len(plan))]
 
 
-def scatter(values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]], packs: bool) -> Tensor:
+def merge_micro_batch_values(
+    values: Sequence[Tensor], batch: Batch, plan: Sequence[Sequence[int]], is_packed: bool
+) -> Tensor:
     """Return the values of micro-batches, [b, s, ..] each, where the batch has the tokens: [n, S, ..], 0 on padding."""
     count, length = batch["input_ids"].shape
     out = values[0].new_zeros(count, length, *values[0].shape[2:])
     lengths = row_lengths(batch)
     for part, rows in zip(values, plan, strict=False):  # what is beyond the plan was padding
-        if packs and len(rows) > 1:
+        if is_packed and len(rows) > 1:
             for row, piece in zip(rows, part[0].split([lengths[row] for row in rows]), strict=True):
                 out[row, : lengths[row]] = piece
         else:
@@ -357,12 +361,12 @@ def _counted_on(features: Tensor) -> Tensor:
     return torch.where(features >= 0, features + (counts.cumsum(0) - counts)[:, None], features)
 
 
-def _padding(batch: Batch, by_row: Collection[str]) -> MicroBatch:
+def _padding(batch: Batch, per_row: Collection[str]) -> MicroBatch:
     streams = {}
     for name, tensor in batch.items():
-        tail = tensor.shape[1:] if name in by_row else (1, *tensor.shape[2:])
-        streams[name] = tensor.new_full((1, *tail), 0 if name in by_row else _pad_of(name))
-    return MicroBatch(streams, by_row)
+        tail = tensor.shape[1:] if name in per_row else (1, *tensor.shape[2:])
+        streams[name] = tensor.new_full((1, *tail), 0 if name in per_row else _pad_of(name))
+    return MicroBatch(streams, per_row)
 
 
 def _pad_of(name: str) -> float | int:

@@ -32,7 +32,7 @@ from dtrain.parallel.apply import apply_plan, find_plan
 from dtrain.parallel.fsdp import mixed_precision, shard_model
 from dtrain.parallel.mesh import Mesh
 from dtrain.parallel.tensor import full_precision_modules
-from dtrain.policy.optimizer import place_masters
+from dtrain.policy.optimizer import move_masters_to_host
 from dtrain.policy.options import BuildOptions, PolicyConfig, Precision
 from dtrain.recipe.schema import Train
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from dtrain.models.vision.common import VisionTower
 
 
-NO_OTHER_RANKS = Ranks(alone=True)
-LONGEST_UNDER_MASK = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
+SINGLE_RANK = Ranks(alone=True)
+MAX_MASKED_ROW_LENGTH = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
 
 
 def build_model(
@@ -66,16 +66,16 @@ def build_model(
         options: How it is built, besides what the recipe says. None: the defaults.
 
     Collectives:
-        Those of `lay_out`. Every rank of the mesh calls this.
+        Those of `build_on_meta`. Every rank of the mesh calls this.
     """
     options = BuildOptions() if options is None else options
     if device.type == "cuda":
         # cuDNN builds a graph for each new shape, and the rows of a micro-batch are as long as its longest.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = lay_out(recipe, config, mesh, precision, device, options)
+    model = build_on_meta(recipe, config, mesh, precision, device, options)
     if options.materialize:
         _materialize(model, recipe, config, device)
-    place_masters(model, recipe, precision, device)
+    move_masters_to_host(model, recipe, precision, device)
     return model
 
 
@@ -95,7 +95,7 @@ def _materialize(model: CausalLM, recipe: PolicyConfig, config: ModelConfig, dev
         init_adapters(model, recipe.run.seed)
 
 
-def lay_out(
+def build_on_meta(
     recipe: PolicyConfig,
     config: ModelConfig,
     mesh: Mesh,
@@ -122,7 +122,7 @@ def lay_out(
     options = BuildOptions() if options is None else options
     kernel = options.kernel
     model = models.build(config, dtype=precision.master, device="meta")
-    choose_trained(model, recipe, precision.compute)
+    select_trained_parameters(model, recipe, precision.compute)
     if mesh.tp.size() > 1:
         plan = find_plan(parallel.custom_plan, model)
         apply_plan(model, mesh.tp, plan, sequence_parallel=parallel.sequence_parallel)
@@ -133,7 +133,7 @@ def lay_out(
 
         shard_experts(model, mesh.ep, mesh.tp)
     if kernel is None:
-        ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else NO_OTHER_RANKS
+        ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else SINGLE_RANK
         max_row_length = options.max_row_length or recipe.data.max_length
         kernel = choose_attention(recipe, config, precision, device, max_row_length, ranks)
         model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
@@ -213,14 +213,14 @@ def choose_attention(
     precision: Precision,
     device: torch.device,
     longest: int,
-    ranks: Ranks = NO_OTHER_RANKS,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Kernel:
     """Return `VarlenKernel` where it is wanted and sound on every cp rank, else SDPA. Raises UserError where it is not
     sound and `model.attention` insists, or rows, of `longest` tokens at most, are too long for a mask.
 
     ranks: of cp, on each of which it is proved. Collective over them.
     """
-    if not wants_varlen_kernel(recipe, precision, device.type):
+    if not uses_varlen_kernel(recipe, precision, device.type):
         return SdpaKernel()
     from dtrain.attention import varlen
     from dtrain.attention.varlen import VarlenKernel
@@ -249,19 +249,19 @@ def choose_attention(
         return kernel
     if recipe.model.attention == "varlen":
         raise UserError(f"model.attention=varlen: {problem}; set model.attention=auto or sdpa")
-    if longest > LONGEST_UNDER_MASK and (exchanges or recipe.data.packing or SLIDING in config.layer_types):
+    if longest > MAX_MASKED_ROW_LENGTH and (exchanges or recipe.data.packing or SLIDING in config.layer_types):
         length = recipe.data.max_length
         packed = f", packed into rows of {longest}" if longest > length else ""
         raise UserError(
             f"data.max_length={length}{packed}: {problem}. Without it such rows need a mask of {longest} × {longest}: "
-            f"set data.max_length={LONGEST_UNDER_MASK * length // longest} or less, or use a torch and a GPU that have "
-            "the kernel (model.attention=sdpa takes the mask all the same, in parts, and is slow)"
+            f"set data.max_length={MAX_MASKED_ROW_LENGTH * length // longest} or less, or use a torch and a GPU that "
+            "have the kernel (model.attention=sdpa takes the mask all the same, in parts, and is slow)"
         )
     return SdpaKernel(note=problem)
 
 
 def choose_delta(
-    recipe: PolicyConfig, config: ModelConfig, precision: Precision, device: torch.device, ranks: Ranks = NO_OTHER_RANKS
+    recipe: PolicyConfig, config: ModelConfig, precision: Precision, device: torch.device, ranks: Ranks = SINGLE_RANK
 ) -> "tuple[FlashDelta | None, str]":
     """Return flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, ""
     where it is not wanted. Raises UserError where it is not sound and `model.linear_attention` insists. ranks: as of
@@ -296,22 +296,22 @@ def choose_delta(
     return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
 
 
-def wants_varlen_kernel(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
+def uses_varlen_kernel(recipe: PolicyConfig, precision: Precision, device_type: str) -> bool:
     """Return whether `VarlenKernel` is wanted, where it is sound."""
     if recipe.model.attention == "auto":
         return device_type == "cuda" and precision.compute in HALF
     return recipe.model.attention == "varlen"
 
 
-def longest_row_under_mask(recipe: PolicyConfig, precision: Precision, device_type: str) -> int | None:
+def max_masked_row_length(recipe: PolicyConfig, precision: Precision, device_type: str) -> int | None:
     """Return the tokens of the longest row that attention computes with a mask over queries and keys.
 
     None if attention needs no mask, because `VarlenKernel` is wanted.
     """
-    return None if wants_varlen_kernel(recipe, precision, device_type) else LONGEST_UNDER_MASK
+    return None if uses_varlen_kernel(recipe, precision, device_type) else MAX_MASKED_ROW_LENGTH
 
 
-def kernel_without_values(recipe: PolicyConfig, precision: Precision, device_type: str, mesh: Mesh) -> Kernel:
+def select_planned_kernel(recipe: PolicyConfig, precision: Precision, device_type: str, mesh: Mesh) -> Kernel:
     """Return the attention kernel of `choose_attention` for a model without values.
 
     Nothing is tried out, because the device need not be there.
@@ -322,7 +322,7 @@ def kernel_without_values(recipe: PolicyConfig, precision: Precision, device_typ
         device_type: "cuda" or "cpu".
         mesh: The mesh.
     """
-    if wants_varlen_kernel(recipe, precision, device_type):
+    if uses_varlen_kernel(recipe, precision, device_type):
         from dtrain.attention.varlen import VarlenKernel
 
         return VarlenKernel()
@@ -331,7 +331,7 @@ def kernel_without_values(recipe: PolicyConfig, precision: Precision, device_typ
     return SdpaByRow(mesh.cp.get_local_rank(), mesh.cp.size())
 
 
-def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
+def select_trained_parameters(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) -> None:
     """Add the adapter of `recipe`, and leave out of training what it does not train; that is kept in `dtype`, that of
     computation: it needs no master copy, no gradient and no optimizer state.
 
@@ -342,7 +342,7 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
         _freeze(model, _untrained_parameters(model, _names_by_parameter(model), recipe.train), dtype)
         return
     from dtrain.adapters.lora import add_adapters
-    from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+    from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
     from dtrain.checkpoint.peft.config import adapter_of
     from dtrain.models.building import adaptable_shapes
 
@@ -354,7 +354,7 @@ def choose_trained(model: CausalLM, recipe: PolicyConfig, dtype: torch.dtype) ->
     whole = {module for module in modules if config.saved([model.config.whole(module)])}
     trained = {model.config.whole(module) for module in whole}
     is_nf4 = recipe.lora.quantize == "nf4"
-    hold_in_4_bits(model, recipe.model.directory, dtype, nf4=is_nf4, except_for=trained)
+    convert_to_4_bits(model, recipe.model.directory, dtype, nf4=is_nf4, except_for=trained)
     frozen = {
         parameter
         for parameter, known in _names_by_parameter(model).items()
@@ -379,7 +379,7 @@ def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]],
     all_names, of_tower = [name for known in names.values() for name in known], set[str]()
     problems = unmatched(section.parameter_patterns, all_names)
     for tower in model.model.vision:
-        of_tower |= frozen_names(section, tower)
+        of_tower |= frozen_tower_names(section, tower)
         problems += frozen_pattern_problems(section, tower, all_names)
     if problems:
         raise UserError(problems[0])
@@ -395,7 +395,7 @@ def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]],
     return out
 
 
-def frozen_names(section: Train, tower: "VisionTower") -> set[str]:
+def frozen_tower_names(section: Train, tower: "VisionTower") -> set[str]:
     """Return the names, in the model of `tower`, of its parameters that `train.vision` freezes."""
     trained = {"frozen": (), "projector": tower.projector, "all": ("*",)}[section.vision]
     return {f"model.{name}" for name, _ in tower.named_parameters() if not matched([name], trained)}
@@ -409,7 +409,7 @@ def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collect
         tower: The vision tower.
         names: Names of all parameters of the model.
     """
-    frozen = frozen_names(section, tower)
+    frozen = frozen_tower_names(section, tower)
     problems = []
     for pattern in section.train_only:
         named = {name for name in names if matched([name], [pattern])}

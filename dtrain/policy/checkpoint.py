@@ -16,9 +16,9 @@ from dtrain.adapters.config import AdapterConfig, is_adapter
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.store import Beside, CheckpointStore, Sizes
+from dtrain.checkpoint.dcp.store import CheckpointStore, ExtraFilesWriter, TensorSpecs
 from dtrain.checkpoint.dcp.training_state import (
-    SCORE,
+    SCORE_WEIGHT,
     frozen_names,
     model_tensors,
     optimizer_state,
@@ -37,7 +37,7 @@ class PolicyCheckpoint:
     """Saver and loader of `model` and of the updater of its weights.
 
     directory: of the files that the model is of. dtype: that of exports. template: the file of a chat template in place
-    of the model's. holds_base: whether the frozen parameters are in no files but the run's checkpoints.
+    of the model's. saves_frozen: whether the frozen parameters are in no files but the run's checkpoints.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class PolicyCheckpoint:
         dtype: torch.dtype,
         *,
         template: str | None,
-        holds_base: bool,
+        saves_frozen: bool,
     ):
-        self.holds_base = holds_base
-        self.base: Reference | None = None  # the model without its adapters, where these were loaded
+        self.saves_frozen = saves_frozen
+        self.base_reference: Reference | None = None  # the model without its adapters, where these were loaded
         self.updater: Updater | None = None  # from `Policy.init_optimizer` on
         self._model, self._sharding = model, sharding
         self._directory, self._dtype, self._template = directory, dtype, template
@@ -60,7 +60,7 @@ class PolicyCheckpoint:
         """Return the tensors that a checkpoint holds of model and optimizer, under its names: those that are trained,
         their state, and the frozen parameters that no files hold. No collective."""
         optimizer = None if self.updater is None else self.updater.optimizer
-        return training_tensors(self._model, optimizer, frozen=self.holds_base)
+        return training_tensors(self._model, optimizer, frozen=self.saves_frozen)
 
     def state(self) -> dict[str, Any]:
         """Return the part of a checkpoint beside `tensors`, as JSON: optimizer options, schedule, loss scale."""
@@ -77,8 +77,8 @@ class PolicyCheckpoint:
         step: int,
         state: Mapping[str, Any],
         *,
-        beside: Mapping[str, Tensor],
-        keep: Collection[str] = (),
+        extra_tensors: Mapping[str, Tensor],
+        keep_options: Collection[str] = (),
         verified: bool = False,
     ) -> None:
         """Fill model, optimizer and schedule from a checkpoint of whatever mesh; `state` is what `state()` gave.
@@ -87,12 +87,17 @@ class PolicyCheckpoint:
         recipe has them. verified: as `CheckpointStore.load`. Collective. Raises UserError where the checkpoint does not
         fit.
         """
-        with self.restoring(store, step, state, keep=keep):
-            store.load(step, self.tensors() | dict(beside), verified=verified)
+        with self.restoring(store, step, state, keep_options=keep_options):
+            store.load(step, self.tensors() | dict(extra_tensors), verified=verified)
 
     @contextmanager
     def restoring(
-        self, store: CheckpointStore, step: int, state: Mapping[str, Any], prefix: str = "", keep: Collection[str] = ()
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: Mapping[str, Any],
+        prefix: str = "",
+        keep_options: Collection[str] = (),
     ) -> Iterator[None]:
         """Context in which the caller fills `tensors()` from a checkpoint. Allocates the optimizer's state before.
 
@@ -103,13 +108,13 @@ class PolicyCheckpoint:
             prefix: What the names of this model's tensors begin with in the checkpoint.
             keep: Options of the optimizer that stay as the recipe has them.
         """
-        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep=keep)
-        self.find_base(store, step, prefix)
+        restore_optimizer(self._model, self._updating.optimizer, state["optimizer"], keep_options=keep_options)
+        self.locate_frozen_weights(store, step, prefix)
         with self._sharding.writing():
             yield
         self._load_scalars(state)
 
-    def find_base(self, store: CheckpointStore, step: int, prefix: str = "") -> None:
+    def locate_frozen_weights(self, store: CheckpointStore, step: int, prefix: str = "") -> None:
         """Find where the frozen parameters are that `load` will fill: in this checkpoint, or in files.
 
         Args:
@@ -117,25 +122,27 @@ class PolicyCheckpoint:
             step: The step that will be loaded.
             prefix: What the names of this model's tensors begin with in the checkpoint.
         """
-        stored = store.tensors(step)
-        self.holds_base = any(f"{prefix}model.{name}" in stored for name in frozen_names(self._model))
+        stored = store.tensor_specs(step)
+        self.saves_frozen = any(f"{prefix}model.{name}" in stored for name in frozen_names(self._model))
 
     def load_weights(self, store: CheckpointStore, step: int) -> bool:
         """Fill the model alone from a checkpoint of whatever mesh: with all weights, or with the trained ones alone
         where it holds no others. Return whether it held all. New adapters stay as they are where it has none.
         Collective. Raises UserError where it does not fit.
         """
-        weights = weights_of(self._model, store, step)
+        weights = select_weights(self._model, store, step)
         if weights.has_adapters:
-            self.keep_base()
+            self.keep_base_reference()
         with self._sharding.writing():
-            store.load(step, weights.wanted, only=True, cast=weights.cast)
-        self.holds_base |= weights.holds_frozen
-        return weights.is_whole
+            store.load(step, weights.tensors, allow_extra=True, cast=weights.cast)
+        self.saves_frozen |= weights.has_frozen
+        return weights.is_complete
 
-    def keep_base(self) -> None:
+    def keep_base_reference(self) -> None:
         """Keep the model without its adapters, before these and the modules trained beside them are loaded."""
-        self.base = self.base or Reference(self._model, self._sharding, whole=False, adapters=False)
+        self.base_reference = self.base_reference or Reference(
+            self._model, self._sharding, copy_frozen=False, with_adapters=False
+        )
 
     def save_checkpoint(
         self,
@@ -148,7 +155,7 @@ class PolicyCheckpoint:
 
         Written in full before it returns, for any mesh to load. Raises UserError where there is a save already.
         """
-        weights = training_tensors(self._model, frozen=self.holds_base)
+        weights = training_tensors(self._model, frozen=self.saves_frozen)
         CheckpointStore(weights_path).save(0, weights, {})
         if optimizer_path is not None:
             CheckpointStore(optimizer_path).save(0, self._optimizer_tensors(), self.state())
@@ -173,7 +180,7 @@ class PolicyCheckpoint:
         self._sharding.reshard()
         return {name: to_parameter_device(tensor) for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
-    def export(self, out: Path, source: Path, held: Mapping[str, Any] | None = None) -> None:
+    def export(self, out: Path, source: Path, saved_step: Mapping[str, Any] | None = None) -> None:
         """Write the model as a Hugging Face directory, in the dtype that the run computes in. Collective.
 
         An adapter is written by itself, in PEFT's layout and its own dtype. It is merged if no files hold its base, or
@@ -193,8 +200,8 @@ class PolicyCheckpoint:
                 dtype,
                 replace=True,
                 chat_template=template,
-                held=held,
-                tower_in_files=not self.holds_base,
+                saved_step=saved_step,
+                tower_in_files=not self.saves_frozen,
             )
             return
         from dtrain.checkpoint.peft.files import write_adapter
@@ -207,19 +214,19 @@ class PolicyCheckpoint:
             self._base_name,
             companions=source,
             chat_template=template,
-            held=held,
+            saved_step=saved_step,
             replace=True,
         )
 
     @property
-    def beside(self) -> Beside | None:
+    def adapter_writer(self) -> ExtraFilesWriter | None:
         """Writer of the adapter, in PEFT's layout, into each checkpoint of a run that trains one; None for others."""
         config = self._adapter_config
         if config is None:
             return None
         from dtrain.checkpoint.peft.files import AdapterFiles
 
-        return lambda *step: AdapterFiles(config, self._model.config, self._base_name).beside(*step)
+        return lambda *step: AdapterFiles(config, self._model.config, self._base_name).write_into_step(*step)
 
     @property
     def _adapter_config(self) -> AdapterConfig | None:
@@ -241,7 +248,7 @@ class PolicyCheckpoint:
     @property
     def _base_name(self) -> str | None:
         """Return the name by which others find the adapter's base; None where no files hold it."""
-        return None if self.holds_base else hub.id_of(self._directory) or str(self._directory.absolute())
+        return None if self.saves_frozen else hub.id_of(self._directory) or str(self._directory.absolute())
 
     @property
     def chat_template(self) -> str | None:
@@ -337,34 +344,34 @@ def _prefix(name: str) -> str:
     return f"{name}."
 
 
-class Weights(NamedTuple):
+class CheckpointWeights(NamedTuple):
     """Tensors that a model takes of a checkpoint: `wanted`, of which those named in `cast` keep their dtype, [any
     shape]."""
 
-    wanted: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     cast: Collection[str]
-    is_whole: bool
+    is_complete: bool
     has_adapters: bool
-    holds_frozen: bool
+    has_frozen: bool
 
 
-def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
+def select_weights(model: CausalLM, store: CheckpointStore, step: int) -> CheckpointWeights:
     """Return the tensors that `load_weights` fills. UserError where the step is of a model with other parts trained. No
     collective."""
     tensors = training_tensors(model)
-    stored = store.tensors(step)
+    stored = store.tensor_specs(step)
     adapters = {name for name in stored if is_adapter(name) and name.startswith("model.")}
     if adapters - tensors.keys():
         raise UserError(
             f"{store.path(step)} has an adapter that this run has not ({min(adapters - tensors.keys())}): set lora "
             "as its run has it, or merge it (`dtrain export RUN OUT --merged`) and set model.path=OUT"
         )
-    if SCORE in tensors and SCORE not in stored:
+    if SCORE_WEIGHT in tensors and SCORE_WEIGHT not in stored:
         raise UserError(
             f"{store.path(step)} is of a language model, without a head of rewards: `dtrain export` it, and set "
             "model.path=OUT and checkpoint.init_from=null"
         )
-    if SCORE in stored and SCORE not in tensors:
+    if SCORE_WEIGHT in stored and SCORE_WEIGHT not in tensors:
         raise UserError(
             f"{store.path(step)} is of a model that rates texts (method=reward): its weights make no language model. "
             "Name a run of another method"
@@ -383,10 +390,10 @@ def weights_of(model: CausalLM, store: CheckpointStore, step: int) -> Weights:
         left_out |= {name for name in tensors if is_adapter(name)}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     cast = frozen & wanted.keys() | _of_other_dtypes(wanted, stored)
-    return Weights(wanted, cast, is_whole, bool(adapters), bool(frozen) and is_whole)
+    return CheckpointWeights(wanted, cast, is_whole, bool(adapters), bool(frozen) and is_whole)
 
 
-def _of_other_dtypes(tensors: Mapping[str, Tensor], stored: Sizes) -> set[str]:
+def _of_other_dtypes(tensors: Mapping[str, Tensor], stored: TensorSpecs) -> set[str]:
     """Return the names of tensors in another floating type than the stored one (`train.masters`, float64): starting
     from weights is no resume, so they may be rounded."""
     types = {name: (tensor.dtype, stored[name][1]) for name, tensor in tensors.items() if name in stored}

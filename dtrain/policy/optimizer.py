@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 }
 """Classes of torch by `optimizer.name`."""
 
-NAMES = (*OPTIMIZERS, "muon")
+OPTIMIZER_NAMES = (*OPTIMIZERS, "muon")
 """Every `optimizer.name` without a dot. Muon is dtrain's own and imported only if a recipe names it."""
 
 _ADAMS = ("adamw", "adam")
@@ -58,7 +58,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a recipe's section `optimizer`.
 
-    `optimizer.name` is a key of `NAMES` or the import path of an Optimizer class. `optimizer.kwargs` are passed to the
+    `optimizer.name` is a key of `OPTIMIZER_NAMES` or the import path of an Optimizer class. `optimizer.kwargs` are
+    passed to the
     class as they are, and win over the section's other fields. A class by import path receives betas and eps if its
     signature has them in AdamW's form. No collective.
 
@@ -162,7 +163,7 @@ def offloads_optimizer(recipe: PolicyConfig, device: torch.device) -> bool:
     return bool(recipe.parallel.optimizer_offload) and device.type == "cuda"
 
 
-def place_masters(model: nn.Module, recipe: PolicyConfig, precision: Precision, device: torch.device) -> None:
+def move_masters_to_host(model: nn.Module, recipe: PolicyConfig, precision: Precision, device: torch.device) -> None:
     """Move float32 weights to host memory, if the optimizer's state is there and layers compute in another dtype.
 
     No collective.
@@ -179,7 +180,7 @@ def place_masters(model: nn.Module, recipe: PolicyConfig, precision: Precision, 
         keep_on_host(model, precision.compute)
 
 
-def cannot_step_shards(name: str) -> str:
+def sharded_step_error(name: str) -> str:
     """Return the error text for an optimizer of `UNSHARDED_ONLY` and sharded parameters."""
     return (
         f"optimizer.name={name} cannot step sharded parameters: torch's class changes them by operations that DTensor "
@@ -187,7 +188,7 @@ def cannot_step_shards(name: str) -> str:
     )
 
 
-def is_torchs(name: str) -> bool:
+def is_torch_optimizer(name: str) -> bool:
     """Check whether `name` is the import path of one of torch's own optimizers, and of no other code of torch."""
     if not name.startswith("torch.optim."):
         return False
@@ -214,11 +215,11 @@ def _class_of(name: str, parameters: list[nn.Parameter]) -> Callable[..., Optimi
     """Return the class of a name or an import path, after checking that it can step the parameters."""
     cls: Any = OPTIMIZERS.get(name)
     if cls is None:
-        cls = import_named(name, "optimizer.name", NAMES)
+        cls = import_named(name, "optimizer.name", OPTIMIZER_NAMES)
     if cls in _SPARSE_GRADIENTS_ONLY:
         raise UserError(f"optimizer.name={name} steps sparse gradients only, and these are dense; take adamw")
     if cls in UNSHARDED_ONLY and any(isinstance(parameter, DTensor) for parameter in parameters):
-        raise UserError(cannot_step_shards(name))
+        raise UserError(sharded_step_error(name))
     return cls
 
 

@@ -21,11 +21,11 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
 from dtrain.parallel.fsdp import Sharding
-from dtrain.policy.batching import DynamicShapes, gather_rows, micro_batches
+from dtrain.policy.batching import DynamicShapes, gather_rows, split_into_micro_batches
 from dtrain.policy.build import build_model
 from dtrain.policy.options import Precision
 from dtrain.policy.policy import Policy
-from dtrain.policy.score import Head, Inputs, Scorer
+from dtrain.policy.score import HeadSettings, ModelInputs, Scorer
 from dtrain.recipe.schema import Model
 
 Result = TypeVar("Result")
@@ -42,9 +42,9 @@ class Teacher:
 
     def __init__(self, policy: Policy, path: str):
         mesh, config = policy.mesh, read_config(path)
-        self.model = build_frozen(policy, path, config)
-        self._head = Head.of(self.model, mesh)
-        cut_alike = (self._head.shard is None) == (Head.of(policy.model, mesh).shard is None)
+        self.model = build_frozen_model(policy, path, config)
+        self._head = HeadSettings.of(self.model, mesh)
+        cut_alike = (self._head.shard is None) == (HeadSettings.of(policy.model, mesh).shard is None)
         if config.vocab_size != policy.model.config.vocab_size or not cut_alike:
             raise UserError(
                 f"distill.teacher={path}: its head holds {config.vocab_size} tokens and is "
@@ -53,7 +53,7 @@ class Teacher:
                 "student's vocabulary, and a parallel.custom_plan that fits both"
             )
 
-    def at_head(self, inputs: Inputs, fn: Callable[[HeadInput], Result]) -> Result:
+    def run_at_head(self, inputs: ModelInputs, fn: Callable[[HeadInput], Result]) -> Result:
         """Return `fn(the teacher's HeadInput)` for the positions of a source's `inputs`, called inside the teacher's
         forward, where its head's weight is whole but for tp. `fn` runs in the caller's grad mode; the teacher gets no
         gradient."""
@@ -76,7 +76,7 @@ class RewardModel:
 
     def __init__(self, policy: Policy, source: ModelDirectory):
         self._policy, self._source, config = policy, source, source.config
-        self.model = build_frozen(policy, str(source.path), config)
+        self.model = build_frozen_model(policy, str(source.path), config)
         self._sharding = Sharding(self.model)
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
         self._pad, recipe = config.pad_token_id, policy.recipe
@@ -97,11 +97,11 @@ class RewardModel:
         mine = range(policy.mesh.dp_rank, len(prompts), policy.mesh.dp_size)
         rows = [_document_row(self._ids(prompts[index], completions[index])) for index in mine]
         own_scores = torch.zeros(len(rows), dtype=torch.float64)
-        batches, plan = micro_batches(collate(rows), self._batching, len(rows), policy.mesh.dp)
+        batches, plan = split_into_micro_batches(collate(rows), self._batching, len(rows), policy.mesh.dp)
         with torch.no_grad():
             for index, batch in enumerate(batches):
-                scored = with_targets_at_ends(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
-                scores = self._scorer.at_head(scored, lambda source, _: source.scores())
+                scored = add_targets_at_last_tokens(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
+                scores = self._scorer.run_at_head(scored, lambda source, _: source.scores())
                 if index < len(plan):
                     own_scores[plan[index]] = scores[:, 0].double().cpu()
         self._sharding.reshard()
@@ -137,7 +137,7 @@ def _document_row(ids: list[int]) -> dict[str, Tensor]:
     }
 
 
-def with_targets_at_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch:
+def add_targets_at_last_tokens(batch: Batch, values: Tensor, pad: int | None) -> Batch:
     """Return the batch [n, S] with a label (0) at the last token of each document that is not `pad` (its first, where
     all are), and `values` [documents] there as the stream `targets`. On the host."""
     ids, positions = document_ids(batch), torch.arange(batch["input_ids"].numel())
@@ -152,7 +152,7 @@ def with_targets_at_ends(batch: Batch, values: Tensor, pad: int | None) -> Batch
     return {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
 
 
-def build_frozen(policy: Policy, path: str, config: ModelConfig) -> CausalLM:
+def build_frozen_model(policy: Policy, path: str, config: ModelConfig) -> CausalLM:
     """Build another model on the mesh of a policy, frozen, in the dtype of computation.
 
     Args:

@@ -1,7 +1,9 @@
 """Policy: a model on a mesh with its optimizer; the one object through which the trainer and the methods train.
 
-The path of a batch: host rows of this dp rank → `batching.take` and `micro_batches` → counts over all ranks →
-`score.Scorer.at_head` per micro-batch (the loss is computed inside the root's forward, from hidden states) → backward →
+The path of a batch: host rows of this dp rank → `batching.check_batch` and `split_into_micro_batches` → counts over
+all ranks →
+`score.Scorer.run_at_head` per micro-batch (the loss is computed inside the root's forward, from hidden states) →
+backward →
 `optim.update.Updater`.
 
 The policy owns the model, its sharding, the updater and the reference, and passes them to its parts: `checkpoint` saves
@@ -28,7 +30,16 @@ from dtrain.models.read_config import read_config
 from dtrain.optim.update import Updater
 from dtrain.parallel.fsdp import Sharding
 from dtrain.parallel.mesh import Mesh, Runtime
-from dtrain.policy.batching import Batching, Fixed, MicroBatch, StepRows, all_reduced, micro_batches, scatter, take
+from dtrain.policy.batching import (
+    Batching,
+    Fixed,
+    MicroBatch,
+    StepRows,
+    all_reduce,
+    check_batch,
+    merge_micro_batch_values,
+    split_into_micro_batches,
+)
 from dtrain.policy.build import build_model, offloads_parameters
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
@@ -108,9 +119,9 @@ class Policy:
         self.sharding = Sharding(model)
         self.scorer = Scorer(model, mesh, device, self._observer)
         self.updater: Updater | None = None
-        self.sums: GradientSums | None = None  # of gradients in bfloat16
+        self.gradient_sums: GradientSums | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
-        self._unread: list[Totals] = []  # of the steps since the last update
+        self._unread_totals: list[Totals] = []  # of the steps since the last update
         is_on_host = offloads_optimizer(recipe, device)
         self.checkpoint = PolicyCheckpoint(
             model,
@@ -118,7 +129,7 @@ class Policy:
             recipe.model.directory,
             self.precision.compute,
             template=recipe.data.chat_template,
-            holds_base=recipe.model.init == "scratch",
+            saves_frozen=recipe.model.init == "scratch",
         )
         self.offloader = PolicyOffloader(
             model, device, keeps_parameters=offloads_parameters(recipe, device), keeps_state=is_on_host
@@ -126,7 +137,7 @@ class Policy:
         self.weights = WeightSender(model, self.sharding, rank, device, self.precision.compute)
         self.monitor = DeviceMonitor(rank, device)
         if recipe.lora is not None and recipe.lora.path is not None:
-            self.checkpoint.keep_base()
+            self.checkpoint.keep_base_reference()
             if self.options.materialize:
                 self._read_adapter(recipe.lora.path)
 
@@ -201,7 +212,7 @@ class Policy:
     def init_optimizer(self, total_steps: int) -> None:
         """Build the recipe's optimizer over the parameters and its schedule over `total_steps` optimizer steps."""
         recipe, options = self.recipe, self.options
-        self.sums = build_gradient_sums(recipe, self.precision, self.model.named_parameters())
+        self.gradient_sums = build_gradient_sums(recipe, self.precision, self.model.named_parameters())
         updater = build_updater(recipe, self.precision, self.model, self.device, total_steps, options)
         self.updater = self.checkpoint.updater = self.offloader.updater = updater
 
@@ -225,14 +236,14 @@ class Policy:
 
         Raises:
             RuntimeError: Before `init_optimizer`.
-            ValueError: If the batch does not fit (`batching.take`), on every rank.
+            ValueError: If the batch does not fit (`batching.check_batch`), on every rank.
 
         Collectives:
-            Those of `batching.take`. One all-reduce over dp if the number of rows per micro-batch varies. One
+            Those of `batching.check_batch`. One all-reduce over dp if the number of rows per micro-batch varies. One
             all-reduce of the counts over dp before the backward. The model's own. One all-reduce of loss and metrics
             over dp × cp after the backward. With images an all-gather of their sizes over dp for each micro-batch.
         """
-        (step,) = take(batch, self.mesh.dp, self.model.config.vocab_size).steps()
+        (step,) = check_batch(batch, self.mesh.dp, self.model.config.vocab_size).split_into_steps()
         return self._forward_backward(step, loss_fn, micro_batch_size)
 
     def optimizer_step(self) -> UpdateResult:
@@ -251,7 +262,7 @@ class Policy:
         updater = self._required_updater("optimizer_step")
         self._observer.update_begins()
         lr = updater.scheduler.get_last_lr()[0]
-        unread, self._unread = self._unread, []
+        unread, self._unread_totals = self._unread_totals, []
         # The host waits for the norm, so it reads the totals of the steps in the same copy.
         on_device = [totals.on_device for totals in unread]
         if not on_device:
@@ -267,7 +278,7 @@ class Policy:
 
         Arguments and collectives are those of `forward_backward`, without a backward.
         """
-        (step,) = take(batch, self.mesh.dp, self.model.config.vocab_size).steps()
+        (step,) = check_batch(batch, self.mesh.dp, self.model.config.vocab_size).split_into_steps()
         return self._evaluate(step, loss_fn, micro_batch_size)
 
     def full_weights(
@@ -306,7 +317,7 @@ class Policy:
             and cp rank.
 
         Collectives:
-            Those of `batching.take` and of the forward.
+            Those of `batching.check_batch` and of the forward.
         """
 
         def score(rows: Batch) -> list[Tensor]:
@@ -332,11 +343,11 @@ class Policy:
             [n, S] on the CPU, 0 on padding.
 
         Collectives:
-            Those of `batching.take` and of the forward.
+            Those of `batching.check_batch` and of the forward.
         """
 
         def score(rows: Batch) -> list[Tensor]:
-            return [self.scorer.of_labels(rows, value_fn, adapters=self._has_adapters)]
+            return [self.scorer.token_values(rows, value_fn, adapters=self._has_adapters)]
 
         return self._scored(batch, micro_batch_size, score)[0]
 
@@ -368,16 +379,16 @@ class Policy:
             Those of reading weights, if there is a path.
         """
         if path is not None:
-            self.reference = Reference(self.model, self.sharding, whole=True, adapters=False)
+            self.reference = Reference(self.model, self.sharding, copy_frozen=True, with_adapters=False)
             if self.options.materialize:
-                with self.reference.in_place():
+                with self.reference.swapped_in():
                     read_weights(self.model, path)
-        elif base and self.checkpoint.base is not None:
-            self.reference = self.checkpoint.base
+        elif base and self.checkpoint.base_reference is not None:
+            self.reference = self.checkpoint.base_reference
         else:
             is_trained = self.updater is not None and self.updater.scheduler.steps > 0
-            is_new = self.recipe.lora is not None and self.checkpoint.base is None and not is_trained
-            self.reference = Reference(self.model, self.sharding, whole=False, adapters=not (base or is_new))
+            is_new = self.recipe.lora is not None and self.checkpoint.base_reference is None and not is_trained
+            self.reference = Reference(self.model, self.sharding, copy_frozen=False, with_adapters=not (base or is_new))
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
@@ -392,7 +403,7 @@ class Policy:
         """
         if self.reference is None:
             raise RuntimeError("use_reference_model needs init_reference_model first")
-        with self.reference.in_place():
+        with self.reference.swapped_in():
             yield
 
     def _read_adapter(self, path: str) -> None:
@@ -404,7 +415,7 @@ class Policy:
     @property
     def _has_adapters(self) -> bool:
         """Whether forwards have the model's adapters: always, except in place of a reference without adapters."""
-        return self.reference is None or not self.reference.is_in_place or self.reference.has_adapters
+        return self.reference is None or not self.reference.is_swapped_in or self.reference.has_adapters
 
     def _required_updater(self, caller: str) -> Updater:
         if self.updater is None:
@@ -416,11 +427,11 @@ class Policy:
         updater = self._required_updater("forward_backward")
         self.model.train()
         batches = self._micro_batches(step, micro_batch_size)
-        counts = all_reduced(self._counts(step.batch, batches), self.mesh.dp)
+        counts = all_reduce(self._counts(step.batch, batches), self.mesh.dp)
         loss, metrics, routing_totals = self._backward(updater, batches, loss_fn, self._divisors(counts))
         self._observer.gradients_complete(self.model)
         totals = Totals(self._summed(loss, metrics, routing_totals))
-        self._unread.append(totals)
+        self._unread_totals.append(totals)
         return StepResult(StepCounts(*counts.tolist()), totals, list(metrics[0]), self.model.routing, metrics)
 
     @torch.no_grad()
@@ -428,9 +439,9 @@ class Policy:
         """Compute the loss of one step's rows. See `evaluate`."""
         self.model.eval()
         batches = self._micro_batches(step, micro_batch_size)
-        counts = all_reduced(self._counts(step.batch, ()), self.mesh.dp)
+        counts = all_reduce(self._counts(step.batch, ()), self.mesh.dp)
         divisors = self._divisors(counts)
-        results = [self.scorer.at_head(batch, loss_fn, *divisors, adapters=self._has_adapters) for batch in batches]
+        results = [self.scorer.run_at_head(batch, loss_fn, *divisors, adapters=self._has_adapters) for batch in batches]
         self.sharding.reshard()
         loss = torch.stack([loss for loss, _ in results]).sum()
         metrics = [measured for _, measured in results]
@@ -439,7 +450,9 @@ class Policy:
 
     def _micro_batches(self, step: StepRows, micro_batch_size: int | Batching | None) -> list[MicroBatch]:
         batching = self._batching(micro_batch_size)
-        batches, _ = micro_batches(step.batch, batching, step.max_rows, self.mesh.dp, step.by_row, step.images)
+        batches, _ = split_into_micro_batches(
+            step.batch, batching, step.max_rows, self.mesh.dp, step.per_row, step.images
+        )
         return batches
 
     def _divisors(self, counts: Tensor) -> list[Tensor]:
@@ -465,7 +478,7 @@ class Policy:
             for measured in metrics:
                 total = total + measured[name].detach().double()
             values.append(total)
-        return all_reduced(torch.cat([torch.stack(values), *seen]), self.mesh.dp_cp)
+        return all_reduce(torch.cat([torch.stack(values), *seen]), self.mesh.dp_cp)
 
     def _counts(self, rows: Batch, batches: Sequence[MicroBatch]) -> Tensor:
         """Count a step's rows on this dp rank: int64 [6] in the order of `StepCounts`.
@@ -506,18 +519,18 @@ class Policy:
         names = {*COMPLETED, *IMAGE_STREAMS, "images", "routed_experts"}
         if every_token:
             names -= {"labels", "token_mask", "sample_mask"}
-        if self.reference is not None and self.reference.is_in_place:
+        if self.reference is not None and self.reference.is_swapped_in:
             names -= {"routed_experts"}  # chosen by other weights: the reference's router decides itself
         read = {name: value for name, value in batch.items() if name in names}
-        batch, _, most_rows, _, images = take(read, self.mesh.dp, self.model.config.vocab_size)
+        batch, _, max_rows, _, images = check_batch(read, self.mesh.dp, self.model.config.vocab_size)
         if every_token:
             batch["labels"] = next_tokens(batch)
         batching = self._batching(micro_batch_size)
-        batches, plan = micro_batches(batch, batching, most_rows, self.mesh.dp, images=images)
+        batches, plan = split_into_micro_batches(batch, batching, max_rows, self.mesh.dp, images=images)
         self.model.eval()
         scores = [[tensor.cpu() for tensor in score(rows)] for rows in batches]
         self.sharding.reshard()
-        return [scatter(parts, batch, plan, batching.packs) for parts in zip(*scores, strict=True)]
+        return [merge_micro_batch_values(parts, batch, plan, batching.is_packed) for parts in zip(*scores, strict=True)]
 
     def _batching(self, micro_batch_size: int | Batching | None) -> Batching:
         if micro_batch_size is None:
@@ -547,10 +560,10 @@ class Policy:
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             self.sharding.sync_gradients(is_last, bool(self.recipe.parallel.reduce_each))
-            if self.sums is not None:
-                self.sums.begin(updater.scheduler.steps, index, is_last)
+            if self.gradient_sums is not None:
+                self.gradient_sums.begin(updater.scheduler.steps, index, is_last)
             record = RoutingRecord()
-            loss, measured = self.scorer.at_head(
+            loss, measured = self.scorer.run_at_head(
                 batch,
                 loss_fn,
                 *divisors,
@@ -567,6 +580,6 @@ class Policy:
             if routing is not None:
                 total = total + record.balance_loss()
                 totals.add(record)
-        if self.sums is not None:
-            self.sums.finish()
+        if self.gradient_sums is not None:
+            self.gradient_sums.finish()
         return total, metrics, [] if routing is None else [totals.flat()]

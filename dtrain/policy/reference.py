@@ -19,9 +19,10 @@ class Reference:
     Args:
         model: The model whose weights are copied, and into which they are swapped.
         sharding: Sharding of `model`.
-        whole: Copy the frozen weights too. Otherwise the reference shares them with the model.
-        adapters: Whether the reference has the model's adapters. Without, their weights are not copied, and forwards
-            of the reference must be called without them (`Scorer.at_head`).
+        copy_frozen: Copy the frozen weights too. Otherwise the reference shares them with the model.
+        with_adapters: Whether the reference has the model's adapters. Without, their weights are not copied, and
+        forwards
+            of the reference must be called without them (`Scorer.run_at_head`).
 
     Attributes:
         has_adapters: Whether forwards of the reference have the model's adapters.
@@ -29,19 +30,19 @@ class Reference:
             appear once.
     """
 
-    def __init__(self, model: CausalLM, sharding: Sharding, *, whole: bool, adapters: bool = True):
-        self._model, self._sharding, self.has_adapters = model, sharding, adapters
+    def __init__(self, model: CausalLM, sharding: Sharding, *, copy_frozen: bool, with_adapters: bool = True):
+        self._model, self._sharding, self.has_adapters = model, sharding, with_adapters
         sharding.reshard()
-        left_out = set() if whole else frozen_names(model)
+        left_out = set() if copy_frozen else frozen_names(model)
         self.tensors: dict[str, Tensor] = {
             name: to_parameter_device(tensor).clone()
             for name, tensor in model_tensors(model).items()
-            if name not in left_out and (adapters or not is_adapter(name))
+            if name not in left_out and (with_adapters or not is_adapter(name))
         }
-        self.is_in_place = False  # whether the model holds these weights now
+        self.is_swapped_in = False  # whether the model holds these weights now
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Context in which the model has the reference's weights. Afterwards it has its own again, errors included.
 
         The weights are swapped shard by shard, so no third copy exists. Adapters are not touched: whether a forward has
@@ -50,18 +51,18 @@ class Reference:
         Raises:
             RuntimeError: If the reference is in place already.
         """
-        if self.is_in_place:
+        if self.is_swapped_in:
             raise RuntimeError("the reference is in the model already: use_reference_model() does not nest")
         self._swap()
-        self.is_in_place = True
+        self.is_swapped_in = True
         try:
             yield
         finally:
             self._swap()
-            self.is_in_place = False
+            self.is_swapped_in = False
 
     @torch.no_grad()
-    def follow(self, mix: float) -> None:
+    def update_towards_policy(self, mix: float) -> None:
         """Set reference ← mix · policy + (1 − mix) · reference (TR-DPO, arXiv:2404.09656, eq. 8)."""
         self._sharding.reshard()
         for own, tensor in self._pairs():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dtrain.losses.policy.formulas import Documents
 
 
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """Arguments of a model's forward.
 
     Attributes:
@@ -59,12 +59,20 @@ Loss = Callable[["LogprobSource", Batch, Tensor, Tensor], tuple[Tensor, dict[str
 class LogprobSource:
     """Head of one micro-batch's forward. Valid only inside the loss it is handed to."""
 
-    def __init__(self, hidden: Tensor, head_weight: Tensor, batch: Batch, inputs: Inputs, documents: int, head: "Head"):
+    def __init__(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        batch: Batch,
+        inputs: ModelInputs,
+        documents: int,
+        head: "HeadSettings",
+    ):
         self._hidden = hidden  # [B, S/cp, D]
         self._head_weight = head_weight  # [V/tp, D]
         self._batch = batch
         self.inputs = inputs  # what the model was called with, for another model's forward on the same tokens
-        self.documents = documents  # of the micro-batch, whole
+        self.num_documents = documents  # of the micro-batch, whole
         self._cp, self._score = head.cp, head.score
         self.shard = head.shard  # part of the vocabulary that the head's weight is; None for all of it
         self._of_head: Any = {"softcap": head.softcap, "shard": head.shard}
@@ -138,13 +146,13 @@ class LogprobSource:
         )
         return HeadLogprobs(logprobs, entropies)
 
-    def by_document(self, values: Tensor) -> Tensor:
+    def sum_by_document(self, values: Tensor) -> Tensor:
         """Return Σ of `values` [.., B, S/cp] over each document of the micro-batch, [.., documents], on every cp rank.
 
         The documents are counted row by row, as in `batch.document_ids`. Under cp one all-reduce, which the derivative
         passes by: the losses that the cp ranks go on with must be the same.
         """
-        sums = sum_by_document(values, self._batch["document_ids"], self.documents)
+        sums = sum_by_document(values, self._batch["document_ids"], self.num_documents)
         return sums if self._cp.size() == 1 else all_reduce_in_forward(sums, self._cp.get_group())
 
     def token_scores(self) -> Tensor:
@@ -170,13 +178,13 @@ class LogprobSource:
 
     def scores(self) -> Tensor:
         """Return a classifier's outputs [documents, labels], each read at its document's one label, in max(float32, the
-        dtype); whole on every rank of tp and cp, as `by_document`. Over tp one all-reduce, over cp another."""
+        dtype); whole on every rank of tp and cp, as `sum_by_document`. Over tp one all-reduce, over cp another."""
         index = self._batch["label_index"]
         dtype = compute_dtype(self._hidden.dtype)
         hidden = self._hidden.flatten(0, 1).index_select(0, index).to(dtype)  # [T, D]
         values = self._required_score.product(hidden, self._head_weight.to(dtype))  # [T, labels]
         ids = self._batch["document_ids"].flatten().index_select(0, index)
-        outputs = values.new_zeros(self.documents, values.shape[1]).index_add(0, ids, values)
+        outputs = values.new_zeros(self.num_documents, values.shape[1]).index_add(0, ids, values)
         return outputs if self._cp.size() == 1 else all_reduce_in_forward(outputs, self._cp.get_group())
 
     def sequences(self, mask: Tensor) -> "Documents":
@@ -184,9 +192,9 @@ class LogprobSource:
         Under cp one all-reduce."""
         from dtrain.losses.policy.formulas import Documents
 
-        return Documents(self._batch["document_ids"], self.documents, mask, self._cp.get_group())
+        return Documents(self._batch["document_ids"], self.num_documents, mask, self._cp.get_group())
 
-    def shared(self, value: Tensor) -> Tensor:
+    def count_once(self, value: Tensor) -> Tensor:
         """Return this rank's share of a value that every cp rank computes alike, so that a sum over the ranks counts it
         once.
 
@@ -195,7 +203,7 @@ class LogprobSource:
         it to its own tokens only.
 
         Args:
-            value: Computed from `by_document`, [..], of any dtype.
+            value: Computed from `sum_by_document`, [..], of any dtype.
         """
         if self._cp.size() == 1:
             return value
@@ -205,7 +213,7 @@ class LogprobSource:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadSettings:
     """Settings of the head: the model and the mesh."""
 
     softcap: float | None
@@ -214,7 +222,7 @@ class Head:
     score: ScoreHead | None = None  # of a classifier
 
     @classmethod
-    def of(cls, model: CausalLM, mesh: Mesh) -> "Head":
+    def of(cls, model: CausalLM, mesh: Mesh) -> "HeadSettings":
         head = model.head
         start = head.vocab_start  # None too where a plan of the user's own leaves the head whole
         largest = -(-model.config.vocab_size // mesh.tp.size())
@@ -236,9 +244,9 @@ class Scorer:
     def __init__(self, model: CausalLM, mesh: Mesh, device: torch.device, observer: StepObserver | None = None):
         self.model, self.mesh, self.device = model, mesh, device
         self._observer = StepObserver() if observer is None else observer
-        self._head = Head.of(model, mesh)
+        self._head = HeadSettings.of(model, mesh)
 
-    def at_head(
+    def run_at_head(
         self,
         batch: Batch,
         fn: Callable[..., Any],
@@ -275,7 +283,7 @@ class Scorer:
         if adapters and settings is not None and settings.dropout and self.model.training:
             whole["dropout_tokens"] = settings.dropout_tokens(batch, step)
         if self.mesh.cp.size() > 1:
-            whole = shard_streams(whole, self.mesh.cp, keep=getattr(batch, "by_row", ()))
+            whole = shard_streams(whole, self.mesh.cp, keep=getattr(batch, "per_row", ()))
         local = _to_device(whole, self.device)
         replayed = local.pop("routed_experts", None)
         routing = None
@@ -296,7 +304,7 @@ class Scorer:
             routing=routing,
             adapters=_adapter_context(adapters, local.pop("dropout_tokens", None)),
         )
-        inputs = Inputs(local["input_ids"], context)
+        inputs = ModelInputs(local["input_ids"], context)
 
         def within(hidden: Tensor, head_weight: Tensor) -> Any:
             source = LogprobSource(hidden, head_weight, local, inputs, count, self._head)
@@ -361,7 +369,7 @@ class Scorer:
         from dtrain.losses.head.logprobs import TrainingSamplingParams
 
         sampling = sampling or TrainingSamplingParams()
-        return self.of_labels(batch, lambda source: source.sampled_logprobs(sampling).logprobs, adapters=adapters)
+        return self.token_values(batch, lambda source: source.sampled_logprobs(sampling).logprobs, adapters=adapters)
 
     @torch.no_grad()
     def entropies(self, batch: Batch, sampling: "TrainingSamplingParams", *, adapters: bool = True) -> Tensor:
@@ -370,11 +378,13 @@ class Scorer:
         def entropy(source: LogprobSource) -> Tensor | None:
             return source.sampled_logprobs(sampling, entropy=True).entropy
 
-        return self.of_labels(batch, entropy, adapters=adapters)
+        return self.token_values(batch, entropy, adapters=adapters)
 
-    def of_labels(self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None], *, adapters: bool = True) -> Tensor:
+    def token_values(
+        self, batch: Batch, fn: Callable[[LogprobSource], Tensor | None], *, adapters: bool = True
+    ) -> Tensor:
         """Return `fn`'s values [B, S/cp] as [B, S] on every rank. adapters: whether they take part."""
-        local = self.at_head(batch, lambda source, _: fn(source), adapters=adapters)
+        local = self.run_at_head(batch, lambda source, _: fn(source), adapters=adapters)
         cp = self.mesh.cp
         return local if cp.size() == 1 else context.gather_tokens(local, cp, batch["input_ids"].shape[1])
 
@@ -396,7 +406,7 @@ class Scorer:
             ]
 
         cp, length = self.mesh.cp, batch["input_ids"].shape[1]
-        local = self.at_head(batch, at_head, adapters=adapters)
+        local = self.run_at_head(batch, at_head, adapters=adapters)
         values, ids = (context.gather_tokens(part, cp, length) for part in local)
         return values, ids
 

@@ -55,23 +55,22 @@ class WeightSender:
     def prepare_refit_info(self, dtype: torch.dtype | None = None) -> WeightInfo:
         """Return name → (shape, dtype) of the tensors that will be sent, in order, tied weights once; what must keep
         its precision is sent in float32 at least. No collective."""
-        from dtrain.checkpoint.huggingface.merged import whole_weights, widen_exact  # training needs none of it
+        from dtrain.checkpoint.huggingface.merged import full_weights, widen_exact  # training needs none of it
 
         dtype = dtype or self._dtype
         return {
-            name: (weight.shape, widen_exact(dtype, weight.exact))
-            for name, weight in whole_weights(self._model).items()
+            name: (weight.shape, widen_exact(dtype, weight.exact)) for name, weight in full_weights(self._model).items()
         }
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None = None, names: Sequence[str] | None = None) -> Iterator:
         """Yield (name, full tensor) of each weight, one in memory at a time, on this rank's device; in order of
         `prepare_refit_info`, or of `names`. An all-gather per sharded weight, and of an adapter's parts."""
-        from dtrain.checkpoint.huggingface.merged import whole_weights, widen_exact
+        from dtrain.checkpoint.huggingface.merged import full_weights, widen_exact
 
         self._sharding.reshard()
         dtype = dtype or self._dtype
-        weights = whole_weights(self._model)
+        weights = full_weights(self._model)
         for name in weights if names is None else names:
             yield name, weights[name].read(widen_exact(dtype, weights[name].exact)).to(self._device)
 
@@ -82,7 +81,7 @@ class WeightSender:
         """
         self._receivers = None
         if self._rank == 0:
-            self._receivers = weight_group(ip, port, 0, world_size, self._device)
+            self._receivers = join_weight_group(ip, port, 0, world_size, self._device)
 
     def broadcast_weights_for_collective(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
@@ -135,7 +134,7 @@ class WeightReceiver:
         wait: timedelta = MEETING_TIMEOUT,
     ):
         self.device = torch.device(device)
-        self._group = weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
+        self._group = join_weight_group(ip, port, rank, world_size, self.device, name=name, wait=wait)
 
     def receive(self, info: WeightInfo, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor [..]) for all of `info` (the sender's `prepare_refit_info`), in its shape. One broadcast
@@ -146,7 +145,7 @@ class WeightReceiver:
     def receive_bucket(self, info: WeightInfo) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor [..] in its shape) of one message that holds all of `info`: one broadcast, [bytes] uint8.
         Raises RuntimeError where the sender is gone."""
-        sizes = [nbytes(*info[name]) for name in info]
+        sizes = [num_bytes(*info[name]) for name in info]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat, 0).wait()
         for (name, (shape, dtype)), piece in zip(info.items(), flat.split(sizes), strict=True):
@@ -154,7 +153,7 @@ class WeightReceiver:
             yield name, (piece if is_aligned else piece.clone()).view(dtype).view(shape)
 
 
-def weight_group(
+def join_weight_group(
     ip: str,
     port: int,
     rank: int,
@@ -195,7 +194,7 @@ def split_into_buckets(info: Mapping[str, tuple[torch.Size, torch.dtype]], most:
     parts: list[list[str]] = []
     free = 0
     for name, (shape, dtype) in info.items():
-        size = nbytes(shape, dtype)
+        size = num_bytes(shape, dtype)
         if not parts or size > free:
             parts.append([])
             free = most
@@ -209,7 +208,7 @@ def flatten_bucket(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
-def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 

@@ -22,7 +22,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.parallel import context
 from dtrain.parallel.mesh import Mesh, Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
-from dtrain.policy.batching import Batching, take
+from dtrain.policy.batching import Batching, check_batch
 from dtrain.policy.checkpoint import PolicyCheckpoint
 from dtrain.policy.offloader import DeviceMonitor, PolicyOffloader
 from dtrain.policy.options import BuildOptions, PolicyConfig
@@ -123,7 +123,8 @@ class DTensorPolicyWorker(Policy):
             RuntimeError: Without an optimizer, unless `eval_mode`.
 
         Collectives:
-            Those of `batching.take` once, then per step the others of `Policy.forward_backward` and `optimizer_step`.
+            Those of `batching.check_batch` once, then per step the others of `Policy.forward_backward` and
+            `optimizer_step`.
         """
         if hasattr(loss_fn, "loss_type"):
             raise NotImplementedError(
@@ -138,11 +139,11 @@ class DTensorPolicyWorker(Policy):
             raise ValueError(f"gbs={gbs} must be a multiple of the {dp_size} data-parallel ranks")
         if not eval_mode:
             self._required_updater("train")
-        taken = take(data, self.mesh.dp, self.model.config.vocab_size)
+        taken = check_batch(data, self.mesh.dp, self.model.config.vocab_size)
         results: list[StepResult] = []
         update: UpdateResult | None = None
         rows_per_step = None if gbs is None else gbs // dp_size
-        for step in taken.steps(rows_per_step):
+        for step in taken.split_into_steps(rows_per_step):
             if eval_mode:
                 results.append(self._evaluate(step, loss_fn, mbs))
             else:

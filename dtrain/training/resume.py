@@ -30,7 +30,7 @@ from dtrain.base.json_files import digest, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.base.ranges import shown
 from dtrain.base.ranks import Ranks, digests
-from dtrain.checkpoint.dcp.store import CheckpointStore, Origin, locate
+from dtrain.checkpoint.dcp.store import CheckpointStore, Origin, locate_step
 from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
@@ -139,10 +139,10 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
         if start.state is not None:
             keys = f"{INIT},{recipe.method}.reference"
             alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
-        weights = Origin.read(began[INIT], inputs.run.began).again(INIT, path, alternative, ranks)
+        weights = Origin.read(began[INIT], inputs.run.began).require_store(INIT, path, alternative, ranks)
     else:
-        weights = locate(path, ranks, INIT)
-        began = {**began, INIT: asdict(Origin.of(*weights))}
+        weights = locate_step(path, ranks, INIT)
+        began = {**began, INIT: asdict(Origin.from_step(*weights))}
     return replace(start, began=began, weights=weights)
 
 
@@ -157,7 +157,11 @@ def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     if resume == "auto":
         return _continue_run(inputs, store, host, origin, began, has_traces)
     # The run was started with this path before, and was ended: it goes on instead of starting over.
-    if origin is not None and has_traces and (origin.at(resume, host.ranks) or origin.lay_at(resume, host.ranks)):
+    if (
+        origin is not None
+        and has_traces
+        and (origin.find_store(resume, host.ranks) or origin.was_at(resume, host.ranks))
+    ):
         return _continue_run(inputs, store, host, origin, began, has_traces)
     return _start_from_path(inputs, store, host, resume, origin)
 
@@ -193,7 +197,7 @@ def _continue_run(
     elif origin is not None:
         resume = inputs.recipe.checkpoint.resume
         path = origin.path if resume in (None, "auto") else resume
-        store, step = origin.again(RESUME, path, NEW_RUN, host.ranks)
+        store, step = origin.require_store(RESUME, path, NEW_RUN, host.ranks)
         state = _read_state(store, step)
         start = Start(step, tuple(state["cursor"]), store, state, began=began)
     else:
@@ -226,7 +230,7 @@ def _start_from_path(
 
     if not ranks.first(lambda: Path(path).is_dir()):
         ranks.first(refuse_used)
-    store, step = locate(path, ranks, RESUME)
+    store, step = locate_step(path, ranks, RESUME)
     if store.directory.resolve() == own_store.directory.resolve():
         store = own_store
     else:
@@ -234,7 +238,7 @@ def _start_from_path(
     ranks.first(lambda: _refuse_beyond(own_store, step))
     state = _read_state(store, step)
     began = {key: value for key, value in state["began"].items() if key == INIT}
-    began[RESUME] = asdict(Origin.of(store, step))
+    began[RESUME] = asdict(Origin.from_step(store, step))
     if not host.is_dry:
         ranks.first(lambda: _put_damaged_aside(own_store, step))
     return Start(step, tuple(state["cursor"]), store, state, began=began)
@@ -465,8 +469,8 @@ def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> Non
         store,
         start.step,
         state["policy"],
-        beside=_named_for_method(method),
-        keep=changed_options,
+        extra_tensors=_named_for_method(method),
+        keep_options=changed_options,
         verified=start.verified,
     )
     rank_state, copy = store.read_rank_state(start.step)
@@ -509,9 +513,9 @@ def _newest(store: CheckpointStore, host: Host) -> int | None:
 
     Files are compared with their checksums. In a dry run only their sizes are compared.
     """
-    published = host.ranks.first(store.published)
+    published = host.ranks.first(store.published_steps)
     for step in reversed(published):
-        damage = store.faults(step) if host.is_dry else store.damage(step)
+        damage = store.check_files(step) if host.is_dry else store.check_contents(step)
         if not damage:
             return step
         host.say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
@@ -535,6 +539,6 @@ def _refuse_beyond(store: CheckpointStore, step: int) -> None:
 
 def _put_damaged_aside(store: CheckpointStore, step: int) -> None:
     """Rename the steps after `step`, which are all damaged."""
-    for later in store.published():
+    for later in store.published_steps():
         if later > step:
             set_aside(store.path(later), "damaged-")

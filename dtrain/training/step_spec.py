@@ -16,7 +16,7 @@ from dtrain.base.errors import Problem, RecipeError
 from dtrain.data.images.processor import Layout
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
-from dtrain.policy.optimizer import is_torchs
+from dtrain.policy.optimizer import is_torch_optimizer
 from dtrain.policy.options import Precision, choose_precision
 from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.schema import OPTIMIZERS, Scheduler
@@ -155,7 +155,7 @@ def resolve_step(
 def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
     """Return the recipe with dtrain's own code in place of import paths, and a number for the global batch."""
     overrides: dict[str, Any] = {}
-    if recipe.optimizer.name not in OPTIMIZERS and not is_torchs(recipe.optimizer.name):
+    if recipe.optimizer.name not in OPTIMIZERS and not is_torch_optimizer(recipe.optimizer.name):
         overrides = {"optimizer.name": "adamw", "optimizer.kwargs": {}}
     if isinstance(recipe.parallel.custom_plan, str):
         overrides["parallel.custom_plan"] = None

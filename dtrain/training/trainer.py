@@ -31,14 +31,14 @@ from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.retention import (
     Patience,
     Retention,
-    bytes_of,
+    format_bytes,
     free_bytes,
-    saves_at_once,
-    shown_bytes,
+    max_concurrent_saves,
+    save_bytes,
     space_line,
 )
-from dtrain.checkpoint.dcp.store import run_of
-from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.dcp.store import run_id_of_save
+from dtrain.checkpoint.huggingface.model_files import read_saved_step
 from dtrain.data.rows.rows import Cursor
 from dtrain.methods.method import RunContext
 from dtrain.models.common.flops import text_flops
@@ -136,7 +136,7 @@ class Trainer:
         begun = self.start.state or {}
         self._held: dict[str, Any] = {"step": self.start.step, "save": begun.get("save")}  # what the newest save holds
         own = self.start.store is self.store and self._held["save"]
-        self._mark = run_of(own) if own else secrets.token_hex(8)  # of this run, part of each save's own mark
+        self._mark = run_id_of_save(own) if own else secrets.token_hex(8)  # of this run, part of each save's own mark
         self._validated = self.start.step  # the last step after which that was done, if it was due
         self.evaluations: Evaluations | None = None
         if recipe.eval is not None:
@@ -164,7 +164,7 @@ class Trainer:
             retention,
             runtime.device,
             background=keep.async_save and keep.every is not None and not on_host,
-            beside=self.policy.checkpoint.beside,
+            write_extra_files=self.policy.checkpoint.adapter_writer,
             collective_timeout=runtime.collective_timeout,
         )
         return self._stack.enter_context(saver), Patience(keep.keep_best, direction, recipe.train.patience)
@@ -181,7 +181,7 @@ class Trainer:
             self.policy.checkpoint.load_weights(store, step)
             self.metrics.say(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
-            self.policy.checkpoint.find_base(start.store, start.step)
+            self.policy.checkpoint.locate_frozen_weights(start.store, start.step)
         try:
             self.method.begin(self.policy, self.spec.rows, self._as_the_method_sees_it())
         except Interrupted:
@@ -194,7 +194,7 @@ class Trainer:
         self.ranks.first(lambda: self._describe_run(start))
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
-            self.patience.values = self.ranks.first(lambda: self.patience.read(self.run.metrics))
+            self.patience.values = self.ranks.first(lambda: self.patience.read_values(self.run.metrics))
         if self.evaluations is not None:
             self._measured |= self.evaluations.resume_at(start.step)
         return start
@@ -297,15 +297,15 @@ class Trainer:
             self.validate(step)
             self._validated = step
         self.evaluate(step, is_last)
-        if is_last or not self.patience.is_over:
+        if is_last or not self.patience.is_exhausted:
             return is_last
-        most, field = self.patience.most, self.patience.name
+        most, field = self.patience.max_misses, self.patience.name
         self.metrics.say(f"step {step}  {field} was not better {most} times in a row: train.patience ends the run")
         return self.measure(step, True)
 
     def _see(self, fields: Mapping[str, float]) -> None:
         self._measured |= fields
-        self.patience.see(fields)
+        self.patience.record(fields)
 
     def stop_if_asked(self) -> None:
         """Raise Stopped where a signal came before the first step."""
@@ -341,7 +341,7 @@ class Trainer:
     def lacks_export(self, start: Start) -> bool:
         """Return whether a run that is at its end was stopped between its last save and the export of it.
         Collective."""
-        is_due = self.ranks.first(lambda: held_by(self.run.export) != self._held)
+        is_due = self.ranks.first(lambda: read_saved_step(self.run.export) != self._held)
         return self.recipe.checkpoint.export != "none" and is_due
 
     def _log(
@@ -404,12 +404,12 @@ class Trainer:
         every = self.recipe.checkpoint.every
         if every is None or not self.runtime.is_main:
             return
-        size = bytes_of(self.policy.checkpoint.tensors())
+        size = save_bytes(self.policy.checkpoint.tensors())
         retention, directory = self.saver.retention, self.run.checkpoints
         saves = -(-self.total_steps // every)
         free = free_bytes(directory)
-        self.metrics.say(f"saves: {space_line(size, retention, saves)}; {shown_bytes(free)} are free in {directory}")
-        if free < size * (saves_at_once(retention, saves) or 1):
+        self.metrics.say(f"saves: {space_line(size, retention, saves)}; {format_bytes(free)} are free in {directory}")
+        if free < size * (max_concurrent_saves(retention, saves) or 1):
             self.metrics.say(
                 "note: that is less than the saves take: lower checkpoint.keep_last, save less often "
                 "(checkpoint.every), or set run.dir to a larger disk"
@@ -434,7 +434,7 @@ class Trainer:
 
         Raises, on every rank, what a save in the background has failed with on any.
         """
-        flags = torch.tensor([self.runtime.stop.signum, int(self.saver.failed)])
+        flags = torch.tensor([self.runtime.stop.signum, int(self.saver.has_failed)])
         if self.runtime.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         signum, failed = flags.tolist()

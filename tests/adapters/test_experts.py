@@ -11,7 +11,7 @@ from dtrain import models
 from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.file_rows import as_in_files
+from dtrain.checkpoint.huggingface.file_rows import adapter_in_file
 from dtrain.models.building import adaptable_shapes
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.common.moe import by_expert
@@ -49,12 +49,12 @@ def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
         result.backward(out)
     pairs.append((mine.grad, other.grad))
     up, down = theirs.base_layer, theirs
-    gate_b, up_b = (as_in_files("lora_B", one.lora_B.grad) for one in (ours.gate_proj, ours.up_proj))
+    gate_b, up_b = (adapter_in_file("lora_B", one.lora_B.grad) for one in (ours.gate_proj, ours.up_proj))
     pairs.append((torch.cat([gate_b, up_b]), up.lora_B["default"].weight.grad))
-    pairs.append((as_in_files("lora_A", ours.up_proj.lora_A.grad), up.lora_A["default"].weight.grad))
+    pairs.append((adapter_in_file("lora_A", ours.up_proj.lora_A.grad), up.lora_A["default"].weight.grad))
     for name in ("lora_A", "lora_B"):
         grad = getattr(ours.down_proj, name).grad
-        pairs.append((as_in_files(name, grad), getattr(down, name)["default"].weight.grad))
+        pairs.append((adapter_in_file(name, grad), getattr(down, name)["default"].weight.grad))
         assert (grad[0] == 0).all()
     assert all((a - b).abs().max() <= 1e-12 * b.abs().max() for a, b in pairs)
     assert ours.gate_proj.weight.requires_grad  # frozen by who trains

@@ -134,7 +134,7 @@ def test_a_product_and_its_gradients_are_those_of_the_dense_weight(shape, biased
 
 def quantized_model(directory):
     model = models.build(models.read_config(directory), dtype=torch.float32, device="meta")
-    quantized.hold_in_4_bits(model, directory, torch.float32, nf4=True)
+    quantized.convert_to_4_bits(model, directory, torch.float32, nf4=True)
     model.to_empty(device="cpu")
     model.tie_weights()
     read_weights(model, directory)
@@ -220,7 +220,7 @@ def test_bitsandbytes_second_quantization_is_undone_to_the_bit(tmp_path):
     files = WeightFiles(tmp_path)
     assert quantized.stored_mismatches(files, "w", (75, 256)) == []
     read_codes, read_scales = torch.zeros_like(codes), torch.zeros_like(scales)
-    quantized.fill(files, FileRows("w"), read_codes, read_scales)
+    quantized.fill_codes(files, FileRows("w"), read_codes, read_scales)
     assert torch.equal(read_codes, codes) and digest(read_scales) == stored["dequantized"]
     assert digest(dequantize(read_codes, read_scales, torch.float32)) == stored["weight"]
 

@@ -105,7 +105,7 @@ def test_a_product_and_its_gradient_are_those_of_the_dense_matrices():
 def test_stacks_are_rounded_tile_by_tile_and_held_in_9_16_of_a_byte(tmp_path, family, monkeypatch):
     base, dense = models_of(tmp_path, family)
     model = models.build(models.read_config(base), device="meta")
-    quantized.hold_in_4_bits(model, base, torch.float32, nf4=True)
+    quantized.convert_to_4_bits(model, base, torch.float32, nf4=True)
     model.to_empty(device="cpu")
     monkeypatch.setattr(quantized, "_TILE", {"mixtral": 3 * 64 * 128, "qwen3.5-moe": 2 * 64 * 128}.get(family, 700))
     read_weights(model, base)

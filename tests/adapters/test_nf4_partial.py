@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from dtrain import models
 from dtrain.adapters.nf4 import dequantize, holds_codes
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
 from tests.adapters.test_nf4 import base, stored_as_bitsandbytes
 from tests.running import distance, run_all, run_directory, trajectory
 from tests.tiny import tiny_recipe
@@ -50,7 +50,7 @@ def test_without_files_the_config_says_which(tmp_path):
     directory, _ = partial(tmp_path, {"llm_int8_skip_modules": ["model.layers.1.mlp", "layers.0.self_attn.q_proj"]})
     (directory / "model.safetensors").unlink()
     model = models.build(models.read_config(directory), device="meta")
-    coded = hold_in_4_bits(model, directory, torch.float32, nf4=True)
+    coded = convert_to_4_bits(model, directory, torch.float32, nf4=True)
     skipped = {
         "model.layers.0.self_attn.q_proj",
         *(f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")),

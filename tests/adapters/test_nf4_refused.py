@@ -8,7 +8,7 @@ import torch
 from dtrain import models
 from dtrain.adapters.nf4 import block_problems, quantize_weights
 from dtrain.base.errors import UserError
-from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models import building
@@ -89,7 +89,7 @@ def test_codes_of_experts_are_refused_before_they_are_read(tmp_path):
     del values["quantization_config"]
     (directory / "config.json").write_text(json.dumps(values))
     model = models.build(models.read_config(directory), device="meta")
-    hold_in_4_bits(model, directory, torch.float32, nf4=True)
+    convert_to_4_bits(model, directory, torch.float32, nf4=True)
     with pytest.raises(UserError, match=r"experts.0.gate_proj.weight is U8, codes of 4 bits"):
         check_fit(model, WeightFiles(directory))
 

@@ -10,7 +10,7 @@ from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.read_config import parse_config
 from dtrain.parallel.fsdp import Sharding
-from dtrain.policy.build import choose_trained
+from dtrain.policy.build import select_trained_parameters
 from dtrain.policy.reference import Reference
 from tests.methods.test_dpo_runs import recipe_of as dpo_recipe
 from tests.models.test_vision_models import CASES, images_of, token_rows
@@ -24,7 +24,7 @@ def adapted(tmp_path, section):
     """A model in float64 whose adapter does something."""
     recipe = tiny_recipe(tmp_path, f"lora={section}")
     model = models.build(models.read_config(write_model(tmp_path / "model")), dtype=torch.float64, device="meta")
-    choose_trained(model, recipe, torch.float64)
+    select_trained_parameters(model, recipe, torch.float64)
     model.to_empty(device="cpu")
     model.tie_weights()
     models.init_weights(model, 0)
@@ -96,7 +96,7 @@ def test_layers_that_files_join_share_a_until_the_adapters_are_removed(tmp_path)
 def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path):
     model, ids = adapted(tmp_path, "{rank: 2, modules_to_save: [norm]}"), torch.arange(12).view(2, 6)
     expected = model(ids, adapters=NO_ADAPTERS)
-    reference = Reference(model, Sharding(model), whole=False, adapters=False)
+    reference = Reference(model, Sharding(model), copy_frozen=False, with_adapters=False)
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in reference.tensors} <= {
         "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"
     }  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_reference_without_adapters_copies_only_what_is_trained_whole(tmp_path
             if parameter.requires_grad:
                 parameter.add_(0.5)
     trained = model(ids)
-    with reference.in_place():
+    with reference.swapped_in():
         assert torch.equal(model(ids, adapters=NO_ADAPTERS), expected)
     assert torch.equal(model(ids), trained)
 
@@ -162,7 +162,7 @@ def test_a_new_dora_adapter_changes_nothing_in_half_precision(tmp_path):
     """The ratio of magnitude and norm is 1 where both are rounded alike."""
     recipe, ids = tiny_recipe(tmp_path, "lora={rank: 2, dora: true}"), torch.arange(12).view(2, 6)
     model = models.build(models.read_config(write_model(tmp_path / "model")), dtype=torch.float32, device="meta")
-    choose_trained(model, recipe, torch.bfloat16)
+    select_trained_parameters(model, recipe, torch.bfloat16)
     model.to_empty(device="cpu")
     model.tie_weights()
     models.init_weights(model, 0)

@@ -9,7 +9,7 @@ from dtrain.adapters.config import is_adapter
 from dtrain.adapters.lora import adapted_layers
 from dtrain.base.batch import collate
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.huggingface.merged import merge_in_place, whole_weights
+from dtrain.checkpoint.huggingface.merged import full_weights, merge_in_place
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.methods.sft import SftMethod
 from tests.adapters.test_nf4 import SIZES
@@ -86,7 +86,7 @@ def merge_and_compare(rank, recipe, world_size, out):
     write_directory(policy.model, out, recipe.model.path, policy.precision.compute)
     after = model_tensors(policy.model)
     assert all(torch.equal(local(after[name]), local(old)) for name, old in before.items())
-    assert {name: weight.shape for name, weight in whole_weights(policy.model).items()} == {n: info[n][0] for n in info}
+    assert {name: weight.shape for name, weight in full_weights(policy.model).items()} == {n: info[n][0] for n in info}
     scores = policy.logprobs(collate(rows(4)))
     return max(distances.values()), scores.tolist() if rank == 0 else None
 

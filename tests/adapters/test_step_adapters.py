@@ -48,8 +48,8 @@ def test_every_step_s_adapter_is_loaded_by_peft_as_it_is(tmp_path, mesh, lora):
     assert store.steps() == [1, 2]
     files = [load_file(store.path(step) / "adapter" / ADAPTER_WEIGHTS) for step in (1, 2)]
     assert not equal(*files)
-    fill = store.opened(2)
-    for name, (shape, dtype) in store.tensors(2).items():
+    fill = store.open_step(2)
+    for name, (shape, dtype) in store.tensor_specs(2).items():
         parameter = name.rpartition(".")[2]
         if name.startswith("model.") and parameter in ("lora_A", "lora_B", "lora_magnitude"):
             tensor = torch.empty(shape, dtype=dtype)
@@ -80,7 +80,7 @@ def test_the_manifest_covers_the_adapter(tmp_path):
     weights = store.path(2) / "adapter" / ADAPTER_WEIGHTS
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert store.damage(2) == [f"{weights}: damaged, its checksum does not match"]
+    assert store.check_contents(2) == [f"{weights}: damaged, its checksum does not match"]
     weights.unlink()
     assert store.steps() == [1]
 

@@ -109,13 +109,13 @@ def test_a_failed_save_is_known_at_once_and_raised_when_asked(tmp_path, one_proc
     saver = held_saver(tmp_path)
     (tmp_path / "step-1").mkdir()
     saver.save(1, {"a": torch.ones(3)}, {})
-    assert not saver.failed
+    assert not saver.has_failed
     saver.store.go.release()
     saver._flying.exception()
-    assert saver.failed
+    assert saver.has_failed
     with pytest.raises(UserError, match="step-1 is already there"):
         saver.finish()
-    assert not saver.failed
+    assert not saver.has_failed
 
 
 def test_whatever_ends_the_run_the_save_in_flight_is_whole(tmp_path, one_process):

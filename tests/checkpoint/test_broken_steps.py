@@ -57,7 +57,7 @@ FILES = ["manifest.json", "state.json", "tensors.json", "rank-0.json"]
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_no_json_is_damage(saved, name, content):
     path, store = put(saved, name, NOT_JSON[content]), checkpoints(saved)
-    assert str(path) in store.damage(3)[0] and store.damage(2) == []
+    assert str(path) in store.check_contents(3)[0] and store.check_contents(2) == []
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.json"])
@@ -92,7 +92,7 @@ def test_a_crafted_manifest_is_damage(saved, change):
     path = checkpoints(saved).path(3) / "manifest.json"
     content = {**json.loads(path.read_text())["content"], **change}
     path.write_text(json.dumps({"content": content, "crc32": _text_checksum(content)}))
-    assert str(path) in checkpoints(saved).damage(3)[0]
+    assert str(path) in checkpoints(saved).check_contents(3)[0]
 
 
 def test_a_manifest_that_was_changed_is_damage(saved):
@@ -100,4 +100,4 @@ def test_a_manifest_that_was_changed_is_damage(saved):
     manifest = json.loads(path.read_text())
     manifest["content"]["world_size"] += 1
     path.write_text(json.dumps(manifest))
-    assert "its checksum does not match" in checkpoints(saved).damage(3)[0]
+    assert "its checksum does not match" in checkpoints(saved).check_contents(3)[0]

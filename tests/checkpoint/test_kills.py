@@ -53,7 +53,7 @@ def kill_and_go_on(tmp_path, monkeypatch, uninterrupted, draw, targets):
     hold_after(monkeypatch, steps - 1, go)
     for target in targets:
         go.unlink(missing_ok=True)
-        before = max(store.published(), default=0)
+        before = max(store.published_steps(), default=0)
         started = Processes(recipe)
         if draw.random() < 0.2:
             time.sleep(draw.uniform(0, 8))  # while it starts
@@ -68,10 +68,10 @@ def kill_and_go_on(tmp_path, monkeypatch, uninterrupted, draw, targets):
         started.kill(chosen[target])
         go.touch()
         assert started.end() != 0 or rows(started.directory) == steps
-        assert max(store.published(), default=0) >= before
-        for step in store.published():
-            assert store.damage(step) == []
-    newest = max(store.published(), default=None)
+        assert max(store.published_steps(), default=0) >= before
+        for step in store.published_steps():
+            assert store.check_contents(step) == []
+    newest = max(store.published_steps(), default=None)
     finished = Processes(recipe)
     assert finished.end() == 0, finished.text()
     if newest is not None:
@@ -83,7 +83,7 @@ def kill_and_go_on(tmp_path, monkeypatch, uninterrupted, draw, targets):
         assert drawn.read_bytes() == whole.read_bytes()
     expected = weights(uninterrupted, steps)
     assert all(torch.equal(value, expected[name]) for name, value in weights(recipe, steps).items())
-    assert len(store.published()) == 3
+    assert len(store.published_steps()) == 3
     hidden = [path.name for path in store.directory.iterdir() if path.name.startswith(".")]
     assert hidden == []
 
@@ -122,7 +122,7 @@ def saved_until(directory, call, parent):
 
     sys.addaudithook(killing)
     store = CheckpointStore(directory, Ranks(alone=True))
-    before = max(store.published(), default=0)
+    before = max(store.published_steps(), default=0)
     for step in range(before + 1, before + 4):
         a, b = value(step)
         store.save(step, {"a": a, "b": b}, {"step": step}, {"step": step})
@@ -145,7 +145,7 @@ def test_a_saver_killed_before_each_change_of_a_file_leaves_whole_steps(tmp_path
         if child == 0:
             saved_until(store.directory, kills + 1, parent)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        steps = store.published()
+        steps = store.published_steps()
         assert steps == store.steps() and max(steps, default=0) >= newest
         newest = max(steps, default=0)
         assert len(steps) <= 3, kills

@@ -44,7 +44,7 @@ def train_on(first, root, method):
     """The run whose weights others started from goes on, and keeps its old steps."""
     longer = method(root, "checkpoint.every=6", "checkpoint.keep_last=null", "train.steps=12", name="first")
     run(longer)
-    assert checkpoints(first).published() == [6, 12]
+    assert checkpoints(first).published_steps() == [6, 12]
 
 
 @pytest.mark.parametrize("method", ["precompute", "grpo"], indirect=True)
@@ -144,7 +144,7 @@ def lose(recipe, *, rows=None, steps=()):
     if rows is not None:
         lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
         (directory / "metrics.jsonl").write_text("".join(lines[:rows]))
-    for step in checkpoints(recipe).published():
+    for step in checkpoints(recipe).published_steps():
         if step not in steps:
             shutil.rmtree(checkpoints(recipe).path(step))
 
@@ -300,7 +300,7 @@ def test_a_killed_run_that_began_from_a_path_goes_on(copied, source, monkeypatch
     started = Processes(recipe)
     assert started.wait_for_rows(2), started.text()
     started.kill(started.pids())
-    assert started.end() != 0 and checkpoints(recipe).published() == []
+    assert started.end() != 0 and checkpoints(recipe).published_steps() == []
     (root / "go").touch()
     started = Processes(recipe)
     assert started.end() == 0, started.text()

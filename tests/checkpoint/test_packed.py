@@ -10,7 +10,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface import safetensor_files
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.merged import whole_weights
+from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from tests.running import assert_same, run_all, run_directory
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -62,8 +62,8 @@ def test_a_stack_in_mxfp4_opens_its_file_once_for_its_values_and_once_for_its_ex
     save_file(
         {"w_blocks": random_bytes(5, 4, 1, 16), "w_scales": random_bytes(5, 4, 1)}, tmp_path / "model.safetensors"
     )
-    files, paths, opened = WeightFiles(tmp_path), [], safetensor_files.opened
-    monkeypatch.setattr(safetensor_files, "opened", lambda path: paths.append(path) or opened(path))
+    files, paths, opened = WeightFiles(tmp_path), [], safetensor_files.open_safetensors
+    monkeypatch.setattr(safetensor_files, "open_safetensors", lambda path: paths.append(path) or opened(path))
     assert files.read("w").shape == (5, 32, 4) and len(paths) == 2
 
 
@@ -142,7 +142,7 @@ def test_transformers_reads_the_same_model(tmp_path):
         packed, dtype=torch.bfloat16, quantization_config=section
     )
     ours = models.from_pretrained(packed, torch.bfloat16)
-    mine = {ours.checkpoint_names(name)[0]: weight for name, weight in whole_weights(ours).items()}
+    mine = {ours.checkpoint_names(name)[0]: weight for name, weight in full_weights(ours).items()}
     for name, parameter in theirs.named_parameters():
         assert torch.equal(mine[name].read(torch.bfloat16), parameter), name
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
+from dtrain.checkpoint.dcp.shards import TensorShard
 from dtrain.launch.start import validate
 from dtrain.methods.sft import SftMethod
 from dtrain.parallel.mesh import Runtime
@@ -78,12 +78,12 @@ def test_auto_takes_the_checkpoint_before_a_damaged_one_and_says_so(saved, finis
 )
 def test_auto_does_not_start_over_by_itself(saved):
     store = checkpoints(saved)
-    for step in store.published():
+    for step in store.published_steps():
         harm(store.path(step) / "state.json", "flip")
     before = metrics(saved)
     with pytest.raises(UserError, match="every checkpoint is damaged"):
         run(saved)
-    assert metrics(saved) == before and store.published() == [3, 6, 9, 10]
+    assert metrics(saved) == before and store.published_steps() == [3, 6, 9, 10]
 
 
 def test_a_checkpoint_of_a_newer_dtrain_is_refused_and_not_left_out(saved):
@@ -122,11 +122,11 @@ def test_the_path_of_a_damaged_checkpoint_is_an_error_that_names_the_file(saved,
 def test_what_is_dropped(retention, dropped):
     losses = {1: 9.0, 2: float("nan"), 3: 1.0, 4: 2.0, 5: 8.0}
     measured = {step: {"val_loss": value} for step, value in losses.items()} | {6: {}}
-    assert retention.dropped(measured) == dropped
+    assert retention.steps_to_delete(measured) == dropped
 
 
 def test_of_equally_good_saves_the_newest_stays():
-    assert Retention(1, keep_best="loss").dropped({1: {"loss": 2.0}, 2: {"loss": 2.0}, 3: {"loss": 3.0}}) == [1]
+    assert Retention(1, keep_best="loss").steps_to_delete({1: {"loss": 2.0}, 2: {"loss": 2.0}, 3: {"loss": 3.0}}) == [1]
 
 
 @pytest.mark.trap(
@@ -154,7 +154,7 @@ def test_a_run_keeps_the_last_every_nth_and_the_best(tmp_path, async_save):
     losses = {row["step"]: row["val_loss"] for row in metrics(recipe) if "val_loss" in row}
     best = min(losses, key=losses.get)
     assert best not in (4, 8, 9, 10), "an lr at which the best step is one that nothing else keeps"
-    assert checkpoints(recipe).published() == sorted({4, 8, 9, 10, best})
+    assert checkpoints(recipe).published_steps() == sorted({4, 8, 9, 10, best})
 
 
 # ---- a method's own state
@@ -186,7 +186,7 @@ class Counting(SftMethod):
         return {"calls": self.calls, "length": 6}
 
     def tensors(self):
-        piece = Piece.place(self.table, (6,), (int(self.rows[0]),))
+        piece = TensorShard.from_offsets(self.table, (6,), (int(self.rows[0]),))
         return {"average": self.average, "table": piece}
 
     def load(self, state):
@@ -217,13 +217,13 @@ def test_a_methods_own_state_goes_on_with_the_run(tmp_path, before, after):
     part = counted(tiny_recipe(tmp_path, *shape, "train.steps=2", name="part"), before)
     state = checkpoints(part).read_state(2)["method"]
     table = {"method.table": torch.zeros(6, dtype=torch.int64)}
-    checkpoints(part).load(2, table, only=True)
+    checkpoints(part).load(2, table, allow_extra=True)
     calls = state["calls"]
     assert calls == 2 * 6 // before
     assert table["method.table"].tolist() == [row * calls * (calls + 1) // 2 for row in range(6)]
     counted(tiny_recipe(tmp_path, *shape, "train.steps=4", name="part"), after)
     assert checkpoints(part).read_state(4)["method"]["calls"] == calls + 2 * 6 // after
-    checkpoints(part).load(4, table, only=True)
+    checkpoints(part).load(4, table, allow_extra=True)
     last = calls + 2 * 6 // after
     assert table["method.table"].tolist() == [row * last * (last + 1) // 2 for row in range(6)]
     if before == after:

@@ -45,7 +45,7 @@ def test_a_signal_to_every_process_saves_the_step_and_has_a_status_of_its_own(
     (tmp_path / "go").touch()
     assert started.end() == 128 + signum, started.text()
     stopped_at = rows(started.directory)
-    assert checkpoints(recipe).published() == [stopped_at] and 3 <= stopped_at < STEPS
+    assert checkpoints(recipe).published_steps() == [stopped_at] and 3 <= stopped_at < STEPS
     assert f"stopped after step {stopped_at}" in started.text()
     again = Processes(recipe)
     assert again.end() == 0 and f"resumed from {checkpoints(recipe).path(stopped_at)}" in again.text()
@@ -60,7 +60,7 @@ def test_a_signal_to_torchrun_saves_the_step(tmp_path, monkeypatch):
     started.launcher.terminate()
     (tmp_path / "go").touch()
     assert started.end() != 0
-    assert checkpoints(recipe).published() == [rows(started.directory)]
+    assert checkpoints(recipe).published_steps() == [rows(started.directory)]
 
 
 def test_a_killed_worker_is_started_again_and_the_run_goes_on_by_itself(tmp_path, monkeypatch, uninterrupted):

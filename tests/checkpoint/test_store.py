@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dtrain.base.errors import UserError
 from dtrain.base.files import checksum
 from dtrain.checkpoint.dcp.retention import Retention
-from dtrain.checkpoint.dcp.store import CheckpointStore, locate
+from dtrain.checkpoint.dcp.store import CheckpointStore, locate_step
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from tests.checkpoint.tiny import on_mesh, seeded, whole
 from tests.world import run_world
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_listed_at_once_and_nothing_is_written(tmp_path):
         assert part in message
     assert not any(tensor.any() for tensor in into.values())
     a = torch.zeros(2, 3)
-    store.load(1, {"a": a}, only=True)
+    store.load(1, {"a": a}, allow_extra=True)
     assert a.all()
 
 
@@ -102,7 +102,7 @@ def test_damage_is_an_error_that_names_the_file(tmp_path, name, harm):
     with pytest.raises(UserError, match=name):
         store.load(1, {key: torch.zeros_like(value) for key, value in tensors().items()})
     if harm != "flip":
-        assert store.steps() == [] and name in store.faults(1)[0]
+        assert store.steps() == [] and name in store.check_files(1)[0]
 
 
 def test_leftovers_of_killed_saves_are_not_steps_and_go(tmp_path):
@@ -213,12 +213,12 @@ def test_locate_takes_a_run_its_checkpoints_or_a_step(tmp_path):
     for step in (2, 10):
         store.save(step, tensors(), {})
     for path, step in ((tmp_path, 10), (tmp_path / "checkpoints", 10), (tmp_path / "checkpoints" / "step-2", 2)):
-        found, number = locate(path)
+        found, number = locate_step(path)
         assert found.directory == store.directory and number == step
     with pytest.raises(UserError, match="no whole checkpoint"):
-        locate(tmp_path / "checkpoints" / "step-3")
+        locate_step(tmp_path / "checkpoints" / "step-3")
     with pytest.raises(UserError, match="no whole checkpoint"):
-        locate(tmp_path / "nowhere")
+        locate_step(tmp_path / "nowhere")
 
 
 def save_on(rank, directory, sizes, tied):

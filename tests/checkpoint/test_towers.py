@@ -61,7 +61,12 @@ def saved_run(rank, recipe, name, resumes=False):
     store = CheckpointStore(run / "checkpoints")
     for step in range(1, STEPS + 1):
         train(policy, name)
-        store.save(step, policy.checkpoint.tensors(), policy.checkpoint.state(), beside=policy.checkpoint.beside)
+        store.save(
+            step,
+            policy.checkpoint.tensors(),
+            policy.checkpoint.state(),
+            write_extra_files=policy.checkpoint.adapter_writer,
+        )
     policy.checkpoint.export(run / "export", recipe.model.directory)
     if resumes:
         resumed_run(rank, recipe, name, 1, {})
@@ -73,7 +78,7 @@ def saved_run(rank, recipe, name, resumes=False):
 def resumed_run(rank, recipe, name, world_size, sizes):
     """Train the second step again, from the save of the first."""
     policy, store = policy_of(rank, recipe, world_size, **sizes), CheckpointStore(recipe.run.directory / "checkpoints")
-    policy.checkpoint.load(store, 1, store.read_state(1), beside={})
+    policy.checkpoint.load(store, 1, store.read_state(1), extra_tensors={})
     train(policy, name)
     CheckpointStore(recipe.run.directory / f"again-{world_size}").save(STEPS, policy.checkpoint.tensors(), {})
 
@@ -94,8 +99,8 @@ def transformers_logits(directory, name):
 
 def stored(directory):
     store = CheckpointStore(directory, None)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(STEPS).items()}
-    store.opened(STEPS)(tensors)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensor_specs(STEPS).items()}
+    store.open_step(STEPS)(tensors)
     return tensors
 
 

@@ -134,7 +134,7 @@ def test_options_come_back_but_for_those_kept(tmp_path):
     save(tmp_path, 2, model, optimizer)
     other, resumed = build("adamw", 1)
     resumed.param_groups[0]["betas"] = (0.5, 0.6)
-    resume(tmp_path, 2, other, resumed, keep=["betas"])
+    resume(tmp_path, 2, other, resumed, keep_options=["betas"])
     assert resumed.param_groups[0]["betas"] == (0.5, 0.6)
     assert resumed.param_groups[1]["betas"] == (0.9, 0.999) and resumed.param_groups[1]["lr"] == 1e-2 * 0.9 * 0.9
     assert resumed.param_groups[1]["weight_decay"] == 0.0

@@ -5,7 +5,7 @@ import pytest
 from dtrain import recipe as config
 from dtrain.base.ranges import out_of_range
 from dtrain.optim.update import SCHEDULES
-from dtrain.policy.optimizer import NAMES
+from dtrain.policy.optimizer import OPTIMIZER_NAMES
 from dtrain.recipe import schema
 from dtrain.training import SECTIONS, load_recipe
 from tests.tiny import check
@@ -230,7 +230,7 @@ def test_a_batch_that_fits_no_world_is_listed_beside_the_mesh(overrides, answer)
 
 
 def test_names_are_those_that_optim_knows():
-    assert set(schema.OPTIMIZERS) == set(NAMES)
+    assert set(schema.OPTIMIZERS) == set(OPTIMIZER_NAMES)
     assert set(schema.SCHEDULES) == set(SCHEDULES)
 
 

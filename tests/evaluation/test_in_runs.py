@@ -184,9 +184,9 @@ def test_patience_counts_measures_since_the_best():
     patience = Patience("val_loss", min, 2)
     seen = []
     for value in (3.0, 2.0, 2.0, float("nan"), 1.5, 1.6, 1.5):
-        patience.see({"val_loss": value, "loss": 0.0})
-        seen.append(patience.is_over)
-    assert seen == [False] * 6 + [True] and not Patience("val_loss", min, None, [1.0, 2.0]).is_over
+        patience.record({"val_loss": value, "loss": 0.0})
+        seen.append(patience.is_exhausted)
+    assert seen == [False] * 6 + [True] and not Patience("val_loss", min, None, [1.0, 2.0]).is_exhausted
 
 
 class JudgeServer(ThreadingHTTPServer):

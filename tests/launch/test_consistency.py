@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.checkpoint.dcp.shards import TensorShard
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import refuse_other_hosts, refuse_other_recipes
@@ -137,7 +137,7 @@ def test_a_step_whose_files_lie_on_several_hosts_is_not_published(tmp_path, monk
     def act(rank):
         store = CheckpointStore(Path("checkpoints"))
         Path("checkpoints/.partial-step-3").mkdir(parents=True, exist_ok=rank == 0)
-        shard = Piece.place(torch.full((2,), float(rank)), (4,), (2 * rank,))
+        shard = TensorShard.from_offsets(torch.full((2,), float(rank)), (4,), (2 * rank,))
         store.save(3, {"w": shard}, {"step": 3}, {"rank": rank})
 
     told = two_hosts(tmp_path, act)

@@ -106,7 +106,7 @@ def test_the_jsd_is_trls(tmp_path, beta, k):
     method = DistillMethod(section)
     eye = torch.eye(20, dtype=torch.float64)
     capped, theirs = (HeadInput(cap * (one / cap).atanh(), eye, cap) for one, cap in ((student, 9.0), (teacher, 5.0)))
-    method.teacher = SimpleNamespace(at_head=lambda inputs, fn: fn(theirs))
+    method.teacher = SimpleNamespace(run_at_head=lambda inputs, fn: fn(theirs))
     source = SimpleNamespace(head_input=capped, inputs={}, shard=None)
     index, three = torch.arange(3), torch.tensor(3)
     loss, sums = method.loss(source, {"label_index": index}, three, three)

@@ -124,7 +124,7 @@ def resumed(rank, recipe, world_size, at):
     save_models(store, 2, first.models, {"step": 2})
     second = Ppo(rank, recipe, world_size)
     state = load_models(store, 2, second.models)
-    names = {name.split(".")[0] for name in store.tensors(2)}
+    names = {name.split(".")[0] for name in store.tensor_specs(2)}
     with pytest.raises(UserError, match="has the models critic, policy, and policy are to be loaded"):
         load_models(store, 2, {"policy": second.policy.checkpoint})
     with pytest.raises(ValueError, match="a model named 'model'"):

@@ -5,7 +5,7 @@ import warnings
 import torch
 import transformers
 
-from dtrain.checkpoint.huggingface.file_rows import joints
+from dtrain.checkpoint.huggingface.file_rows import fused_weights
 from dtrain.models.common.config import ModelConfig
 
 VOCAB = 97
@@ -327,7 +327,7 @@ def grads(model, known=(), whole_of=lambda grad: grad) -> dict[str, torch.Tensor
         names = _MIXTRAL if model.config.model_type == "mixtral" else {}
         return {name: grad for one, whole in found.items() for name, grad in _of_experts(one, whole, names).items()}
     whole = {}
-    for one in joints(model, found, stored=[".experts.0.down_proj.weight"]):  # one by one
+    for one in fused_weights(model, found, stored=[".experts.0.down_proj.weight"]):  # one by one
         parts = [found[part] for part in one.parts]
         whole[one.name] = one.join(parts) if one.expert is None else parts[0][one.expert]
     names = getattr(model, "checkpoint_names", lambda name: [name])

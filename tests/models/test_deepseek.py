@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dtrain import models
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.merged import whole_weights
+from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.commands.serve.updates import _by_every_name
 from dtrain.inference.varlen_decode import choose_varlen_decode
@@ -268,7 +268,7 @@ def test_what_servers_are_sent_fills_a_model_by_the_names_of_files(tmp_path):
     for tensor in (*other.parameters(), *other.buffers()):
         tensor.zero_()
     found, stored = _by_every_name(other), load_file(source / "model.safetensors")
-    sent = {ours.checkpoint_names(name)[0]: weight.read(torch.float32) for name, weight in whole_weights(ours).items()}
+    sent = {ours.checkpoint_names(name)[0]: weight.read(torch.float32) for name, weight in full_weights(ours).items()}
     assert sent.keys() == stored.keys()
     for name, tensor in sent.items():
         assert tensor.is_contiguous() and torch.equal(tensor, stored[name])

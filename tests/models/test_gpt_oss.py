@@ -8,7 +8,7 @@ import torch
 
 from dtrain import models
 from dtrain.base.errors import Stopped, UserError
-from dtrain.checkpoint.huggingface.merged import whole_weights
+from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.commands.serve.updates import _by_every_name
 from dtrain.models.common.moe import SparseMLP, share_routing
 from dtrain.optim.muon import is_matrix
@@ -83,7 +83,7 @@ def test_what_servers_are_sent_fills_a_model_by_the_names_of_files(tmp_path):
     for parameter in other.parameters():
         parameter.zero_()
     found = _by_every_name(other)
-    for name, weight in whole_weights(ours).items():
+    for name, weight in full_weights(ours).items():
         (outer,) = ours.checkpoint_names(name)
         sent = weight.read(torch.float32)
         assert sent.is_contiguous() and found[outer].shape == list(sent.shape)

@@ -67,7 +67,7 @@ def steps(rank, recipe, world_size, out, begin, end, start=None):
     policy = policy_on(recipe, rank, world_size)
     if start is not None:
         store = CheckpointStore(start)
-        policy.checkpoint.load(store, begin, store.read_state(begin), beside={})
+        policy.checkpoint.load(store, begin, store.read_state(begin), extra_tensors={})
     for step in range(begin, end):
         give_gradients(policy, step)
         policy.optimizer.step()
@@ -78,7 +78,7 @@ def step_on(recipe, world_size, out, begin=0, end=3, start=None) -> dict[str, to
     """Return the checkpoint of the optimizer's steps from `begin` to `end`, of a run on so many ranks."""
     run_world(steps, world_size, recipe, world_size, out, begin, end, start)
     store = CheckpointStore(out)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensors(end).items()}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in store.tensor_specs(end).items()}
     store.load(end, tensors)
     return tensors
 

@@ -120,10 +120,10 @@ def summed(rank, recipe, world_size, count):
     policy = policy_on(recipe, rank, world_size)
     weight = dict(policy.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
     for index in range(count):
-        policy.sums.begin(0, index, index == count - 1)
+        policy.gradient_sums.begin(0, index, index == count - 1)
         weight.grad = torch.full_like(weight, 2.0**-10)
-        policy.sums._add_gradient(weight)
-    policy.sums.finish()
+        policy.gradient_sums._add_gradient(weight)
+    policy.gradient_sums.finish()
     assert weight.grad.dtype == torch.bfloat16
     return local_tensor(weight.grad).double().mean().item()
 

@@ -56,7 +56,7 @@ def test_masters_are_saved_in_float32_and_resume_on_another_mesh(tmp_path, dtype
     recipe = recipe_of(tmp_path, *shape, "train.steps=2", OFFLOAD)
     on_card(recipe, 2)
     store = CheckpointStore(Path(recipe.run.dir) / recipe.run.name / "checkpoints")
-    assert {dtype for name, (_, dtype) in store.tensors(2).items() if name.startswith("model.")} == {torch.float32}
+    assert {dtype for name, (_, dtype) in store.tensor_specs(2).items() if name.startswith("model.")} == {torch.float32}
     on_card(recipe_of(tmp_path, *shape, "train.steps=3", OFFLOAD), 2)
     rows, _ = on_card(recipe_of(tmp_path, *shape, "parallel.tp=2"), 2)
     assert [row["loss"] for row in rows][:3] == [row["loss"] for row in expected][:3]
@@ -82,7 +82,7 @@ def given(recipe, rank, size):
     with policy.use_reference_model():
         given["referred"] = policy.logprobs(batch)
     given["again"] = policy.logprobs(batch)
-    policy.reference.follow(0.5)
+    policy.reference.update_towards_policy(0.5)
     with policy.use_reference_model():
         given["followed"] = policy.logprobs(batch)
     policy.offloader.offload_after_refit()

@@ -5,7 +5,14 @@ import torch
 
 from dtrain.base.batch import IGNORE, collate, rows_in, trained_tokens
 from dtrain.methods.sft import SftMethod
-from dtrain.policy.batching import DynamicShapes, Fixed, Packed, assemble, row_lengths, scatter
+from dtrain.policy.batching import (
+    DynamicShapes,
+    Fixed,
+    Packed,
+    build_micro_batches,
+    merge_micro_batch_values,
+    row_lengths,
+)
 from tests.policy.test_policy import policy_of, rows
 from tests.stepping import bare_worker, train_step
 from tests.test_batch import row
@@ -17,13 +24,13 @@ MAKINGS = [Fixed(2), Fixed(64), DynamicShapes(24), DynamicShapes(1), Packed(24),
 
 def test_fixed_ones_are_trimmed_and_ranks_without_rows_get_padding():
     batch = collate([row(2), row(3), row(7)])
-    pieces = assemble(batch, Fixed(2).plan(row_lengths(batch)), 3, packs=False)
+    pieces = build_micro_batches(batch, Fixed(2).plan(row_lengths(batch)), 3, is_packed=False)
     assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(2, 3), (1, 7), (1, 1)]
     assert trained_tokens(pieces[2]) == 0 and sum(map(trained_tokens, pieces)) == trained_tokens(batch)
-    (piece,) = assemble(collate([]), [], 1, packs=False)
+    (piece,) = build_micro_batches(collate([]), [], 1, is_packed=False)
     assert piece["labels"].tolist() == [[IGNORE]] and piece["seq_ids"].tolist() == [[-1]]
     with pytest.raises(ValueError, match="2 micro-batches do not fit into 1"):
-        assemble(batch, [[0], [1]], 1, packs=False)
+        build_micro_batches(batch, [[0], [1]], 1, is_packed=False)
 
 
 @pytest.mark.parametrize("making", MAKINGS)
@@ -47,11 +54,11 @@ def test_the_rows_of_a_sample_stay_neighbours():
 def test_what_was_gathered_goes_back_to_its_place(making):
     batch = collate([row(length, start=10 * length) for length in (5, 1, 9, 2)]) | {"reward": torch.arange(4.0)}
     plan = making.plan(row_lengths(batch))
-    pieces = assemble(batch, plan, len(plan) + 1, making.packs)
+    pieces = build_micro_batches(batch, plan, len(plan) + 1, making.is_packed)
     assert [piece["reward"].tolist() for piece in pieces[:-1]] == [[float(i) for i in members] for members in plan]
     real = batch["seq_ids"] >= 0
     for name in ("input_ids", "position_ids"):
-        back = scatter([piece[name] for piece in pieces], batch, plan, making.packs)
+        back = merge_micro_batch_values([piece[name] for piece in pieces], batch, plan, making.is_packed)
         assert torch.equal(back[real], batch[name][real])
 
 

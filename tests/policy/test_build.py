@@ -19,7 +19,7 @@ def kernel_of(recipe, device, **more):
 
     mesh: Mesh = build_mesh(Runtime(), dp_replicate=1, dp_shard=1, cp=1, tp=1)
     precision = choose_precision(recipe.train.dtype, device.type)
-    model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, device, BuildOptions(**more))
+    model = build.build_on_meta(recipe, read_config(recipe.model.path), mesh, precision, device, BuildOptions(**more))
     (kernel,) = {id(layer.self_attn.kernel): layer.self_attn.kernel for layer in model.model.layers}.values()
     return kernel
 
@@ -123,7 +123,7 @@ def of_two(rank, root, rotate):
     try:
         for problem in (None, "too old"):
             varlen.check_varlen = lambda kernel, exchange, problem=problem, **_: problem if rank == 1 else None
-            model = build.lay_out(recipe, read_config(recipe.model.path), mesh, precision, cuda)
+            model = build.build_on_meta(recipe, read_config(recipe.model.path), mesh, precision, cuda)
             names.append((model.model.kernel.name, model.model.kernel.note))
     finally:
         varlen.check_varlen = own

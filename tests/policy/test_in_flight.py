@@ -14,7 +14,7 @@ from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.policy import Policy
-from dtrain.policy.batching import Fixed, micro_batches
+from dtrain.policy.batching import Fixed, split_into_micro_batches
 from dtrain.recipe import sizes
 from tests.cases import run_cases
 from tests.models.test_vision_models import CASES as TOWERS
@@ -68,7 +68,7 @@ def gradients(policy, batches, order, without_adapters=()):
             if policy.model.routing is not None:
                 # Each micro-batch has a factor of its own, so that one micro-batch's in place of the other's shows.
                 balance = BalanceLoss(torch.tensor(0.3 + number, dtype=torch.float64))
-            losses[number] = policy.scorer.at_head(
+            losses[number] = policy.scorer.run_at_head(
                 batches[number],
                 loss_of,
                 balance=balance,
@@ -138,7 +138,7 @@ def interleaved_with_reference(rank, recipe, world_size, tower):
         batches = rows_of(policy)
     else:
         batch, images = batch_of(TOWERS[tower], policy.model.config)
-        batches, _ = micro_batches(batch, Fixed(2), len(images), policy.mesh.dp, images=images)
+        batches, _ = split_into_micro_batches(batch, Fixed(2), len(images), policy.mesh.dp, images=images)
     count = compare(policy, batches, without_adapters={1})
     with_adapters = gradients(policy, batches, "f0 f1 b1 b0")
     reference = gradients(policy, batches, "f0 f1 b1 b0", {1})
@@ -147,7 +147,7 @@ def interleaved_with_reference(rank, recipe, world_size, tower):
 
     # A reference forward without a graph, between a policy's forward and backward, is that of a model without adapters.
     alone = policy.scorer.logprobs(batches[1], adapters=False)
-    loss = policy.scorer.at_head(batches[0], loss_of)
+    loss = policy.scorer.run_at_head(batches[0], loss_of)
     between = policy.scorer.logprobs(batches[1], adapters=False)
     loss.backward()
     assert torch.equal(between, alone)

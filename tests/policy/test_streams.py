@@ -116,9 +116,11 @@ def test_a_row_s_vector_as_long_as_the_rows_of_one_rank_stays_a_row_s_vector(tmp
 
 def by_sequence(source, batch, global_seqs, global_tokens):
     """A loss to which a document without a trained token would add log 2."""
-    sums = source.by_document(source.logprobs().logprobs) * batch["reward"][: source.documents]
+    sums = source.sum_by_document(source.logprobs().logprobs) * batch["reward"][: source.num_documents]
     losses = torch.nn.functional.softplus(sums)
-    return source.shared(losses.sum() / global_seqs), {"sequences": source.shared(torch.ones_like(losses).sum())}
+    return source.count_once(losses.sum() / global_seqs), {
+        "sequences": source.count_once(torch.ones_like(losses).sum())
+    }
 
 
 def with_masked_rows(rank, recipe, world_size, kept, drops, gbs):

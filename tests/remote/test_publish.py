@@ -15,7 +15,7 @@ from dtrain.base.batch import collate
 from dtrain.base.errors import UserError
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
-from dtrain.policy.weights import WeightReceiver, flatten_bucket, weight_group
+from dtrain.policy.weights import WeightReceiver, flatten_bucket, join_weight_group
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import (
     MARKER,
@@ -214,7 +214,7 @@ def test_half_an_update_decodes_nothing_until_a_whole_one(servers, root, model):
     joined = []
     thread = threading.Thread(target=lambda: joined.append(ask(url, "/init_weights_update_group", meeting)))
     thread.start()
-    group = weight_group("127.0.0.1", port, 0, 2, torch.device("cpu"), name="g")
+    group = join_weight_group("127.0.0.1", port, 0, 2, torch.device("cpu"), name="g")
     thread.join()
     assert joined[0][0] == 200
     bucket = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]], "group_name": "g"}
@@ -237,7 +237,7 @@ def test_half_an_update_decodes_nothing_until_a_whole_one(servers, root, model):
 def joins_as_sglang(rank, port, shapes):
     """Rank 0 sends as dtrain does; rank 1 joins by torch's own functions in the order that SGLang calls them."""
     if rank == 0:
-        group = weight_group("127.0.0.1", port, 0, 2, torch.device("cpu"), name="weight_update_group")
+        group = join_weight_group("127.0.0.1", port, 0, 2, torch.device("cpu"), name="weight_update_group")
         message = flatten_bucket([torch.arange(size, dtype=torch.float32) for size in shapes])
         group.broadcast(message, 0).wait()
         return message.tolist()

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from dtrain.checkpoint.huggingface.export import export
-from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.huggingface.model_files import read_saved_step
 from dtrain.commands.serve.start import Follower
 from dtrain.inference.generate import image_problem, load
 from dtrain.models import from_pretrained
@@ -61,7 +61,7 @@ def make_oldest(path):
 def test_an_export_of_the_newest_checkpoint_is_taken(finished, stamp):
     stamp(finished / "export")
     assert source_of(finished)[0] == "export"
-    assert held_by(finished / "export")["step"] == 4
+    assert read_saved_step(finished / "export")["step"] == 4
     copy = finished.parent / "copy"
     shutil.copytree(finished, copy, copy_function=shutil.copy)
     stamp(copy / "export")
@@ -80,7 +80,7 @@ def test_an_export_of_anything_else_is_passed_over(finished, tmp_path, stamp, ca
     longer = recipe_of(tmp_path, "train.steps=6", "checkpoint.export=final")
     run(longer)  # which sees that one is due
     assert "only the export is left" in capfd.readouterr().err
-    assert source_of(finished)[0] == "export" and held_by(finished / "export")["step"] == 6
+    assert source_of(finished)[0] == "export" and read_saved_step(finished / "export")["step"] == 6
     run(longer)
     assert "nothing left to do" in capfd.readouterr().err
 
@@ -112,7 +112,7 @@ def test_an_export_beyond_the_last_save_is_taken(tmp_path):
     run(recipe_of(tmp_path, "train.steps=2"))
     run(recipe_of(tmp_path, "train.steps=4", "checkpoint.every=null", "checkpoint.export=final"))
     directory = tmp_path / "runs" / "run"
-    assert source_of(directory)[0] == "export" and held_by(directory / "export")["step"] == 4
+    assert source_of(directory)[0] == "export" and read_saved_step(directory / "export")["step"] == 4
     unsaved = run(recipe_of(tmp_path, "train.steps=2", "checkpoint.every=null", "checkpoint.export=final", name="un"))
     assert source_of(Path(unsaved.run.dir) / "un")[0] == "export"
 
@@ -123,7 +123,7 @@ def test_an_export_with_every_save_is_of_that_save(tmp_path, async_save):
     directory = tmp_path / "runs" / "run"
     assert source_of(directory)[0] == "export"
     states = {step: checkpoints(recipe).read_state(step)["save"] for step in (2, 4, 5)}
-    assert held_by(directory / "export") == {"step": 5, "save": states[5]} and len(set(states.values())) == 3
+    assert read_saved_step(directory / "export") == {"step": 5, "save": states[5]} and len(set(states.values())) == 3
     assert len({save.split("-")[0] for save in states.values()}) == 1  # of one run
     shutil.rmtree(directory / "export")
     export(directory, directory / "export")  # by the command

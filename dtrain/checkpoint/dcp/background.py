@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.pieces import Piece
 from dtrain.checkpoint.dcp.retention import Retention
-from dtrain.checkpoint.dcp.store import Beside, CheckpointStore
+from dtrain.checkpoint.dcp.shards import TensorShard
+from dtrain.checkpoint.dcp.store import CheckpointStore, ExtraFilesWriter
 from dtrain.parallel.mesh import new_host_group
 
 
@@ -36,11 +36,11 @@ class Saver:
         device: torch.device,
         *,
         background: bool,
-        beside: Beside | None = None,
+        write_extra_files: ExtraFilesWriter | None = None,
         collective_timeout: float | None = None,
     ):
         self.background = background
-        self.beside = beside
+        self.write_extra_files = write_extra_files
         self.retention = retention
         self.device = device
         self.store = CheckpointStore(directory, Ranks(new_host_group(collective_timeout) if background else None))
@@ -57,7 +57,7 @@ class Saver:
             self._flying.exception()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether the save in flight has failed by now, on this rank. No collective."""
         return self._flying is not None and self._flying.done() and self._flying.exception() is not None
 
@@ -96,14 +96,14 @@ class Saver:
             flying.set_exception(error)
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Any, rank_state: Any) -> None:
-        self.store.save(step, tensors, state, rank_state, self.beside)
+        self.store.save(step, tensors, state, rank_state, self.write_extra_files)
         self.store.ranks.first(lambda: self.store.prune(self.retention))
 
-    def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
         copies = {}
         for name, tensor in tensors.items():
-            piece = Piece.of(tensor)
-            copies[name] = Piece.place(self._copy(name, piece.local), piece.global_size, piece.offsets)
+            piece = TensorShard.from_tensor(tensor)
+            copies[name] = TensorShard.from_offsets(self._copy(name, piece.local), piece.global_size, piece.offsets)
         if self._pinned:
             torch.cuda.current_stream(self.device).synchronize()
         return copies

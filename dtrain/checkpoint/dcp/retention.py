@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dtrain.base.json_files import loads, split_lines
-from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.checkpoint.dcp.shards import TensorShard
 from dtrain.recipe.schema import Checkpoint
 
 
@@ -31,7 +31,7 @@ class Retention:
     keep_best: str | None = None
     better: Callable[[Iterable[float]], float] = min
 
-    def dropped(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
+    def steps_to_delete(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The steps to delete, ascending, of those in `measured`: step → the metrics saved with it. Of equally good
         steps the newest stays; a step whose field is missing or not finite is no candidate."""
         if self.keep_last is None:
@@ -55,31 +55,31 @@ class Patience:
 
     name: str | None
     better: Callable[[Iterable[float]], float]
-    most: int | None
+    max_misses: int | None
     values: list[float] = field(default_factory=list)
 
-    def see(self, measured: Mapping[str, float]) -> None:
+    def record(self, measured: Mapping[str, float]) -> None:
         """Take what was measured after a step; only what was measured anew."""
         value = measured.get(self.name or "")
         if value is not None and math.isfinite(value):
             self.values.append(value)
 
-    def read(self, record: Path) -> list[float]:
+    def read_values(self, metrics_file: Path) -> list[float]:
         """The values in a run's metrics.jsonl."""
-        if not record.is_file():
+        if not metrics_file.is_file():
             return []
-        rows = map(loads, split_lines(record.read_text(encoding="utf-8")))
+        rows = map(loads, split_lines(metrics_file.read_text(encoding="utf-8")))
         return [row[self.name] for row in rows if self.name in row and math.isfinite(row[self.name])]
 
     @property
-    def is_over(self) -> bool:
-        if self.most is None or not self.values:
+    def is_exhausted(self) -> bool:
+        if self.max_misses is None or not self.values:
             return False
         best = self.values.index(self.better(self.values))
-        return len(self.values) - 1 - best >= self.most
+        return len(self.values) - 1 - best >= self.max_misses
 
 
-def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+def save_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the size in bytes of a save of `tensors` by all ranks, without its small files. No collective.
 
     Args:
@@ -87,7 +87,7 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> int:
     """
     total = 0
     for tensor in tensors.values():
-        piece = Piece.of(tensor)
+        piece = TensorShard.from_tensor(tensor)
         total += piece.global_size.numel() * piece.local.element_size()
     return total
 
@@ -100,7 +100,7 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def shown_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a number of bytes with its unit.
 
     >>> shown_bytes(3 << 30), shown_bytes(1536), shown_bytes(12)
@@ -112,7 +112,7 @@ def shown_bytes(size: int) -> str:
     return f"{size} bytes"
 
 
-def saves_at_once(retention: Retention, saves: int | None = None) -> int | None:
+def max_concurrent_saves(retention: Retention, saves: int | None = None) -> int | None:
     """Return the largest number of saves that exist at the same time. None if the retention sets no limit.
 
     A save is deleted only after the next one is complete, so there is one more than `keep_last` for a moment.
@@ -141,7 +141,7 @@ def planned_saves_line(size: int, keep: Checkpoint, steps: int | None, directory
     assert keep.every is not None, "the run saves nothing"
     saves = None if steps is None else -(-steps // keep.every)
     line = space_line(size, Retention(keep.keep_last, keep.keep_every, keep.keep_best), saves)
-    return f"{line}; {shown_bytes(free_bytes(directory))} are free in {directory}"
+    return f"{line}; {format_bytes(free_bytes(directory))} are free in {directory}"
 
 
 def space_line(size: int, retention: Retention, saves: int | None) -> str:
@@ -158,7 +158,7 @@ def space_line(size: int, retention: Retention, saves: int | None) -> str:
     settings = ", ".join(f"checkpoint.{key}={value}" for key, value in values.items() if value is not None)
     if not settings:
         settings = "checkpoint.keep_last=null"
-    largest = saves_at_once(retention, saves)
+    largest = max_concurrent_saves(retention, saves)
     if largest is None:
-        return f"{shown_bytes(size)} each, and {settings} sets no limit to their number"
-    return f"{shown_bytes(size)} each, at most {largest} at a time ({settings}): {shown_bytes(size * largest)}"
+        return f"{format_bytes(size)} each, and {settings} sets no limit to their number"
+    return f"{format_bytes(size)} each, at most {largest} at a time ({settings}): {format_bytes(size * largest)}"

@@ -42,8 +42,15 @@ from dtrain.base.errors import UserError, first_few, in_words
 from dtrain.base.files import Record, checksum, publish, set_aside, write_new
 from dtrain.base.json_files import OWN, digest, loads, read_json
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.pieces import Piece, PieceReader, PieceWriter, Table, read_table, read_whole
-from dtrain.checkpoint.dcp.retention import Retention, bytes_of, free_bytes, shown_bytes
+from dtrain.checkpoint.dcp.retention import Retention, format_bytes, free_bytes, save_bytes
+from dtrain.checkpoint.dcp.shards import (
+    ShardReader,
+    ShardWriter,
+    TensorShard,
+    TensorTable,
+    read_full_tensor,
+    read_table,
+)
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -54,8 +61,8 @@ _LEFTOVERS = re.compile(r"\.(partial|discarded)-step-\d+")
 _INSIDE = re.compile(r"(adapter/)?(?!\.\.?$)[^/]*")  # a file of a step, or of its folder
 SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
 
-Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Beside = Callable[[Path, Sizes, Callable[[str], Tensor]], Mapping[str, Record]]
+TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+ExtraFilesWriter = Callable[[Path, TensorSpecs, Callable[[str], Tensor]], Mapping[str, Record]]
 """What rank 0 writes into a step's directory, from the tensors that the step holds: given the directory, their sizes
 and dtypes by name, and a function that reads one, it returns the records of its files, by their names there."""
 
@@ -63,7 +70,7 @@ and dtypes by name, and a function that reads one, it returns the records of its
 _FILE_ERRORS = (OSError, UserError, EOFError, pickle.UnpicklingError)
 
 
-class Damaged(UserError):
+class DamagedCheckpointError(UserError):
     """A file of a published step is missing, or not as it was saved."""
 
 
@@ -81,23 +88,23 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps that are whole, ascending, as this rank's file system shows them. No collective."""
-        return [step for step in self.published() if not self.faults(step)]
+        return [step for step in self.published_steps() if not self.check_files(step)]
 
-    def faults(self, step: int) -> list[str]:
+    def check_files(self, step: int) -> list[str]:
         """Return what a look at the manifest and the file sizes finds wrong with a step, without reading the data.
         UserError for a manifest that is of another version of dtrain, or that the system does not let us read."""
         try:
             manifest = self._manifest(step)
-        except Damaged as error:
+        except DamagedCheckpointError as error:
             return [str(error)]
         return [fault for name, record in manifest["files"].items() if (fault := self._misfit(step, name, record))]
 
-    def damage(self, step: int) -> list[str]:
+    def check_contents(self, step: int) -> list[str]:
         """Return what reading every file against its checksum finds wrong with a step; the files are shared out over
         the ranks, which all get the whole list. Collective."""
 
         def examine() -> list[str]:
-            faults = self.faults(step)
+            faults = self.check_files(step)
             return faults or self._wrong_checksums(step, self._share(step))
 
         return list(dict.fromkeys(fault for faults in self.ranks.every(examine) for fault in faults))
@@ -119,7 +126,7 @@ class CheckpointStore:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any] | None = None,
-        beside: Beside | None = None,
+        write_extra_files: ExtraFilesWriter | None = None,
     ) -> Path:
         """Save a step and publish it; returns its directory. Collective.
 
@@ -127,7 +134,7 @@ class CheckpointStore:
         state: JSON, rank 0's is kept; rank_state: JSON, each rank's is kept. Tuples come back as lists. beside: makes
         more files of what all ranks have written. UserError where the step is already there (it is never written
         again), and for a full disk and the like; then nothing of this save remains and the steps before it stand."""
-        pieces = {name: Piece.of(tensor) for name, tensor in tensors.items()}
+        pieces = {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
         state_text, own_text = json.dumps(state), json.dumps(rank_state)
         own_file = f"rank-{self.ranks.rank}.json"
         final, partial = self.path(step), self.directory / f".partial-step-{step}"
@@ -144,13 +151,13 @@ class CheckpointStore:
 
         self.ranks.first(begin)
         try:
-            writer = PieceWriter(partial)
+            writer = ShardWriter(partial)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
             files = {name: record for of_rank in self.ranks.every(written) for name, record in of_rank.items()}
-            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, files, beside))
+            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, files, write_extra_files))
         except UserError as error:  # on every rank
-            room = self.ranks.first(lambda: self._after_failure(partial, bytes_of(pieces)))
+            room = self.ranks.first(lambda: self._after_failure(partial, save_bytes(pieces)))
             raise UserError(f"{error}\n{room}") from error
         return final
 
@@ -161,7 +168,7 @@ class CheckpointStore:
         saved = "there is no complete step yet" if last is None else f"the last complete step is {self.path(last)}"
         free = free_bytes(self.directory)
         short = "; make room, or set run.dir to another disk" if free < size else ""
-        return f"A save takes {shown_bytes(size)}, and {shown_bytes(free)} are free there{short}; {saved}"
+        return f"A save takes {format_bytes(size)}, and {format_bytes(free)} are free there{short}; {saved}"
 
     def read_state(self, step: int) -> dict[str, Any]:
         """The `state` of a step; no tensor is read. No collective."""
@@ -184,7 +191,7 @@ class CheckpointStore:
         files = self._manifest(step)["files"]
         return digest({name: record for name, record in files.items() if name == TABLE or name.endswith(".distcp")})
 
-    def tensors(self, step: int) -> Sizes:
+    def tensor_specs(self, step: int) -> TensorSpecs:
         """Size and dtype of every tensor of a step, by name. No collective."""
         return self._table(step).sizes
 
@@ -193,7 +200,7 @@ class CheckpointStore:
         step: int,
         tensors: Mapping[str, Tensor],
         *,
-        only: bool = False,
+        allow_extra: bool = False,
         verified: bool = False,
         cast: Collection[str] = (),
     ) -> dict[str, Any]:
@@ -201,29 +208,31 @@ class CheckpointStore:
 
         Every file's checksum is verified first, the files shared out over the ranks. Names that are on one side alone,
         other sizes and other dtypes are one UserError that lists them; then nothing has been written to `tensors`.
-        only: names that the step holds beyond `tensors` are no error. verified: `damage` has just found none, so that
+        allow_extra: names that the step holds beyond `tensors` are no error. verified: `check_contents` has just
+        found none, so that
         the checksums need not be taken again. cast: names of tensors that keep their dtype, whatever the step has."""
 
-        def examine() -> tuple[dict[str, Piece], Table]:
+        def examine() -> tuple[dict[str, TensorShard], TensorTable]:
             if not verified:
                 self._verify(step, self._share(step))
             table = self._table(step)
-            return self._fitting(step, table, tensors, only, cast), table
+            return self._fitting(step, table, tensors, allow_extra, cast), table
 
         self._read(step, *self.ranks.together(examine))
         return self.read_state(step)
 
-    def refuse_misfit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
-        """Raise UserError where `load` with only=True would, for its names, sizes and dtypes; reads no tensor, so that
+    def check_fit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
+        """Raise UserError where `load` with allow_extra=True would, for its names, sizes and dtypes; reads no tensor,
+        so that
         `tensors`, [any shape], may be on meta. No collective."""
         self._fitting(step, self._table(step), tensors, True, cast)
 
-    def opened(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
+    def open_step(self, step: int) -> Callable[[Mapping[str, Tensor]], None]:
         """Verify every file of a step, on one process alone, and return a function that fills some of its tensors, [any
         shape], in place, as often as it is called; where memory is short, one tensor at a time."""
         self._verify(step, sorted(self._manifest(step)["files"]))
         table = self._table(step)
-        return lambda tensors: self._read(step, self._fitting(step, table, tensors, only=True), table)
+        return lambda tensors: self._read(step, self._fitting(step, table, tensors, allow_extra=True), table)
 
     def prune(self, retention: Retention) -> None:
         """Delete the whole steps that `retention` drops, by the metrics in their state; rank 0 alone, no collective."""
@@ -231,12 +240,12 @@ class CheckpointStore:
             return
         measured: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
         for step in measured if retention.keep_best else ():
-            with suppress(Damaged):  # a state that no longer reads is for a resume to tell of
+            with suppress(DamagedCheckpointError):  # a state that no longer reads is for a resume to tell of
                 measured[step] = self.read_state(step).get("metrics", {})
-        for step in retention.dropped(measured):
+        for step in retention.steps_to_delete(measured):
             shutil.rmtree(set_aside(self.path(step)))
 
-    def published(self) -> list[int]:
+    def published_steps(self) -> list[int]:
         """The steps that have their name, whole or damaged since, ascending. No collective."""
         if not self.directory.is_dir():
             return []
@@ -244,12 +253,18 @@ class CheckpointStore:
         return sorted(step for step in steps if step is not None)
 
     def _publish(
-        self, step: int, partial: Path, table: str, state: str, files: dict[str, Record], beside: Beside | None
+        self,
+        step: int,
+        partial: Path,
+        table: str,
+        state: str,
+        files: dict[str, Record],
+        write_extra_files: ExtraFilesWriter | None,
     ) -> None:
         self._refuse_apart(partial, files)
-        if beside is not None:
+        if write_extra_files is not None:
             held = read_table(partial / TABLE, table.encode())
-            files |= beside(partial, held.sizes, bound(read_whole, partial, held))
+            files |= write_extra_files(partial, held.sizes, bound(read_full_tensor, partial, held))
         files[TABLE] = write_new(partial / TABLE, table)
         files[STATE] = write_new(partial / STATE, state)
         content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
@@ -272,19 +287,19 @@ class CheckpointStore:
     def _manifest(self, step: int) -> dict[str, Any]:
         path = self.path(step) / MANIFEST
         if path.exists() and not path.is_file():
-            raise Damaged(f"{path}: damaged, it is no file")
+            raise DamagedCheckpointError(f"{path}: damaged, it is no file")
         try:
             manifest = loads(path.read_bytes())
         except FileNotFoundError as error:
-            raise Damaged(in_words(error)) from error
+            raise DamagedCheckpointError(in_words(error)) from error
         except OSError as error:
             raise UserError(in_words(error)) from error
         except ValueError as error:
-            raise Damaged(f"{path}: damaged, it is not JSON ({error})") from error
+            raise DamagedCheckpointError(f"{path}: damaged, it is not JSON ({error})") from error
         try:
             content = manifest["content"]
             if manifest["crc32"] != _text_checksum(content):
-                raise Damaged(f"{path}: damaged, its checksum does not match")
+                raise DamagedCheckpointError(f"{path}: damaged, its checksum does not match")
             if content["format"] != _FORMAT:
                 raise UserError(f"{path}: written in format {content['format']!r}, this dtrain reads {_FORMAT}")
             if content["step"] != step:
@@ -293,9 +308,9 @@ class CheckpointStore:
             files[TABLE], files[STATE]
             sound = [_INSIDE.fullmatch(name) and "bytes" in record.keys() for name, record in files.items()]
             if type(ranks) is not int or ranks < 1 or not all(sound):
-                raise Damaged(f"{path}: damaged, or not written by dtrain")
+                raise DamagedCheckpointError(f"{path}: damaged, or not written by dtrain")
         except (KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{path}: damaged, or not written by dtrain") from error
+            raise DamagedCheckpointError(f"{path}: damaged, or not written by dtrain") from error
         return content
 
     def _misfit(self, step: int, name: str, record: Record) -> str | None:
@@ -315,7 +330,7 @@ class CheckpointStore:
 
     def _verify(self, step: int, names: list[str]) -> None:
         if wrong := self._wrong_checksums(step, names):
-            raise Damaged("\n".join(wrong))
+            raise DamagedCheckpointError("\n".join(wrong))
 
     def _wrong_checksums(self, step: int, names: list[str]) -> list[str]:
         files = self._manifest(step)["files"]
@@ -332,7 +347,7 @@ class CheckpointStore:
                     wrong.append(str(error))
         return wrong
 
-    def _table(self, step: int) -> Table:
+    def _table(self, step: int) -> TensorTable:
         path = self.path(step) / TABLE
         try:
             table = read_table(path, path.read_bytes())
@@ -344,10 +359,15 @@ class CheckpointStore:
         return table
 
     def _fitting(
-        self, step: int, table: Table, tensors: Mapping[str, Tensor], only: bool, cast: Collection[str] = ()
-    ) -> dict[str, Piece]:
+        self,
+        step: int,
+        table: TensorTable,
+        tensors: Mapping[str, Tensor],
+        allow_extra: bool,
+        cast: Collection[str] = (),
+    ) -> dict[str, TensorShard]:
         """Return the pieces of `tensors`. Raises UserError that lists those that do not fit the step."""
-        saved, pieces = table.tensors, {name: Piece.of(tensor) for name, tensor in tensors.items()}
+        saved, pieces = table.tensors, {name: TensorShard.from_tensor(tensor) for name, tensor in tensors.items()}
         problems = []
         for name, piece in pieces.items():
             if name not in saved:
@@ -359,19 +379,19 @@ class CheckpointStore:
             elif (dtype := saved[name].properties.dtype) != piece.local.dtype and name not in cast:
                 keys = "optimizer.state, train.dtype" if name.startswith("optim.") else "train.dtype, train.masters"
                 problems.append(f"{name}: saved in {dtype}, the run has {piece.local.dtype} ({keys})")
-        if not only:
+        if not allow_extra:
             problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
         if problems:
             raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *first_few(problems)]))
         return pieces
 
-    def _read(self, step: int, pieces: dict[str, Piece], table: Table) -> None:
+    def _read(self, step: int, pieces: dict[str, TensorShard], table: TensorTable) -> None:
         wanted, path = {name: piece for name, piece in pieces.items() if name in table.tensors}, self.path(step)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with torch.no_grad():
-            self._dcp("read", path, dcp.load, wanted, storage_reader=PieceReader(path, table), planner=planner)
+            self._dcp("read", path, dcp.load, wanted, storage_reader=ShardReader(path, table), planner=planner)
 
-    def _dcp(self, done: str, path: Path, act, tensors: dict[str, Piece], **kwargs: Any) -> None:
+    def _dcp(self, done: str, path: Path, act, tensors: dict[str, TensorShard], **kwargs: Any) -> None:
         try:
             if self.ranks.distributed:
                 act(tensors, process_group=self.ranks.group, **kwargs)
@@ -387,7 +407,7 @@ class CheckpointStore:
             raise UserError(f"{path} could not be {done}:\n{lines}") from failure
 
 
-def locate(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> tuple[CheckpointStore, int]:
+def locate_step(path: str | Path, ranks: Ranks | None = None, key: str | None = None) -> tuple[CheckpointStore, int]:
     """Find the store and the step that a user means by a path. Collective over `ranks`.
 
     Args:
@@ -403,7 +423,7 @@ def locate(path: str | Path, ranks: Ranks | None = None, key: str | None = None)
     named = step_of(path.absolute())
     if named is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
-        faults = store.ranks.first(lambda: store.faults(named))
+        faults = store.ranks.first(lambda: store.check_files(named))
         if faults:
             raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
         return store, named
@@ -450,38 +470,38 @@ class Origin:
         return cls(**record)
 
     @classmethod
-    def of(cls, store: CheckpointStore, step: int) -> "Origin":
+    def from_step(cls, store: CheckpointStore, step: int) -> "Origin":
         """Collective."""
         path = str(store.path(step).absolute())
         return store.ranks.first(lambda: cls(path, step, store.identity(step), store.read_state(step).get("save")))
 
-    def at(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
+    def find_store(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
         """The store that a user means by `path`, if it holds this very step. Collective."""
         try:
-            store, _ = locate(path, ranks)
+            store, _ = locate_step(path, ranks)
         except UserError:  # on every rank
             return None
         if step_of(Path(path).absolute()) not in (None, self.step):
             return None
-        same = ranks.first(lambda: not store.faults(self.step) and store.identity(self.step) == self.identity)
+        same = ranks.first(lambda: not store.check_files(self.step) and store.identity(self.step) == self.identity)
         return store if same else None
 
-    def lay_at(self, path: str | Path, ranks: Ranks) -> bool:
+    def was_at(self, path: str | Path, ranks: Ranks) -> bool:
         """Return whether this step is gone from `path`: the run there trained on, or nothing is left. Collective."""
         place = Path(path).absolute()
         try:
-            store, newest = locate(path, ranks)
+            store, newest = locate_step(path, ranks)
         except UserError:  # on every rank
             return place in [Path(self.path), *Path(self.path).parents][:3]
         save: str | None = ranks.first(lambda: store.read_state(newest).get("save"))
         if step_of(place) is not None or save is None or self.save is None:
             return False
-        return run_of(save) == run_of(self.save)
+        return run_id_of_save(save) == run_id_of_save(self.save)
 
-    def again(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
+    def require_store(self, key: str, path: str | Path, otherwise: str, ranks: Ranks) -> tuple[CheckpointStore, int]:
         """The store at `path`, which `key` gives, and this step. Collective. UserError where that is gone or another;
         `otherwise` says what may be done beside putting it back."""
-        store = self.at(path, ranks)
+        store = self.find_store(path, ranks)
         if store is None:
             raise UserError(
                 f"{key}={path}: this run began from step {self.step} there ({self.path}), which is gone or holds "
@@ -490,6 +510,6 @@ class Origin:
         return store, self.step
 
 
-def run_of(save: str) -> str:
+def run_id_of_save(save: str) -> str:
     """The mark of a run in that of one of its saves, `RUN-SAVE`."""
     return save.split("-")[0]

@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import digest
-from dtrain.checkpoint.dcp.pieces import Piece
+from dtrain.checkpoint.dcp.shards import TensorShard
 from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.placement import local_tensor
 
-SCORE = "model.score.weight"  # of a model that rates texts: a language model has none
+SCORE_WEIGHT = "model.score.weight"  # of a model that rates texts: a language model has none
 _SCALAR = (bool, int, float, str, type(None))
 
 
@@ -42,10 +42,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, [any shape], by name, tied ones once, under their first name: the model's own
     (DTensors under FSDP). No collective; FSDP modules that still hold gathered weights go back to their shards."""
     tensors = model.state_dict(keep_vars=True)
-    return {name: tensors[name] for name in aliases(model)}
+    return {name: tensors[name] for name in tensor_aliases(model)}
 
 
-def aliases(model: nn.Module) -> dict[str, list[str]]:
+def tensor_aliases(model: nn.Module) -> dict[str, list[str]]:
     """Return, by every name of `model_tensors`, all names of the same tensor, that one first."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -104,7 +104,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"groups": groups, "state": state}
 
 
-def first_misfit(
+def find_first_mismatch(
     model: nn.Module, saved: Mapping[str, Any], sizes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> str | None:
     """Return how the first parameter that `model` trains differs from what a checkpoint has trained, or None.
@@ -141,11 +141,13 @@ def _groups_and_state(saved: Mapping[str, Any]) -> tuple[list[tuple[list[str], d
 
 
 def restore_optimizer(
-    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], *, keep: Collection[str] = ()
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], *, keep_options: Collection[str] = ()
 ) -> None:
     """Prepare a new `optimizer` for `CheckpointStore.load`: its state allocated, its options and scalars as `saved` has
-    them. keep: options that stay as the optimizer was built with them (`lr`, ...), for a change that the user allows.
-    Parameters keep their values. No collective of its own; the optimizer's step may have some. Raises UserError where
+    them. keep_options: options that stay as the optimizer was built with them (`lr`, ...), for a change that the user
+    allows.
+    Parameters keep their values. No collective of its own; the optimizer's step may have some. Raises
+    UserError where
     the groups or the kind of state do not fit."""
     names = _parameter_names(model)
     groups, state = _groups_and_state(saved)
@@ -168,7 +170,7 @@ def restore_optimizer(
     if state:
         raise UserError(f"the checkpoint has optimizer state for {sorted(state)[:5]}, which the run does not train")
     for group, (_, values) in zip(optimizer.param_groups, groups, strict=True):
-        for key in values.keys() - set(keep):
+        for key in values.keys() - set(keep_options):
             group[key] = _like(group.get(key), values[key])
 
 
@@ -196,10 +198,10 @@ def _placed(value: Tensor, parameter: Tensor, name: str, key: str, optimizer: Op
     if isinstance(optimizer, ShardOptimizer):
         location = optimizer.state_location(parameter, key)
         if location is not None:
-            return Piece.place(value, location.global_size, location.offsets)
+            return TensorShard.from_offsets(value, location.global_size, location.offsets)
     if value.shape == local_tensor(parameter).shape:
-        place = Piece.of(parameter)
-        return Piece.place(value, place.global_size, place.offsets)
+        place = TensorShard.from_tensor(parameter)
+        return TensorShard.from_offsets(value, place.global_size, place.offsets)
     raise UserError(
         f"optimizer {type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name}, of which this "
         f"rank holds {tuple(local_tensor(parameter).shape)} of {tuple(parameter.shape)}: dtrain cannot tell what part "

@@ -18,12 +18,19 @@ from torch import Tensor
 from dtrain.base.errors import UserError, in_words
 from dtrain.base.files import publish, real, staged
 from dtrain.base.model_directory import TOKENIZER, companions_in, is_chat_template
-from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
-from dtrain.checkpoint.gguf.families import INSTEAD, add_sizes, architecture_of, changed, rotary_tensors, window_beyond
+from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
+from dtrain.checkpoint.gguf.families import (
+    ALTERNATIVE,
+    add_sizes,
+    architecture_of,
+    rotary_tensors,
+    to_llama_cpp,
+    unsupported_window,
+)
 from dtrain.checkpoint.gguf.tokenizer import Vocabulary, add_vocabulary, general_name, read_vocabulary
-from dtrain.checkpoint.huggingface.export import AdapterAlone, WholeModel, find
-from dtrain.checkpoint.huggingface.file_rows import joints
-from dtrain.checkpoint.huggingface.merged import WholeWeight, fold_scale
+from dtrain.checkpoint.huggingface.export import AdapterExport, ModelExport, open_source
+from dtrain.checkpoint.huggingface.file_rows import fused_weights
+from dtrain.checkpoint.huggingface.merged import FullWeight, fold_scale
 from dtrain.checkpoint.huggingface.read import candidate_names
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
@@ -50,13 +57,13 @@ def export_gguf(
     """
     out = Path(out)
     check_output(out, kind)
-    content = find(Path(source), None, form, original_base)
-    if isinstance(content, AdapterAlone):
+    content = open_source(Path(source), None, form, original_base)
+    if isinstance(content, AdapterExport):
         return _write_adapter(content, out, kind, is_folded=form == "folded")
     return _write_model(content, out, kind)
 
 
-def _write_model(content: WholeModel, out: Path, kind: str) -> str:
+def _write_model(content: ModelExport, out: Path, kind: str) -> str:
     config, layout = content.model.config, content.layout
     arch, file = architecture_of(config), _text_config(layout.config)
     directories = [layout.source, *layout.companions]
@@ -88,14 +95,16 @@ def _write_model(content: WholeModel, out: Path, kind: str) -> str:
     return "\n".join([content.description, *_missing_part_notes(content.model, arch, vocabulary)])
 
 
-def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool) -> str:
+def _write_adapter(content: AdapterExport, out: Path, kind: str, is_folded: bool) -> str:
     """Write llama.cpp's file of a LoRA, whose scale is one alpha over each layer's rank; where a layer has another, or
     all are folded, it is multiplied into B."""
     adapter = content.adapter
     arch, config = architecture_of(adapter.model.config), adapter.model.config
     adapter.refuse_more_than_lora("--folded" if is_folded else "--adapter")
     if of_tower := [name for name in adapter.adapted if is_in_vision_tower(name)]:
-        raise UserError(f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {INSTEAD}")
+        raise UserError(
+            f"an adapter of a vision tower, {of_tower[0]}: a GGUF file has the text part alone; {ALTERNATIVE}"
+        )
     if _HEAD in adapter.adapted and config.tie_word_embeddings:
         raise UserError(f"an adapter of {_HEAD}, which is tied: llama.cpp has no such tensor; export it --merged")
     rank = max(layer.rank for layer in adapter.adapted.values())
@@ -108,7 +117,7 @@ def _write_adapter(content: AdapterAlone, out: Path, kind: str, is_folded: bool)
             tensor = fold_scale(name, tensor, rank, layer.scale)
         elif part == "lora_B":
             tensor = tensor * (layer.scale * layer.rank / alpha)
-        return (changed(arch, config, f"{module}.weight", tensor) if part == "lora_B" else tensor).to(dtype)
+        return (to_llama_cpp(arch, config, f"{module}.weight", tensor) if part == "lora_B" else tensor).to(dtype)
 
     tensors = []
     for module, layer in adapter.adapted.items():
@@ -205,7 +214,7 @@ def _missing_part_notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> l
     notes = list(vocabulary.notes)
     if model.config.is_text_tower:
         notes.insert(0, "the text part alone: no images")
-    if (window := window_beyond(arch, model.config)) is not None:
+    if (window := unsupported_window(arch, model.config)) is not None:
         notes.append(
             f"llama.cpp has no sliding window of this architecture: the context length is the window, {window}"
         )
@@ -224,12 +233,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _gguf_names(model: CausalLM, arch: str) -> dict[str, tuple[str, str]]:
     """Names that files may give the text's tensors of `model` -> what a text model's files call each, and a GGUF
     file."""
-    known = aliases(model)
+    known = tensor_aliases(model)
     shapes = {
         name: tuple(tensor.shape) for name, tensor in model_tensors(model).items() if not is_in_vision_tower(name)
     }
     names: dict[str, tuple[str, str]] = {}
-    for fused in joints(model, shapes):
+    for fused in fused_weights(model, shapes):
         both = fused.name, gguf_name(fused.name, arch, model.config.num_hidden_layers)
         names |= dict.fromkeys(candidate_names(model, known.get(fused.name, [fused.name])), both)
     return names
@@ -247,9 +256,9 @@ def gguf_name(name: str, arch: str, layers: int) -> str:
     return f"{gguf_module}.{parameter}"
 
 
-def _read_for_llama_cpp(entry: WholeWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
+def _read_for_llama_cpp(entry: FullWeight, name: str, model: CausalLM, arch: str, dtype: torch.dtype) -> Tensor:
     """The tensor `name` [its shape] as llama.cpp reads it, rounded to `dtype`. No collective."""
-    return changed(arch, model.config, name, entry.read(dtype).to(dtype))
+    return to_llama_cpp(arch, model.config, name, entry.read(dtype).to(dtype))
 
 
 def _add_file_type(writer: Any, kind: str) -> None:

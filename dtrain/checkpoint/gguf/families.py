@@ -39,7 +39,7 @@ _ROPES = {
 """The kinds of rotary scaling that each architecture of llama.cpp computes."""
 _GEMMA_PERIOD = 6  # of its layers the last is a full one
 _GEMMA_27B_LAYERS = 62  # by which llama.cpp knows the model that divides q·k otherwise
-INSTEAD = "`dtrain export RUN DIR` writes a directory, which llama.cpp's own convert_hf_to_gguf.py may read"
+ALTERNATIVE = "`dtrain export RUN DIR` writes a directory, which llama.cpp's own convert_hf_to_gguf.py may read"
 
 
 def architecture_of(config: ModelConfig) -> str:
@@ -48,9 +48,9 @@ def architecture_of(config: ModelConfig) -> str:
     arch = ARCHITECTURES.get(config.architecture)
     if arch is None:
         written = ", ".join(ARCHITECTURES)
-        raise UserError(f"{config.architecture}: no GGUF file is written of it, but of {written}; {INSTEAD}")
+        raise UserError(f"{config.architecture}: no GGUF file is written of it, but of {written}; {ALTERNATIVE}")
     if problems := list(_problems(arch, config)):
-        lines = "\n  ".join([f"llama.cpp's {arch} cannot compute this {config.architecture}:", *problems, INSTEAD])
+        lines = "\n  ".join([f"llama.cpp's {arch} cannot compute this {config.architecture}:", *problems, ALTERNATIVE])
         raise UserError(lines)
     return arch
 
@@ -90,7 +90,7 @@ def _attention_scale(arch: str, config: ModelConfig) -> float:
     return config.head_dim**-0.5
 
 
-def window_beyond(arch: str, config: ModelConfig) -> int | None:
+def unsupported_window(arch: str, config: ModelConfig) -> int | None:
     """Return the sliding window that llama.cpp's graph leaves out; None where it has it, or there is none. Texts of at
     most so many tokens are the same without."""
     return None if arch == "gemma3" else config.sliding_window
@@ -99,7 +99,7 @@ def window_beyond(arch: str, config: ModelConfig) -> int | None:
 def add_sizes(writer: Any, arch: str, config: ModelConfig, file: Mapping[str, Any]) -> None:
     """Add the hyper-parameters to a GGUFWriter. file: config.json, the text part's fields at the top."""
     positions = file.get("max_position_embeddings") or config.max_position_embeddings
-    window = window_beyond(arch, config)
+    window = unsupported_window(arch, config)
     writer.add_context_length(min(positions, window) if window else positions)
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
@@ -165,7 +165,7 @@ def rotary_tensors(arch: str, config: ModelConfig, file: Mapping[str, Any]) -> d
     return {}
 
 
-def changed(arch: str, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+def to_llama_cpp(arch: str, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor `name` of Hugging Face, [its shape], as llama.cpp's graph of `arch` reads it. An adapter's B
     of a layer changes as the layer's weight does."""
     module, _, parameter = name.rpartition(".")

@@ -4,7 +4,7 @@ Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
 `ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a model
 holds a layer's experts as stacks [E, out, in], of which the files may have each matrix, or gate and up joined along
-`out`, one behind the other or row by row in turn, or every matrix transposed; of their adapters PEFT's files have
+`out`, one behind the other or row by row in turn, or every matrix is_transposed; of their adapters PEFT's files have
 matrices. Loads no torch before it has tensors.
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 class FileRows:
     """The rows of a file that one tensor of a model is: the tensor `name`, or `count` of its rows from `start` on, each
     `step`-th of them along `dim`; or, where others are given, these one after another, each a matrix of the model's
-    stack. transposed: whether the file's matrices are the model's transposed; dim and slices are the model's."""
+    stack. is_transposed: whether the file's matrices are the model's is_transposed; dim and slices are the model's."""
 
     name: str
     start: int = 0
     count: int | None = None
-    stacked: tuple[str, ...] = ()
+    expert_names: tuple[str, ...] = ()
     dim: int = 0
     step: int = 1
-    transposed: bool = False
+    is_transposed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors of the files that it is in."""
-        return self.stacked or (self.name,)
+        return self.expert_names or (self.name,)
 
     def slices(self, held: tuple[slice, ...]) -> tuple[slice, ...]:
         """Return where the part `held` of the model's tensor, a slice for each dimension, lies in the file's, what
@@ -48,39 +48,39 @@ class FileRows:
             rows = held[self.dim]
             start, stop = rows.start * self.step + self.start, (rows.stop - 1) * self.step + self.start + 1
             held = (*held[: self.dim], slice(start, stop), *held[self.dim + 1 :])
-        return (*held[:-2], held[-1], held[-2]) if self.transposed else held
+        return (*held[:-2], held[-1], held[-2]) if self.is_transposed else held
 
     def _mine(self, read: "Tensor") -> "Tensor":
         """The model's part of what `slices` says, [its sizes]: a view."""
-        read = read.mT if self.transposed else read
+        read = read.mT if self.is_transposed else read
         return read[(*(slice(None),) * self.dim, slice(None, None, self.step))] if self.step > 1 else read
 
     def fill(self, files: "WeightFiles", local: "Tensor", held: tuple[slice, ...]) -> None:
         """Read the part `held` of it into `local`, [its sizes], cast to its dtype. No collective."""
-        if not self.stacked:
+        if not self.expert_names:
             local.copy_(self._mine(files.read(self.name, self.slices(held))))
             return
-        for matrix, name in zip(local, self.stacked[held[0]], strict=True):
+        for matrix, name in zip(local, self.expert_names[held[0]], strict=True):
             matrix.copy_(files.read(name, held[1:]))
 
     def read(self, files: "WeightFiles") -> "Tensor":
         """All of it, [the model's shape], in the dtype of the files."""
-        if self.stacked:
+        if self.expert_names:
             first = files.read(self.name)
-            whole = first.new_empty(len(self.stacked), *first.shape)
-            for matrix, name in zip(whole, self.stacked, strict=True):
+            whole = first.new_empty(len(self.expert_names), *first.shape)
+            for matrix, name in zip(whole, self.expert_names, strict=True):
                 matrix.copy_(files.read(name))
             return whole
         if self.count is None:
             return self._mine(files.read(self.name))
         sizes = list(files.stored[self.name].shape)
-        sizes = [*sizes[:-2], sizes[-1], sizes[-2]] if self.transposed else sizes
+        sizes = [*sizes[:-2], sizes[-1], sizes[-2]] if self.is_transposed else sizes
         sizes[self.dim] = self.count
         return self._mine(files.read(self.name, self.slices(tuple(slice(0, size) for size in sizes))))
 
 
 @dataclass(frozen=True)
-class LowRows(FileRows):
+class ExpertAdapterRows(FileRows):
     """Rows of the adapters of `experts` experts: A [E, r, in] or B [E, out, r], in a file [E · r, in] or [out, r · E]:
     A has rows expert by expert, B columns number by number of the rank."""
 
@@ -107,15 +107,15 @@ class LowRows(FileRows):
         return rows.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
 
 
-def as_in_files(name: str, tensor: "Tensor") -> "Tensor":
-    """The parameter `name` of a model, [any shape], as files have it: see `LowRows`."""
+def adapter_in_file(name: str, tensor: "Tensor") -> "Tensor":
+    """The parameter `name` of a model, [any shape], as files have it: see `ExpertAdapterRows`."""
     if tensor.dim() != 3 or not is_adapter(name):
         return tensor
     return tensor.flatten(0, 1) if name.endswith("lora_A") else tensor.permute(1, 2, 0).flatten(1)
 
 
-def shape_in_files(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of `as_in_files`."""
+def adapter_shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of `adapter_in_file`."""
     if len(shape) != 3 or not is_adapter(name):
         return shape
     experts, rows, columns = shape
@@ -125,45 +125,46 @@ def shape_in_files(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class FusedWeight:
     """The tensor that files call `name`, and the model's tensors that it joins along `dim`, in order; or of a stack the
-    matrix of this number. in_turn: whether it has a row of each part, then the next of each. transposed: whether its
+    matrix of this number. is_interleaved: whether it has a row of each part, then the next of each. is_transposed:
+    whether its
     matrices are."""
 
     name: str
     parts: tuple[str, ...]
     expert: int | None = None
     dim: int = 0
-    in_turn: bool = False
-    transposed: bool = False
+    is_interleaved: bool = False
+    is_transposed: bool = False
 
     def shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return the shape of the whole, from those of the parts."""
         sizes = list(shapes[0])
         if len(shapes) > 1:
             sizes[self.dim] = sum(shape[self.dim] for shape in shapes)
-        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.is_transposed else tuple(sizes)
 
     def join(self, parts: "Sequence[Tensor]") -> "Tensor":
         """The whole of all parts, contiguous where they are."""
         import torch
 
         whole = parts[0]
-        if len(parts) > 1 and self.in_turn:
+        if len(parts) > 1 and self.is_interleaved:
             whole = torch.stack(list(parts), self.dim + 1).flatten(self.dim, self.dim + 1)
         elif len(parts) > 1:
             whole = torch.cat(list(parts), self.dim)
-        return whole.mT.contiguous() if self.transposed else whole
+        return whole.mT.contiguous() if self.is_transposed else whole
 
     def split(self, whole: "Tensor", parts: "Sequence[Tensor]") -> "Iterable[Tensor]":
         """`join` undone: views of `whole`, as large as `parts`."""
-        whole = whole.mT if self.transposed else whole
+        whole = whole.mT if self.is_transposed else whole
         if len(parts) == 1:
             return [whole]
-        if self.in_turn:
+        if self.is_interleaved:
             return whole.unflatten(self.dim, (-1, len(parts))).unbind(self.dim + 1)
         return whole.split([part.shape[self.dim] for part in parts], self.dim)
 
 
-def joints(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
+def fused_weights(model: Any, names: Iterable[str], stored: Iterable[str] = ()) -> list[FusedWeight]:
     """The tensors of files that the parameters `names` of `model`, or of one of this ModelConfig, are, each once. An
     adapter's A is one of all that the files join, under the first one's name. stored: what files have, which may be the
     experts of a family of stacks one by one, or stacks of a family that has them one by one; without it they are those
@@ -195,7 +196,7 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
     of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
     if stacked and of_experts:
         turned, end = config.experts is not None and config.experts.turned, "_bias" if parameter == "bias" else ""
-        flags = {"in_turn": turned, "transposed": turned and not end}
+        flags = {"is_interleaved": turned, "is_transposed": turned and not end}
         if last == "down_proj":
             return [FusedWeight(f"{module}{end}", (name,), **flags)]
         pair = tuple(f"{parent}.{role}_proj.{parameter}" for role in ("gate", "up"))
@@ -209,25 +210,27 @@ def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
     return [FusedWeight(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)]
 
 
-def places(
+def locate_parts(
     fused: FusedWeight, name: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], dict[str, FileRows]]:
     """The shape of the tensor that files call `name`, and where the parts of it lie, whose shapes are given."""
     first = fused.parts[0]
     if fused.expert is not None:
-        return shapes[first][1:], {first: FileRows(name, stacked=(name,))}
+        return shapes[first][1:], {first: FileRows(name, expert_names=(name,))}
     if len(shapes[first]) == 3 and is_adapter(fused.name):
-        inner = {part: shape_in_files(part, shapes[part]) for part in fused.parts}
-        shape, rows = places(replace(fused, dim=0), name, inner)
+        inner = {part: adapter_shape_in_file(part, shapes[part]) for part in fused.parts}
+        shape, rows = locate_parts(replace(fused, dim=0), name, inner)
         experts = shapes[first][0]
-        return shape, {part: LowRows(name, of.start, of.count, experts=experts) for part, of in rows.items()}
+        return shape, {part: ExpertAdapterRows(name, of.start, of.count, experts=experts) for part, of in rows.items()}
     whole = fused.shape([shapes[part] for part in fused.parts])
     if len(fused.parts) == 1:
-        return whole, {first: FileRows(name, transposed=fused.transposed)}
+        return whole, {first: FileRows(name, is_transposed=fused.is_transposed)}
     counts = [shapes[part][fused.dim] for part in fused.parts]
-    starts, step = (range(len(counts)), len(counts)) if fused.in_turn else (accumulate(counts[:-1], initial=0), 1)
+    starts, step = (
+        (range(len(counts)), len(counts)) if fused.is_interleaved else (accumulate(counts[:-1], initial=0), 1)
+    )
     rows = {
-        part: FileRows(name, start, count, dim=fused.dim, step=step, transposed=fused.transposed)
+        part: FileRows(name, start, count, dim=fused.dim, step=step, is_transposed=fused.is_transposed)
         for part, start, count in zip(fused.parts, starts, counts, strict=True)
     }
     return whole, rows

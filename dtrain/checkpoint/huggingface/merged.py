@@ -1,6 +1,6 @@
 """Full weights of a model with its adapters merged, one tensor at a time, and the base weights of an adapter.
 
-`whole_weights` gives the weights of a model in memory. They are read and not written; only `merge_in_place` changes
+`full_weights` gives the weights of a model in memory. They are read and not written; only `merge_in_place` changes
 the model.
 
 `BaseWeights` reads the weights that a run has frozen, on one process, from the files at its model.path: a run's steps
@@ -32,11 +32,11 @@ from dtrain.base.json_files import check_shape, digest, read_text
 from dtrain.base.model_directory import CONFIG, has_weights
 from dtrain.base.ranks import Ranks, digests
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
-from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
+from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.huggingface import quantized
-from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
+from dtrain.checkpoint.huggingface.file_rows import FusedWeight, fused_weights
 from dtrain.checkpoint.huggingface.read import check_fit
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES_BY_NAME, WeightFiles, weight_files
+from dtrain.checkpoint.huggingface.safetensor_files import COPIED_DTYPES, DTYPES_BY_NAME, WeightFiles, weight_files
 from dtrain.checkpoint.peft.config import ADAPTER
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -48,7 +48,7 @@ _MOST_RECIPE_ENTRIES = 100_000  # entries, with what aliases repeat
 
 
 @dataclass(frozen=True)
-class WholeWeight:
+class FullWeight:
     """A weight of [shape]. names: all that the model knows it by, or the one in a file. dtype: the base's own, or the
     file's. `read(dtype)` gives it whole, a new tensor or the model's own, on any device; collective: every rank calls
     it, and otherwise a file's writer alone. exact: it is written in float32 at least."""
@@ -64,19 +64,19 @@ class WholeWeight:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    def in_file(self, name: str, dtype: torch.dtype | None) -> "WholeWeight":
+    def in_file(self, name: str, dtype: torch.dtype | None) -> "FullWeight":
         """The tensor `name` of a file, in `dtype`; None: its own."""
         own = self.dtype if dtype is None or not self.dtype.is_floating_point else widen_exact(dtype, self.exact)
         return replace(self, names=[name], dtype=own)
 
 
-def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
+def full_weights(model: nn.Module) -> dict[str, FullWeight]:
     """Return the weights of `model` by the name of files, in the model's order, each [any shape], tied ones once. No
     collective; FSDP modules go back to their shards. `read` gathers the weight, in its own dtype where an adapter is
     merged into it, and the adapter: an all-gather for each that is sharded."""
     layers = {name: submodule for name, submodule in model.named_modules() if isinstance(submodule, Adapted)}
     tensors, exact, weights = model_tensors(model), exact_names(model), {}
-    for name, names in aliases(model).items():
+    for name, names in tensor_aliases(model).items():
         module, _, parameter = name.rpartition(".")
         layer = layers.get(module)
         if is_adapter(name) or (layer is not None and parameter == SCALES):
@@ -87,16 +87,16 @@ def whole_weights(model: nn.Module) -> dict[str, WholeWeight]:
         else:
             tensor = tensors[name]
             read, is_sharded = partial(_gather_as, tensor), isinstance(tensor, DTensor)
-            weights[name] = WholeWeight(names, tensor.shape, tensor.dtype, read, is_sharded, name in exact)
-    return in_files(model, weights)
+            weights[name] = FullWeight(names, tensor.shape, tensor.dtype, read, is_sharded, name in exact)
+    return weights_in_files(model, weights)
 
 
-def in_files(model: nn.Module | ModelConfig, weights: Mapping[str, WholeWeight]) -> dict[str, WholeWeight]:
+def weights_in_files(model: nn.Module | ModelConfig, weights: Mapping[str, FullWeight]) -> dict[str, FullWeight]:
     """The weights of `model`, or of one of this ModelConfig, by files' names: joined where these join them, and of a
     stack the matrices where files have these."""
     stacks: dict[str, _ExpertStack] = {}
-    whole: dict[str, WholeWeight] = {}
-    for fused in joints(model, weights):
+    whole: dict[str, FullWeight] = {}
+    for fused in fused_weights(model, weights):
         first = weights[fused.parts[0]]
         if fused.expert is None:
             whole[fused.name] = _join_parts(fused, [weights[part] for part in fused.parts])
@@ -111,7 +111,7 @@ class _ExpertStack:
     """Reader of a stack [E, ..] of experts, one matrix at a time: the whole is read at the first, and let go of when
     each was asked for once."""
 
-    def __init__(self, stack: WholeWeight):
+    def __init__(self, stack: FullWeight):
         self._stack = stack
         self._whole: dict[torch.dtype, list[Tensor]] = {}  # and once for each matrix that is left
 
@@ -122,10 +122,10 @@ class _ExpertStack:
         return self._whole[dtype].pop()[number]
 
 
-def _join_parts(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
+def _join_parts(fused: FusedWeight, parts: list[FullWeight]) -> FullWeight:
     """Return the weight that joins `parts`. Every rank joins them, those too that do not keep the whole."""
     name = fused.name
-    if len(parts) == 1 and not fused.transposed:
+    if len(parts) == 1 and not fused.is_transposed:
         return parts[0] if name in parts[0].names else replace(parts[0], names=[name])
 
     def read(dtype: torch.dtype) -> Tensor:
@@ -134,30 +134,31 @@ def _join_parts(fused: FusedWeight, parts: list[WholeWeight]) -> WholeWeight:
     shape = torch.Size(fused.shape([part.shape for part in parts]))
     is_collective, is_exact = any(part.collective for part in parts), any(part.exact for part in parts)
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
-    return WholeWeight([name], shape, dtype, read, is_collective, is_exact)
+    return FullWeight([name], shape, dtype, read, is_collective, is_exact)
 
 
-def _adapted_weight(layer: Adapted, name: str) -> WholeWeight:
+def _adapted_weight(layer: Adapted, name: str) -> FullWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        weight = gathered(layer.weight) if isinstance(layer, Router) else layer.matrix(gathered)
+        weight = gather_full_tensor(layer.weight) if isinstance(layer, Router) else layer.matrix(gather_full_tensor)
         if layer.wrapper is None:
             return weight.to(dtype)
         has_magnitude = isinstance(layer.wrapper, Adapter) and layer.wrapper.dora
-        magnitude = gathered(layer.get_parameter("lora_magnitude")) if has_magnitude else None
-        a, b = gathered(layer.get_parameter("lora_A")), gathered(layer.get_parameter("lora_B"))
+        magnitude = gather_full_tensor(layer.get_parameter("lora_magnitude")) if has_magnitude else None
+        a, b = gather_full_tensor(layer.get_parameter("lora_A")), gather_full_tensor(layer.get_parameter("lora_B"))
         return merge_adapter(weight, a, b, layer.wrapper.scale, magnitude, dtype)
 
     if not isinstance(layer, Router) and isinstance(layer.weight_storage, NF4Weight):
         is_sharded = isinstance(layer.get_parameter(CODES), DTensor)
-        return WholeWeight([name], layer.weight_storage.shape, layer.weight_storage.dtype, read, is_sharded)
-    return WholeWeight([name], layer.weight.shape, layer.weight.dtype, read, isinstance(layer.weight, DTensor))
+        return FullWeight([name], layer.weight_storage.shape, layer.weight_storage.dtype, read, is_sharded)
+    return FullWeight([name], layer.weight.shape, layer.weight.dtype, read, isinstance(layer.weight, DTensor))
 
 
 def _gather_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return gathered(to_parameter_device(tensor).to(dtype))  # cast first: half the bytes travel in half precision
+    # Cast first: half the bytes travel in half precision.
+    return gather_full_tensor(to_parameter_device(tensor).to(dtype))
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, [any shape].
 
     Collectives:
@@ -231,12 +232,12 @@ def widen_exact(dtype: torch.dtype, exact: bool) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if exact else dtype
 
 
-def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> WholeWeight:
+def stored_weight(files: WeightFiles, name: str, dtype: torch.dtype | None = None) -> FullWeight:
     """The tensor `name` of `files`, to be written in `dtype` or its own."""
     stored = files.stored[name]
-    if (own := CARRIED.get(stored.kind)) is None:
+    if (own := COPIED_DTYPES.get(stored.kind)) is None:
         raise UserError(f"{files.directory}: {name} is {stored.kind}, which dtrain does not copy")
-    return WholeWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
+    return FullWeight([name], torch.Size(stored.shape), dtype or own, lambda _: files.read(name))
 
 
 class BaseWeights:
@@ -255,7 +256,7 @@ class BaseWeights:
     ):
         self.files, self.dtype, self._exact = files, dtype, exact_names(model)
         own = dtype or getattr(torch, model.config.dtype or "float32")
-        quantized.hold_in_4_bits(model, files.directory, own, nf4=in_4_bits, except_for=whole)
+        quantized.convert_to_4_bits(model, files.directory, own, nf4=in_4_bits, except_for=whole)
         self._coded = {
             f"{name}.weight": (layer, layer.weight_storage)
             for name, layer in model.named_modules()
@@ -277,7 +278,7 @@ class BaseWeights:
         if name in self._coded:
             layer, held = self._coded[name]
             parts = {part: torch.empty_like(layer.get_parameter(part), device="cpu") for part in nf4.PARTS}
-            quantized.fill(self.files, source, *parts.values())
+            quantized.fill_codes(self.files, source, *parts.values())
             return held.matrix(parts.__getitem__)
         stored = source.read(self.files)
         return stored if self.dtype is None else stored.to(widen_exact(self.dtype, name in self._exact))
@@ -296,7 +297,7 @@ class RunFacts:
     dtype: torch.dtype | None = None  # of computation, where the recipe names one
 
     @classmethod
-    def of(cls, run: Path) -> "RunFacts":
+    def from_run(cls, run: Path) -> "RunFacts":
         """Return the facts of the directory `run`, none without a config.yaml. UserError for a damaged one."""
         file = run / "config.yaml"
         if not file.is_file():
@@ -322,7 +323,7 @@ class RunFacts:
             file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, DTYPES_BY_NAME.get(dtype)
         )
 
-    def base(self, state: dict[str, Any]) -> Path:
+    def base_directory(self, state: dict[str, Any]) -> Path:
         """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
         if self.path is None or not has_weights(self.path):
             fetch = ""
@@ -342,22 +343,22 @@ class RunFacts:
             )
         return self.path
 
-    def trained_in(self, state: dict[str, Any]) -> torch.dtype | None:
+    def training_dtype(self, state: dict[str, Any]) -> torch.dtype | None:
         return DTYPES_BY_NAME.get(state.get("dtype", "")) or self.dtype
 
 
-def trained_beside(adapter: Path) -> tuple[bool, torch.dtype | None]:
+def training_precision_of_base(adapter: Path) -> tuple[bool, torch.dtype | None]:
     """Return what the adapter in the directory `adapter`, the export of a run around it, was trained beside: whether in
     4 bits, and in which dtype the run computed. (False, None) of one that lies elsewhere: its base as it is."""
     run = adapter.absolute().parent
     if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
         return False, None
-    facts, store = RunFacts.of(run), CheckpointStore(run / "checkpoints", Ranks(alone=True))
+    facts, store = RunFacts.from_run(run), CheckpointStore(run / "checkpoints", Ranks(alone=True))
     step = store.latest()
-    return facts.nf4, facts.trained_in({} if step is None else store.read_state(step))
+    return facts.nf4, facts.training_dtype({} if step is None else store.read_state(step))
 
 
-def step_around(adapter: Path) -> Path | None:
+def step_of_adapter(adapter: Path) -> Path | None:
     """The step of a run that has the directory `adapter` as its adapter; None where it lies elsewhere."""
     step = adapter.absolute().parent
     has_run = (step.parent.parent / "config.yaml").is_file()

@@ -57,17 +57,18 @@ def _has_chat_template(directory: Path) -> bool:
 
 
 def write_companions(
-    directory: Path, sources: Iterable[Path], chat_template: str | None, held: Mapping[str, Any] | None
+    directory: Path, sources: Iterable[Path], chat_template: str | None, saved_step: Mapping[str, Any] | None
 ) -> None:
-    """Copy the companions of `sources`, a later one's over an earlier's, to a new `directory`; chat_template, held: as
+    """Copy the companions of `sources`, a later one's over an earlier's, to a new `directory`; chat_template,
+    saved_step: as
     `write.write_directory` takes them."""
     for source in sources:
         copy_companions(source, directory, chat_template=chat_template)
-    if held is not None:
-        write_new(directory / HELD, json.dumps(held))
+    if saved_step is not None:
+        write_new(directory / HELD, json.dumps(saved_step))
 
 
-def held_by(export: Path) -> dict[str, Any]:
+def read_saved_step(export: Path) -> dict[str, Any]:
     """{"step", "save"} of an export: its step, and the mark of its save or of the last one before it, if it says so."""
     try:
         return read_json(export / HELD)
@@ -91,7 +92,7 @@ def has_untrained_parts(config: dict[str, Any]) -> bool:
     return _text_tower(config) is not None
 
 
-def text_only(config: dict[str, Any]) -> dict[str, Any]:
+def text_tower_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the text tower alone, for a model that never had the other parts."""
     flat = {key: value for key, value in config.items() if not _OF_IMAGES.fullmatch(key)}
     text = dict(config.get("text_config", flat))
@@ -112,7 +113,7 @@ def _text_tower(config: dict[str, Any]) -> str | None:
     return next(filter(None, towers), None)
 
 
-def of_classifier(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
+def classifier_config(config: dict[str, Any], architecture: str, labels: int, source: Path) -> dict[str, Any]:
     """`config` of a model with a head of so many `labels`, for transformers. architecture: of the language model. Where
     `config` has no pad_token_id, with which transformers reads batches, it is the tokenizer's of `source`, unless that
     ends texts too."""

@@ -6,11 +6,11 @@ import torch
 
 from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.model_directory import is_adapter_directory
-from dtrain.checkpoint.huggingface.quantized import hold_in_4_bits
+from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.checkpoint.peft.config import base_of, read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
-from dtrain.checkpoint.peft.tensors import outputs_in
+from dtrain.checkpoint.peft.tensors import num_outputs_in_adapter
 from dtrain.models.building import build, linear_shapes
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.read_config import read_config
@@ -31,13 +31,13 @@ def from_pretrained(
     not fit, a base that is not found."""
     if not is_adapter_directory(path):
         model = build(read_config(path, labels, vision), dtype, "meta")
-        hold_in_4_bits(model, Path(path), dtype, nf4=False)
+        convert_to_4_bits(model, Path(path), dtype, nf4=False)
         _fill(model, path, device)
         return model
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
-    config = read_config(base, None if labels is None else outputs_in(Path(path)) or labels, vision)
+    config = read_config(base, None if labels is None else num_outputs_in_adapter(Path(path)) or labels, vision)
     model = build_with_adapters(config, adapter, dtype, "meta")
-    hold_in_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linear_shapes(config)))
+    convert_to_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linear_shapes(config)))
     _fill(model, base, device)
     read_adapter(model, path)
     return model

@@ -40,7 +40,7 @@ def weight_shape(name: str, tensor: Tensor) -> tuple[int, ...]:
     return (*tensor.shape[:-1], 2 * tensor.shape[-1]) if name.endswith(CODES) else tuple(tensor.shape)
 
 
-def hold_in_4_bits(
+def convert_to_4_bits(
     model: CausalLM, directory: Path, dtype: torch.dtype, *, nf4: bool, except_for: Collection[str] = ()
 ) -> list[str]:
     """Let layers of `model`, on meta, hold their weights in 4 bits, and return their names in files.
@@ -64,7 +64,7 @@ def hold_in_4_bits(
     return names
 
 
-def companions(files: WeightFiles, weight: str) -> list[str]:
+def quantization_tensors(files: WeightFiles, weight: str) -> list[str]:
     """The tensors beside `weight` that bitsandbytes stores of it."""
     parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE)
     return [name for part in parts if (name := f"{weight}.{part}") in files.stored]
@@ -102,7 +102,7 @@ def stored_mismatches(files: WeightFiles, weight: str, shape: tuple[int, ...]) -
 
 
 @torch.no_grad()
-def fill(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) -> None:
+def fill_codes(files: WeightFiles, source: FileRows, codes: Tensor, scales: Tensor) -> None:
     """Fill what this rank holds of codes uint8 [out, in/2] or [E, out, in/2] and scales int32 [.., in/64] from the rows
     `source` of a weight in `files`. A tile of the file is in memory at once. No collective. Raises ValueError where it
     does not hold the same blocks of both."""

@@ -11,9 +11,9 @@ from torch import nn
 
 from dtrain.adapters.config import is_adapter
 from dtrain.base.errors import UserError, first_few
-from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
+from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.huggingface import quantized
-from dtrain.checkpoint.huggingface.file_rows import FileRows, joints, places
+from dtrain.checkpoint.huggingface.file_rows import FileRows, fused_weights, locate_parts
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -42,7 +42,9 @@ def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] 
         if local.is_meta:
             raise ValueError(f"{name} is on meta: give the model memory (to_empty) before reading")
         if name.endswith(quantized.CODES):
-            quantized.fill(files, source, tensors[name], tensors[name.removesuffix(quantized.CODES) + quantized.SCALES])
+            quantized.fill_codes(
+                files, source, tensors[name], tensors[name.removesuffix(quantized.CODES) + quantized.SCALES]
+            )
         elif local.numel():
             source.fill(files, local, local_slices(tensors[name]))
 
@@ -50,7 +52,7 @@ def read_weights(model: nn.Module, directory: str | Path, kept: Collection[str] 
 def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) -> dict[str, FileRows]:
     """Return the place in `files` of every tensor of `model` (on any device, meta too) but those `kept`; of a weight in
     4 bits that of its codes. Raises what `read_weights` lists."""
-    names, sources, used = aliases(model), dict[str, FileRows](), set[str]()
+    names, sources, used = tensor_aliases(model), dict[str, FileRows](), set[str]()
     missing, mismatches = [], []
     held = {name: tensor for name, tensor in model_tensors(model).items() if name not in kept}
     tensors = {name: tensor for name, tensor in held.items() if not is_adapter(name)}
@@ -58,7 +60,7 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(quantized.SCALES)}
     config = getattr(model, "config", None)  # any module may be read into
     new = {"score.weight"} if isinstance(config, ModelConfig) and config.has_new_head else set()
-    for fused in joints(model, shapes, files.stored):
+    for fused in fused_weights(model, shapes, files.stored):
         name = fused.parts[0]
         if name in new:
             continue
@@ -68,21 +70,23 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
         if not matches:
             missing.append(f"missing: {known[0]}{_HEAD_HINT if name == 'lm_head.weight' else ''}")
             continue
-        shape, rows = places(fused, matches[0], shapes)
+        shape, rows = locate_parts(fused, matches[0], shapes)
         for part, place in rows.items():
             before = sources.get(part)  # of a stack, whose matrices come one after another
-            sources[part] = place if before is None else replace(before, stacked=before.stacked + place.stacked)
-        beside = quantized.companions(files, matches[0])
+            sources[part] = (
+                place if before is None else replace(before, expert_names=before.expert_names + place.expert_names)
+            )
+        beside = quantized.quantization_tensors(files, matches[0])
         used.update(beside)
         is_codes = name.endswith(quantized.CODES) and len(shapes[name]) == 2  # of experts no files' codes are read
         mismatches += _mismatches(files, matches[0], shape, is_codes, bool(beside))
         mismatches += [
             f"differ: {matches[0]} and {other}, one tensor by config.json; set its tie_word_embeddings to false"
             for other in matches[1:]
-            if files.differ(matches[0], other)
+            if files.tensors_differ(matches[0], other)
         ]
     patterns = cast(tuple[str, ...], model.ignored_checkpoint_names)
-    left = [name for name in sorted(files.stored.keys() - used) if not carried(model, name)]
+    left = [name for name in sorted(files.stored.keys() - used) if not is_carried(model, name)]
     unexpected = [f"unexpected: {name}" for name in left if not any(re.fullmatch(key, name) for key in patterns)]
     if missing or mismatches or unexpected:
         head = f"{files.directory}: the weights do not fit the model that config.json describes:"
@@ -116,7 +120,7 @@ def candidate_names(model: nn.Module, names: list[str]) -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(candidates)))
 
 
-def carried(model: nn.Module, name: str) -> bool:
+def is_carried(model: nn.Module, name: str) -> bool:
     """Return whether a tensor of the files is of a part that dtrain does not train, and that an export has as it is."""
     patterns: tuple[str, ...] = getattr(model, "carried_checkpoint_names", ())
     return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -25,8 +25,14 @@ from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What an export carries of parts that dtrain does not train, beside these.
-CARRIED = DTYPES | {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-CARRIED |= {"BOOL": torch.bool}
+COPIED_DTYPES = DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+COPIED_DTYPES |= {"BOOL": torch.bool}
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}  # as a recipe writes them
 
 _LOW_BIT_SUFFIXES = ("_blocks", "_scale_inv")  # only low-bit weights have tensors with these names
@@ -46,7 +52,7 @@ class WeightFiles:
 
     def __init__(self, directory: Path, single: str = SINGLE):
         self.directory = directory
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         for file, names in _weight_file_names(directory, single).items():
             self._add(directory / file, names)
         if any(name.endswith(_LOW_BIT_SUFFIXES) for name in self.stored):
@@ -57,7 +63,7 @@ class WeightFiles:
         that the process holds its pages no longer than that. No collective."""
         return self.stored[name].read(slices)
 
-    def differ(self, name: str, other: str) -> bool:
+    def tensors_differ(self, name: str, other: str) -> bool:
         """Return whether two tensors have other shapes or values; they are in memory a part at a time."""
         shape = self.stored[name].shape
         if shape != self.stored[other].shape:
@@ -66,7 +72,7 @@ class WeightFiles:
         return any(not self.read(name, part).double().equal(self.read(other, part).double()) for part in parts)
 
     def _add(self, path: Path, names: Sequence[str]) -> None:
-        with opened(path) as file:
+        with open_safetensors(path) as file:
             held = set(file.keys())
             missing = sorted(set(names or held) - held)
             if missing:
@@ -75,7 +81,7 @@ class WeightFiles:
                 )
             for name in names or sorted(held):
                 entry = file.get_slice(name)
-                self.stored[name] = Stored(path, name, tuple(entry.get_shape()), entry.get_dtype())
+                self.stored[name] = StoredTensor(path, name, tuple(entry.get_shape()), entry.get_dtype())
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -103,7 +109,7 @@ def _weight_file_names(directory: Path, single: str = SINGLE) -> Mapping[str, Se
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file. `kind` is the file's word for its dtype, `dtype` ours, None for what dtrain does not read."""
 
     file: Path
@@ -117,12 +123,12 @@ class Stored:
 
     def read(self, slices: tuple[slice, ...] | None = None) -> Tensor:
         """(A slice of) it, [any shape], as it is stored, of any dtype. No collective."""
-        with opened(self.file) as file:  # a tensor without dimensions has no slice
+        with open_safetensors(self.file) as file:  # a tensor without dimensions has no slice
             return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator:
+def open_safetensors(path: Path) -> Iterator:
     """Context in which the file `path` is open. UserError, naming it, where it is missing or damaged."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -135,7 +141,7 @@ def opened(path: Path) -> Iterator:
         raise UserError(f"{path}: {error.strerror or error}") from error
 
 
-def replace_low_bit_weights(stored: dict[str, Stored]) -> None:
+def replace_low_bit_weights(stored: dict[str, StoredTensor]) -> None:
     """Put one bfloat16 tensor in the place of each weight in few bits, and its scales, that `stored` has by name. What
     is in no such form stays, for the reader to refuse."""
     for name, entry in list(stored.items()):
@@ -150,12 +156,12 @@ def replace_low_bit_weights(stored: dict[str, Stored]) -> None:
             stored[name] = BlockFp8(entry.file, name, entry.shape, "BF16", entry, inverse)
 
 
-def _is_mxfp4(blocks: Stored, scales: Stored) -> bool:
+def _is_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> bool:
     is_shaped = len(blocks.shape) == 4 and blocks.shape[3] == _MXFP4_GROUP // 2 and blocks.shape[:3] == scales.shape
     return is_shaped and blocks.kind == scales.kind == "U8"
 
 
-def _is_fp8(weight: Stored, scales: Stored) -> bool:
+def _is_fp8(weight: StoredTensor, scales: StoredTensor) -> bool:
     if len(weight.shape) < 2:
         return False
     *lead, rows, columns = weight.shape
@@ -164,11 +170,11 @@ def _is_fp8(weight: Stored, scales: Stored) -> bool:
 
 
 @dataclass(frozen=True)
-class _LowBitWeight(Stored):
+class _LowBitWeight(StoredTensor):
     """A weight [shape] in few bits. values, scales: as the file has them."""
 
-    values: Stored
-    scales: Stored
+    values: StoredTensor
+    scales: StoredTensor
 
     def _slices(self, slices: tuple[slice, ...] | None) -> list[slice]:
         given = slices or ()
@@ -187,7 +193,7 @@ class MxFp4(_LowBitWeight):
         sizes = (part.stop - part.start for part in (experts, inner, outer))
         whole = torch.empty(*sizes, dtype=torch.bfloat16)
         pairs = _fp4_pairs()
-        with opened(self.values.file) as of_values, opened(self.scales.file) as of_scales:
+        with open_safetensors(self.values.file) as of_values, open_safetensors(self.scales.file) as of_scales:
             blocks, scales = of_values.get_slice(self.values.name), of_scales.get_slice(self.scales.name)
             for matrix, number in zip(whole, range(experts.start, experts.stop), strict=True):
                 codes = blocks[number, outer, groups, :]  # [out, in/32, 16]

@@ -24,22 +24,22 @@ from dtrain.base.files import publish, real, refuse_unwritable, set_aside, stage
 from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.huggingface.merged import WholeWeight, stored_weight, whole_weights
+from dtrain.checkpoint.huggingface.merged import FullWeight, full_weights, stored_weight
 from dtrain.checkpoint.huggingface.model_files import (
+    classifier_config,
     has_untrained_parts,
-    of_classifier,
     read_model_config,
-    text_only,
+    text_tower_config,
     with_dtype,
     write_companions,
 )
-from dtrain.checkpoint.huggingface.read import candidate_names, carried
-from dtrain.checkpoint.huggingface.safetensor_files import CARRIED, DTYPES, WeightFiles
+from dtrain.checkpoint.huggingface.read import candidate_names, is_carried
+from dtrain.checkpoint.huggingface.safetensor_files import COPIED_DTYPES, DTYPES, WeightFiles
 from dtrain.models.common.config import ModelConfig, is_in_vision_tower
 
 T = TypeVar("T")
 MAX_SHARD_BYTES = 5_000_000_000
-_KINDS = {dtype: kind for kind, dtype in CARRIED.items()}
+_KINDS = {dtype: kind for kind, dtype in COPIED_DTYPES.items()}
 
 
 def write_directory(
@@ -50,7 +50,7 @@ def write_directory(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     chat_template: str | None = None,
-    held: Mapping[str, Any] | None = None,
+    saved_step: Mapping[str, Any] | None = None,
     replace: bool = False,
     tower_in_files: bool = False,
     ranks: Ranks | None = None,
@@ -61,7 +61,7 @@ def write_directory(
     source: the directory that the model came from: config.json and the small files are copied from it, and the weights
     that dtrain does not train (a vision tower), under their own names; where it has none the text tower is written as a
     model of its own. dtype: of the floating tensors that the model holds; None keeps theirs. chat_template: the one
-    trained with, where it is not the source's. held: the step that this is and its save's mark, for
+    trained with, where it is not the source's. saved_step: the step that this is and its save's mark, for
     `model_files.held_by`. tower_in_files: what of a vision tower is frozen is copied from `source` too. Collective: one
     all-gather per sharded tensor. `out` appears whole or not at all; one that is there and not empty is a UserError, or
     with `replace` gives way when the new one is whole."""
@@ -70,33 +70,34 @@ def write_directory(
     has_tower = isinstance(config, ModelConfig) and config.vision is not None
     layout = ranks.together(lambda: layout_of(source, has_tower=has_tower))
     kept = _frozen_of_tower(model) if tower_in_files else set()
-    entries = [layout.entry(model, weight, dtype, kept) for weight in whole_weights(model).values()]
-    layout = dataclasses.replace(layout, chat_template=chat_template, held=held)
+    entries = [layout.entry(model, weight, dtype, kept) for weight in full_weights(model).values()]
+    layout = dataclasses.replace(layout, chat_template=chat_template, saved_step=saved_step)
     write_entries(model, entries, layout, out, max_shard_bytes=max_shard_bytes, replace=replace, ranks=ranks)
 
 
 @dataclass(frozen=True)
 class Layout:
     """The layout of a directory like `source`: its config.json, the names its files use, what is copied from it.
-    chat_template, held: as `write_directory` takes them. companions: directories whose tokenizer and template take the
+    chat_template, saved_step: as `write_directory` takes them. companions: directories whose tokenizer and template
+    take the
     place of the source's. has_tower: whether the model is built with its vision tower."""
 
     source: Path
     config: dict[str, Any]
     files: WeightFiles | None
     chat_template: str | None = None
-    held: Mapping[str, Any] | None = None
+    saved_step: Mapping[str, Any] | None = None
     companions: tuple[Path, ...] = ()
     has_tower: bool = False
 
     @property
-    def text_tower_alone(self) -> bool:
+    def is_text_tower_only(self) -> bool:
         """Return whether the model has parts of which there are no weights."""
         return has_untrained_parts(self.config) and self.files is None and not self.has_tower
 
     def name(self, model: nn.Module, names: list[str]) -> str:
         """The name in the files of the tensor that `model` knows by `names`: the source's own word for it."""
-        if self.text_tower_alone:
+        if self.is_text_tower_only:
             return cast(str, model.text_name(names[0]))  # type: ignore[operator]  # of a `TextTower`
         candidates = candidate_names(model, names)
         if self.files is not None:
@@ -104,8 +105,8 @@ class Layout:
         return candidates[0]
 
     def entry(
-        self, model: nn.Module, weight: WholeWeight, dtype: torch.dtype | None, kept: Collection[str] = ()
-    ) -> WholeWeight:
+        self, model: nn.Module, weight: FullWeight, dtype: torch.dtype | None, kept: Collection[str] = ()
+    ) -> FullWeight:
         """Return what is written of a `weight` of `model`, in `dtype` or its own; of those named in `kept` what the
         source's files have."""
         name = self.name(model, weight.names)
@@ -134,7 +135,7 @@ def _frozen_of_tower(model: nn.Module) -> set[str]:
 
 def write_entries(
     model: nn.Module,
-    entries: Sequence[WholeWeight],
+    entries: Sequence[FullWeight],
     layout: Layout,
     out: Path,
     *,
@@ -150,20 +151,20 @@ def write_entries(
     known = set(DTYPES.values())
     if foreign := sizes.keys() - known:
         raise UserError(f"safetensors are written in {sorted(map(str, known))}, not {sorted(map(str, foreign))}")
-    copied: list[WholeWeight] = []  # as it is in the source, for `model` has no part in it
+    copied: list[FullWeight] = []  # as it is in the source, for `model` has no part in it
     if layout.files is not None:
-        copied = [stored_weight(layout.files, name) for name in layout.files.stored if carried(model, name)]
+        copied = [stored_weight(layout.files, name) for name in layout.files.stored if is_carried(model, name)]
     files = _files([*entries, *copied], max_shard_bytes)
     dtype = sizes.most_common(1)[0][0]
     described = getattr(model, "config", None)
     if isinstance(described, ModelConfig) and described.labels is not None:
-        config = of_classifier(layout.config, described.architecture, described.labels, layout.source)
+        config = classifier_config(layout.config, described.architecture, described.labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
     write_files(files, lambda new: _finish(new, files, layout, dtype), real(out), replace=replace, ranks=ranks)
 
 
 def write_files(
-    files: Mapping[str, Sequence[WholeWeight]],
+    files: Mapping[str, Sequence[FullWeight]],
     finish: Callable[[Path], None],
     out: Path,
     *,
@@ -198,9 +199,9 @@ def write_files(
         raise
 
 
-def _files(entries: Iterable[WholeWeight], max_bytes: int) -> dict[str, list[WholeWeight]]:
+def _files(entries: Iterable[FullWeight], max_bytes: int) -> dict[str, list[FullWeight]]:
     """Entries in order, by file, cut where one would grow beyond `max_bytes`; a larger tensor has a file to itself."""
-    shards: list[list[WholeWeight]] = [[]]
+    shards: list[list[FullWeight]] = [[]]
     for entry in entries:
         if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > max_bytes:
             shards.append([])
@@ -210,7 +211,7 @@ def _files(entries: Iterable[WholeWeight], max_bytes: int) -> dict[str, list[Who
     return dict(zip(names, shards, strict=True)) if count > 1 else {SINGLE: shards[0]}
 
 
-def _write_side_by_side(files: list[tuple[str, Sequence[WholeWeight]]], directory: Path, ranks: Ranks) -> None:
+def _write_side_by_side(files: list[tuple[str, Sequence[FullWeight]]], directory: Path, ranks: Ranks) -> None:
     """Write one file per rank: entry by entry, all ranks gather for every writer, then the writers write."""
     name, mine = files[ranks.rank] if ranks.rank < len(files) else ("", [])
     file = SafetensorsFile(directory / name, mine) if name else None
@@ -229,7 +230,7 @@ class SafetensorsFile:
     """A safetensors file written tensor by tensor. An error of the disk waits for `close`: the other ranks go on
     gathering meanwhile, and would hang without this one."""
 
-    def __init__(self, path: Path, entries: Sequence[WholeWeight]):
+    def __init__(self, path: Path, entries: Sequence[FullWeight]):
         self.path = path
         self._failure: OSError | UserError | None = None
         self._stream: IO[bytes] | None = None
@@ -242,7 +243,7 @@ class SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self._write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, entry: WholeWeight, tensor: Tensor | None) -> None:
+    def add(self, entry: FullWeight, tensor: Tensor | None) -> None:
         """tensor: [entry.shape], what was gathered of it; None where it is this rank's alone to read."""
         if tensor is None and (tensor := self._attempt(lambda: entry.read(entry.dtype))) is None:
             return
@@ -280,13 +281,13 @@ class SafetensorsFile:
         self._attempt(write)
 
 
-def _finish(partial: Path, files: Mapping[str, list[WholeWeight]], layout: Layout, dtype: torch.dtype) -> None:
+def _finish(partial: Path, files: Mapping[str, list[FullWeight]], layout: Layout, dtype: torch.dtype) -> None:
     if len(files) > 1:
         places = {entry.names[0]: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
-    config = text_only(layout.config) if layout.text_tower_alone else layout.config
+    config = text_tower_config(layout.config) if layout.is_text_tower_only else layout.config
     config = with_dtype(config, str(dtype).removeprefix("torch."))
     write_new(partial / CONFIG, json.dumps(config, indent=2) + "\n")
-    write_companions(partial, (layout.source, *layout.companions), layout.chat_template, layout.held)
+    write_companions(partial, (layout.source, *layout.companions), layout.chat_template, layout.saved_step)

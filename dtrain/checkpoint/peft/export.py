@@ -14,9 +14,9 @@ from dtrain.base.files import real, replace_text
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.store import Sizes
-from dtrain.checkpoint.huggingface.file_rows import joints, places
-from dtrain.checkpoint.huggingface.merged import WholeWeight, fold_scale, merge_adapter, stored_weight
+from dtrain.checkpoint.dcp.store import TensorSpecs
+from dtrain.checkpoint.huggingface.file_rows import fused_weights, locate_parts
+from dtrain.checkpoint.huggingface.merged import FullWeight, fold_scale, merge_adapter, stored_weight
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import DTYPES
 from dtrain.checkpoint.huggingface.write import write_files
@@ -52,8 +52,8 @@ class StoredAdapter:
 
     def read(self, name: str) -> Tensor:
         """The parameter that the model calls `name`, [its shape], as it is stored; an A that several share too."""
-        (fused,) = joints(self.model, [name])
-        rows = places(fused, self._outer(name)[0], self.shapes)[1]
+        (fused,) = fused_weights(self.model, [name])
+        rows = locate_parts(fused, self._outer(name)[0], self.shapes)[1]
         return rows.get(name, rows[fused.parts[0]]).read(self.files)
 
     def saves(self, name: str) -> bool:
@@ -93,7 +93,7 @@ class StoredAdapter:
         names = tuple(self.adapted)
         config = AdapterConfig(rank=rank, alpha=rank, dropout=self.config.dropout, target=names)
         form = AdapterFiles(config, self.model.config, self._base)
-        sizes: Sizes = {}
+        sizes: TensorSpecs = {}
         for name in (f"{module}.{part}" for module in names for part in ("lora_A", "lora_B")):
             stored = self.files.stored[self._outer(name)[0]]
             sizes[name] = self.padded_shape(name, rank), torch.promote_types(DTYPES[stored.kind], torch.float32)
@@ -134,14 +134,14 @@ class StoredAdapter:
         name: str | None = read_json(self.directory / ADAPTER_CONFIG).get(BASE)
         if not name or Path(name).is_absolute():
             return name
-        places = Path(name), self.directory / name
-        return next((str(path.resolve()) for path in places if (path / CONFIG).is_file()), name)
+        candidates = Path(name), self.directory / name
+        return next((str(path.resolve()) for path in candidates if (path / CONFIG).is_file()), name)
 
     def _outer(self, name: str) -> list[str]:
         return peft_names(name, self.config, self.model.config)
 
 
-def _write(out: Path, entries: list[WholeWeight], config: Callable[[Path], None], companions: list[Path]) -> None:
+def _write(out: Path, entries: list[FullWeight], config: Callable[[Path], None], companions: list[Path]) -> None:
     """companions: the directories whose tokenizer and template are copied along, a later one's over an earlier's."""
 
     def finish(new: Path) -> None:

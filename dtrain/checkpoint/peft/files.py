@@ -18,10 +18,16 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import Record, checksum, real, replace_text
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.dcp.store import Sizes
+from dtrain.checkpoint.dcp.store import TensorSpecs
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.huggingface.file_rows import FileRows, as_in_files, joints, places, shape_in_files
-from dtrain.checkpoint.huggingface.merged import WholeWeight, gathered, in_files
+from dtrain.checkpoint.huggingface.file_rows import (
+    FileRows,
+    adapter_in_file,
+    adapter_shape_in_file,
+    fused_weights,
+    locate_parts,
+)
+from dtrain.checkpoint.huggingface.merged import FullWeight, gather_full_tensor, weights_in_files
 from dtrain.checkpoint.huggingface.model_files import write_companions
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.huggingface.write import SafetensorsFile, write_files
@@ -48,15 +54,15 @@ def read_adapter(model: CausalLM, directory: str | Path) -> None:
     wanted: dict[str, tuple[int, ...]] = {}
     sources: dict[str, FileRows] = {}
     copies: dict[str, str] = {}
-    for fused in joints(model, shapes):
+    for fused in fused_weights(model, shapes):
         first, *others = peft_names(fused.name, config, model.config)
-        shape, rows = places(fused, first, shapes)
+        shape, rows = locate_parts(fused, first, shapes)
         sources |= rows
         wanted |= dict.fromkeys([first, *others], shape)
         copies |= dict.fromkeys(others, first)
     files = adapter_weights(directory, wanted, model.config)
     for second, first in copies.items():  # every rank compares all of the two, so that all find the same
-        if files.differ(first, second):
+        if files.tensors_differ(first, second):
             raise UserError(
                 f"{files.stored[first].file}: {first} and {second} differ, and the model's head is tied to its "
                 "embedding, one weight: train the adapter with PEFT's ensure_weight_tying, or give an untied model as "
@@ -96,23 +102,25 @@ class AdapterFiles:
     base: str | None
 
     def entries(
-        self, sizes: Sizes, read: Read, dtype: torch.dtype | None = None, *, collective: bool = False
-    ) -> list[WholeWeight]:
+        self, sizes: TensorSpecs, read: Read, dtype: torch.dtype | None = None, *, collective: bool = False
+    ) -> list[FullWeight]:
         """Return what is written of tensors with these shapes and dtypes, by parameter name; others are passed over. A
         tied embedding has two names. dtype: None for theirs. collective: every rank reads."""
 
-        def weight(name: str) -> WholeWeight:
-            shape, kept = torch.Size(shape_in_files(name, sizes[name][0])), sizes[name][1]
-            return WholeWeight([name], shape, kept, lambda dtype: as_in_files(name, read(name)).to(dtype), collective)
+        def weight(name: str) -> FullWeight:
+            shape, kept = torch.Size(adapter_shape_in_file(name, sizes[name][0])), sizes[name][1]
+            return FullWeight(
+                [name], shape, kept, lambda dtype: adapter_in_file(name, read(name)).to(dtype), collective
+            )
 
         weights = {name: weight(name) for name in sizes if peft_names(name, self.config, self.model)}
         return [
             whole.in_file(outer, dtype)
-            for name, whole in in_files(self.model, weights).items()
+            for name, whole in weights_in_files(self.model, weights).items()
             for outer in peft_names(name, self.config, self.model)
         ]
 
-    def beside(self, step: Path, sizes: Sizes, read: Read) -> dict[str, Record]:
+    def write_into_step(self, step: Path, sizes: TensorSpecs, read: Read) -> dict[str, Record]:
         """Write `adapter/`, synced, into an unpublished step's directory, as `CheckpointStore.save` asks for it."""
         own = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
         directory, entries = step / ADAPTER, self.entries(own, lambda name: read(f"model.{name}"))
@@ -139,7 +147,7 @@ def write_adapter(
     *,
     companions: Path | None = None,
     chat_template: str | None = None,
-    held: Mapping[str, Any] | None = None,
+    saved_step: Mapping[str, Any] | None = None,
     replace: bool = False,
     ranks: Ranks | None = None,
 ) -> None:
@@ -147,17 +155,18 @@ def write_adapter(
 
     tensors: by the model's parameter names, [any shape], plain or DTensors; others than the adapter's are passed over.
     base: what base_model_name_or_path says. companions: the directory whose tokenizer and template are copied along;
-    chat_template, held, replace: as of `write_directory`. Collective over `ranks` (default: all): one all-gather per
+    chat_template, saved_step, replace: as of `write_directory`. Collective over `ranks` (default: all): one
+    all-gather per
     sharded tensor. `directory` appears whole or not at all. UserError where it is there and not empty, or cannot be
     written."""
     form = AdapterFiles(config, model, base)
     sizes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    entries = form.entries(sizes, lambda name: gathered(tensors[name]), collective=is_sharded)
+    entries = form.entries(sizes, lambda name: gather_full_tensor(tensors[name]), collective=is_sharded)
 
     def finish(new: Path) -> None:
         form.finish(new)
-        write_companions(new, [] if companions is None else [companions], chat_template, held)
+        write_companions(new, [] if companions is None else [companions], chat_template, saved_step)
 
     out = real(Path(directory))
     write_files({ADAPTER_WEIGHTS: entries}, finish, out, replace=replace, ranks=ranks or Ranks())

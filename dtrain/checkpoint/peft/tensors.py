@@ -16,7 +16,7 @@ from dtrain.adapters.config import (
 )
 from dtrain.base.errors import UserError, first_few
 from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
-from dtrain.checkpoint.huggingface.file_rows import joints, places, shape_in_files
+from dtrain.checkpoint.huggingface.file_rows import adapter_shape_in_file, fused_weights, locate_parts
 from dtrain.models.common.config import STACKS, ModelConfig
 
 _PICKLE = "adapter_model.bin"
@@ -52,13 +52,13 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
 
 
-def outputs_in(directory: Path) -> int | None:
+def num_outputs_in_adapter(directory: Path) -> int | None:
     """Return the outputs of the head of rewards or classes in an adapter's file, None without one. Raises UserError."""
     shape = stored_shapes(directory).get(f"{PREFIX}score.weight")
     return shape[0] if shape else None
 
 
-def is_of_tower(directory: Path) -> bool:
+def has_tower_tensors(directory: Path) -> bool:
     """Return whether an adapter's file has tensors of a vision tower. Raises UserError."""
     return any(is_in_vision_tower(name.removeprefix(PREFIX)) for name in stored_shapes(directory))
 
@@ -139,10 +139,10 @@ def adapter_shapes(
     from dtrain.models.building import adaptable_shapes  # loads torch
 
     shapes = adaptable_shapes(model)
-    wanted = {fused.name: places(fused, fused.name, parameters)[0] for fused in joints(model, parameters)}
+    wanted = {fused.name: locate_parts(fused, fused.name, parameters)[0] for fused in fused_weights(model, parameters)}
     for name, layer in config.adapted(shapes).items():
         for part, shape in shapes_of(shapes[name], layer.rank, config.dora).items():
-            wanted[f"{name}.{part}"] = shape_in_files(f"{name}.{part}", shape)
+            wanted[f"{name}.{part}"] = adapter_shape_in_file(f"{name}.{part}", shape)
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 
 

@@ -15,7 +15,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranks import Ranks
-from dtrain.checkpoint.huggingface.merged import step_around
+from dtrain.checkpoint.huggingface.merged import step_of_adapter
 from dtrain.data.formats.encoder import refuse_without_template, resolve_prompts_as
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import find_files
@@ -122,7 +122,7 @@ def trained_as(directory: Path) -> tuple[str | None, int]:
     """Return `data.prompts_as` of the run whose directory, export or checkpoint `directory` is, and how many of its
     training rows had a plain prompt; (None, 0) of a model that is none of a run's. Raises UserError for a damaged
     config.yaml or data.json."""
-    run = (step_around(directory) or directory).absolute()
+    run = (step_of_adapter(directory) or directory).absolute()
     if run.name == "export":
         run = run.parent
     elif run.parent.name == "checkpoints":

@@ -20,7 +20,7 @@ from dtrain.base.hardware import free_host_memory, num_cores
 from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, Hardware, estimate_step, gib
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, plan_steps, traces_of
-from dtrain.policy.build import longest_row_under_mask
+from dtrain.policy.build import max_masked_row_length
 from dtrain.recipe import Recipe, sizes
 from dtrain.recipe.schema import Lora
 from dtrain.recipe.world import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, open_keys, replace_keys
@@ -99,7 +99,7 @@ class _Search:
         """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
         recipe, device = self.spec.recipe, self.spec.world.device_type
         length = self.spec.method_class(replace_keys(recipe, {MICRO_BATCH: micro})).max_row_length()
-        longest = longest_row_under_mask(recipe, self.spec.precision, device) if device == "cuda" else None
+        longest = max_masked_row_length(recipe, self.spec.precision, device) if device == "cuda" else None
         return micro == 1 or longest is None or length <= longest
 
     def choice(self) -> Choice:
@@ -269,9 +269,7 @@ class _Search:
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
         nf4 = replace(lora, quantize="nf4")
-        has_mask = (
-            longest_row_under_mask(self.spec.recipe, self.spec.precision, self.spec.world.device_type) is not None
-        )
+        has_mask = max_masked_row_length(self.spec.recipe, self.spec.precision, self.spec.world.device_type) is not None
         groups = [
             [("lora={}", replace(recipe, lora=lora), world)] if recipe.lora is None else [],
             [("lora.quantize=nf4", replace(recipe, lora=nf4), world)] if nf4 != recipe.lora else [],

@@ -27,7 +27,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import bytes_of
 from dtrain.policy import BuildOptions, Policy
-from dtrain.policy.build import kernel_without_values
+from dtrain.policy.build import select_planned_kernel
 from dtrain.policy.weights import weight_memory
 from dtrain.recipe import Sizes
 from dtrain.training.full_rows import FullRows
@@ -70,7 +70,7 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
     planned = torch.device(device, 0) if device == "cuda" else torch.device(device)
     tracer = Tracer(mesh, on_host=device == "cpu")
     memory = PlannedMemory(tracer.memory, is_pinned=device == "cuda")
-    kernel = kernel_without_values(spec.recipe, spec.precision, device, mesh)
+    kernel = select_planned_kernel(spec.recipe, spec.precision, device, mesh)
     observer = PlanObserver(tracer, kernel)
     options = BuildOptions(
         materialize=False,

@@ -18,7 +18,7 @@ from dtrain.base.model_directory import (
     INDEX,
     companions_in,
 )
-from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.huggingface.model_files import read_saved_step
 from dtrain.checkpoint.peft.config import BASE
 from dtrain.commands.push.card import CURVE, Run, base_of_recipe, card, svg
 from dtrain.commands.report.run_files import RunFiles
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         if value is not None and ("/" not in value or value.startswith(("/", ".", "~"))):
             raise UserError(f"{key}{value} is no model's id on the hub: give OWNER/NAME")
     files = _files(arguments.run / "export")
-    record, step = RunFiles(arguments.run, name), held_by(arguments.run / "export").get("step")
+    record, step = RunFiles(arguments.run, name), read_saved_step(arguments.run / "export").get("step")
     record.look_at_record()
     base = arguments.base or base_of_recipe(record.recipe)
     pushed = Run(name.split("/")[1], record, step if isinstance(step, int) else None, ADAPTER_CONFIG in files, base)

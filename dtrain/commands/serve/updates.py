@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from dtrain.adapters.config import PARAMETERS
 from dtrain.adapters.lora import adapted_layers, build_with_adapters, remove_adapters
 from dtrain.base.errors import UserError
-from dtrain.checkpoint.dcp.training_state import aliases, model_tensors
-from dtrain.checkpoint.huggingface.file_rows import FusedWeight, joints
+from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
+from dtrain.checkpoint.huggingface.file_rows import FusedWeight, fused_weights
 from dtrain.checkpoint.huggingface.merged import merge_in_place
 from dtrain.checkpoint.huggingface.read import check_fit, read_weights
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
@@ -353,9 +353,9 @@ class _Parts:
 
 def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
     """Return the model's tensors under all names that it and checkpoints know them by, a tied one under both."""
-    names, tensors = aliases(model), model_tensors(model)
+    names, tensors = tensor_aliases(model), model_tensors(model)
     by_name: dict[str, _Parts] = {}
-    for joint in joints(model, tensors):
+    for joint in fused_weights(model, tensors):
         data = [tensors[part].detach() for part in joint.parts]
         data = data if joint.expert is None else [data[0][joint.expert]]
         for name in names.get(joint.name, [joint.name]):

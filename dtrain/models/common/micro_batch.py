@@ -25,7 +25,7 @@ Data flow, for two packed rows of 8 tokens (documents of 5 + 3 and of 6 tokens, 
 
 Data flow of adapters. A policy scores the same rows with LoRA (dropout 0.1, step 7) and without it, as the reference:
 
-1. `Policy` calls `Scorer.at_head(batch, loss, step=7)` and `Scorer.at_head(batch, loss, adapters=False)`.
+1. `Policy` calls `Scorer.run_at_head(batch, loss, step=7)` and `Scorer.run_at_head(batch, loss, adapters=False)`.
 2. The scorer builds the contexts `AdapterContext(dropout_tokens=[2, 4])` and `AdapterContext(enabled=False)`. Without
    dropout the first one is None, which means the same as `AdapterContext()`: every adapter takes part, nothing is
    dropped. `inference.engine`, which has no dropout, and `CausalLM.forward` get the context from their caller.

@@ -39,7 +39,7 @@ from dtrain.base.errors import UserError
 from dtrain.base.files import replace_text
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
-from dtrain.checkpoint.huggingface.merged import fold_scale, gathered
+from dtrain.checkpoint.huggingface.merged import fold_scale, gather_full_tensor
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.checkpoint.peft.files import write_adapter
 from dtrain.models.common.decoder import CausalLM
@@ -50,8 +50,8 @@ from dtrain.policy.weights import (
     WeightInfo,
     WeightSender,
     flatten_bucket,
+    join_weight_group,
     split_into_buckets,
-    weight_group,
 )
 from dtrain.rl.remote.dialects import AdapterVersion, Dialect, Post
 from dtrain.rl.remote.http import HttpEngine, ServerClient
@@ -235,7 +235,7 @@ class StreamPublisher(Publisher):
             body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
             posts.append(run_in_thread(self._ask, server, "/init_weights_update_group", body))
         size = 1 + sum(sizes)
-        joined = run_in_thread(partial(weight_group, address, port, 0, size, self.device, name=self._name))
+        joined = run_in_thread(partial(join_weight_group, address, port, 0, size, self.device, name=self._name))
         try:
             raise_first_error([*posts, joined], self._patience)
         except RuntimeError as error:  # torch's word for peers that do not come
@@ -481,7 +481,7 @@ def adapter_for_servers(model: CausalLM, config: AdapterConfig) -> tuple[Adapter
     is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
     if is_plain or config.dora:
         return config, tensors
-    layers, tensors = adapted_layers(model), {name: gathered(tensor) for name, tensor in tensors.items()}
+    layers, tensors = adapted_layers(model), {name: gather_full_tensor(tensor) for name, tensor in tensors.items()}
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
     for name, tensor in tensors.items():
         adapter = layers[name.rpartition(".")[0]].wrapper

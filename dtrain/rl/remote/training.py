@@ -81,7 +81,7 @@ class OverHttp(RolloutEngine):
                 engine,
                 run.metrics.say,
                 is_rounded=is_rounded,
-                is_held=policy.checkpoint.holds_base,
+                is_held=policy.checkpoint.saves_frozen,
                 has_tower=any(is_in_vision_tower(name) for name in adapted_layers(policy.model)),
             )
         )

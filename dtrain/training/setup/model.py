@@ -19,7 +19,7 @@ from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.models.building import on_meta
 from dtrain.parallel.apply import find_plan, match_styles
-from dtrain.policy.build import choose_trained, frozen_pattern_problems
+from dtrain.policy.build import frozen_pattern_problems, select_trained_parameters
 from dtrain.policy.options import Precision
 from dtrain.recipe import Recipe
 from dtrain.training.hub_files import model_ids
@@ -173,7 +173,7 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
     """
     recipe = inputs.recipe
     model = models.build(inputs.model_config(has_images), dtype=precision.master, device="meta")
-    choose_trained(model, recipe, precision.compute)
+    select_trained_parameters(model, recipe, precision.compute)
     coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
     problems = block_problems(model.config, coded, recipe.parallel.tp)
     if problems:

@@ -7,7 +7,13 @@ from torch import nn
 
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import Range, is_finite, shown
-from dtrain.policy.optimizer import NAMES, UNSHARDED_ONLY, build_optimizer, cannot_step_shards, is_torchs
+from dtrain.policy.optimizer import (
+    OPTIMIZER_NAMES,
+    UNSHARDED_ONLY,
+    build_optimizer,
+    is_torch_optimizer,
+    sharded_step_error,
+)
 from dtrain.policy.options import Precision
 from dtrain.recipe.schema import OPTIMIZERS
 from dtrain.training.inputs import RunInputs
@@ -143,11 +149,11 @@ def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.op
         UserError: If the optimizer does not accept its arguments, or if it cannot step sharded parameters.
     """
     section = inputs.recipe.optimizer
-    if not (section.name in NAMES or is_torchs(section.name)):
+    if not (section.name in OPTIMIZER_NAMES or is_torch_optimizer(section.name)):
         return None
     built = build_optimizer(section, model.named_parameters(), inputs.recipe.run.seed)
     is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes precisions through FSDP
     is_sharded = inputs.world.size > 1 or is_mixed
     if is_sharded and isinstance(built, UNSHARDED_ONLY):
-        raise UserError(cannot_step_shards(section.name))
+        raise UserError(sharded_step_error(section.name))
     return built

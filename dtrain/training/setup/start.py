@@ -13,11 +13,11 @@ from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
 from dtrain.base.ranges import hint, near_directories
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.checkpoint.dcp.training_state import first_misfit
+from dtrain.checkpoint.dcp.training_state import find_first_mismatch
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor
 from dtrain.models.building import adaptable_shapes
-from dtrain.policy.checkpoint import weights_of
+from dtrain.policy.checkpoint import select_weights
 from dtrain.recipe import Recipe
 from dtrain.recipe.schema import BEST
 from dtrain.training import model_keys, recipe_keys, resume
@@ -244,14 +244,14 @@ def _check_weights(
         assert own_config is not None, "the recipe has the section lora"
         adaptable_layers = adaptable_shapes(meta.model.config)
         _check_adapter(recipe, adaptable_layers, own_config, state["recipe"], store.path(step))
-    weights = weights_of(meta.model, store, step)
+    weights = select_weights(meta.model, store, step)
     saved_weights, own_weights = state.get("identities", {}).get("model.weights"), identities.get("model.weights")
-    if not weights.is_whole and "model.config" in identities and saved_weights != own_weights:
+    if not weights.is_complete and "model.config" in identities and saved_weights != own_weights:
         raise UserError(
             f"{resume.INIT}: {store.path(step)} holds only the trained tensors, and its run's other weights were not "
             "those of model.path. Set model.path to the model that its run began from."
         )
-    store.refuse_misfit(step, weights.wanted, weights.cast)
+    store.check_fit(step, weights.tensors, weights.cast)
 
 
 def _check_adapter(
@@ -311,7 +311,7 @@ def _misfit(start: Start, meta: MetaModel | None) -> str | None:
     """Return how the tensors that the run would train differ from those of the start. Rank 0 only."""
     assert meta is not None
     store, state = start.saved
-    return first_misfit(meta.model, state["policy"].get("optimizer", {}), store.tensors(start.step))
+    return find_first_mismatch(meta.model, state["policy"].get("optimizer", {}), store.tensor_specs(start.step))
 
 
 def _last_step_of_epochs(sizes: SizeFacts, start: Start, data: DataFacts) -> int:

@@ -14,8 +14,8 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.gguf import export as gguf_file
 from dtrain.checkpoint.gguf.export import _write_model, export_gguf
-from dtrain.checkpoint.huggingface.export import WholeModel, export
-from dtrain.checkpoint.huggingface.merged import whole_weights
+from dtrain.checkpoint.huggingface.export import ModelExport, export
+from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.checkpoint.huggingface.write import layout_of
 from dtrain.models.read_config import parse_config
 from tests.checkpoint.gguf.models import ROWS, SHAPES, logits, make, model_of, values
@@ -202,8 +202,8 @@ def test_of_a_model_with_its_tower_the_text_part_is_written(tmp_path):
         model = models.build(parse_config(config, vision=vision))
         models.init_weights(model, 0)
         layout = layout_of(tmp_path / "model", has_tower=vision)
-        entries = [layout.entry(model, weight, None) for weight in whole_weights(model).values()]
-        _write_model(WholeModel("", model, layout, entries), tmp_path / "m.gguf", "f32")
+        entries = [layout.entry(model, weight, None) for weight in full_weights(model).values()]
+        _write_model(ModelExport("", model, layout, entries), tmp_path / "m.gguf", "f32")
         written.append((tmp_path / "m.gguf").read_bytes())
         (tmp_path / "m.gguf").unlink()
     assert written[0] == written[1]

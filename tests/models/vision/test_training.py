@@ -22,7 +22,7 @@ from dtrain.models.common.flops import flops_per_token
 from dtrain.models.read_config import parse_config
 from dtrain.models.registry import FAMILIES, class_of
 from dtrain.models.vision.common import flops_per_patch
-from dtrain.policy.build import choose_trained
+from dtrain.policy.build import select_trained_parameters
 from dtrain.training.setup import adapter
 from tests.models.test_vision_models import CASES
 from tests.problem_lines import lines, preflight
@@ -33,7 +33,7 @@ def built(name, recipe, device="cpu"):
     """The model of a case with what `recipe` trains, not filled."""
     config = parse_config(CASES[name].config().to_dict() | ARCHITECTURES[name], vision=True)
     model = models.build(config, device="meta")
-    choose_trained(model, recipe, torch.float32)
+    select_trained_parameters(model, recipe, torch.float32)
     if device != "meta":
         model.to_empty(device=device)
         model.tie_weights()

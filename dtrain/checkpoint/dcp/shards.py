@@ -1,6 +1,7 @@
 """Tensors of any placement in torch's distributed checkpoint (DCP), and DCP's metadata as JSON.
 
-A `Piece` is what one rank holds of a tensor, with the tensor's size and the piece's place in it. torch's own path for
+A `TensorShard` is what one rank holds of a tensor, with the tensor's size and the piece's place in it. torch's own
+path for
 DTensors takes the place from `compute_local_shape_and_global_offset`, which is wrong for some uneven FSDP×TP shards;
 here it comes from `parallel.placement`. DCP pickles its metadata and whatever is not a tensor: only pieces go through
 it, and their table is JSON:
@@ -47,7 +48,7 @@ from dtrain.parallel.placement import local_slices, local_tensor
 _VERSION = 1
 
 
-class Piece(Tensor):
+class TensorShard(Tensor):
     """A local tensor with its place in a global one. DCP's planners ask it for what it writes and reads; they ignore
     any object but Tensors off rank 0. `size()` is the global size, which they compare with the checkpoint's; `local` is
     the plain tensor, sharing storage with the one that it was made of."""
@@ -57,7 +58,7 @@ class Piece(Tensor):
     offsets: torch.Size
 
     @classmethod
-    def place(cls, local: Tensor, global_size: tuple[int, ...], offsets: tuple[int, ...]) -> "Piece":
+    def from_offsets(cls, local: Tensor, global_size: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorShard":
         """`local` [sizes], which lies at `offsets` of a tensor [global_size]. No collective, no copy."""
         piece = local.detach().as_subclass(cls)
         piece.local = local.detach()
@@ -66,13 +67,13 @@ class Piece(Tensor):
         return piece
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Piece":
+    def from_tensor(cls, tensor: Tensor) -> "TensorShard":
         """Return what this rank holds, [its sizes], of `tensor` (plain, DTensor or a Piece). No collective, no copy.
         Ranks that hold the same piece (replicas, plain tensors) write it once."""
-        if isinstance(tensor, Piece):
+        if isinstance(tensor, TensorShard):
             return tensor
         offsets = tuple(piece.start for piece in local_slices(tensor))
-        return cls.place(local_tensor(tensor), tuple(tensor.shape), offsets)
+        return cls.from_offsets(local_tensor(tensor), tuple(tensor.shape), offsets)
 
     def size(self, dim: int | None = None):
         return self.global_size if dim is None else self.global_size[dim]
@@ -110,7 +111,7 @@ class _CountedFiles(FileSystem):
             self.records[Path(path).name] = counted.record
 
 
-class PieceWriter(FileSystemWriter):
+class ShardWriter(FileSystemWriter):
     """Writes pieces, one synced file per rank, into `directory`. After the save, `records` holds this rank's files with
     size and checksum; `table`, on the coordinator, the JSON text that finds the pieces again, for the caller to write.
     """
@@ -145,10 +146,10 @@ class PieceWriter(FileSystemWriter):
         self.table = json.dumps({"version": _VERSION, "tensors": tensors})
 
 
-class PieceReader(FileSystemReader):
+class ShardReader(FileSystemReader):
     """Reads pieces from `directory` by a table that `read_table` has checked."""
 
-    def __init__(self, directory: Path, table: "Table"):
+    def __init__(self, directory: Path, table: "TensorTable"):
         super().__init__(directory)
         self._table = table
 
@@ -166,7 +167,7 @@ class PieceReader(FileSystemReader):
 
 
 @dataclass(frozen=True)
-class StoredPlace:
+class ChunkLocation:
     """The place of a chunk, in the words of torch's reader: bytes of a file, not transformed."""
 
     relative_path: str
@@ -176,18 +177,18 @@ class StoredPlace:
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """The tensors of a checkpoint by name, and where their chunks lie."""
 
     tensors: dict[str, TensorStorageMetadata]
-    places: dict[MetadataIndex, StoredPlace]
+    places: dict[MetadataIndex, ChunkLocation]
 
     @property
     def sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in self.tensors.items()}
 
 
-def read_whole(directory: Path, table: Table, name: str) -> Tensor:
+def read_full_tensor(directory: Path, table: TensorTable, name: str) -> Tensor:
     """A tensor of `directory`, [its whole size], from chunks that were seen written, in any thread. No collective."""
     stored = table.tensors[name]
     whole = torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -200,10 +201,10 @@ def read_whole(directory: Path, table: Table, name: str) -> Tensor:
     return whole
 
 
-def read_table(path: Path, text: bytes) -> Table:
+def read_table(path: Path, text: bytes) -> TensorTable:
     """The table in the JSON `text` of `path`. One that a whole save cannot have written (a hole or an overlap between
     chunks, a chunk out of bounds, a file outside the checkpoint, an unknown dtype) is a UserError naming `path`."""
-    table = Table({}, {})
+    table = TensorTable({}, {})
     try:
         content = loads(text)
         if content["version"] != _VERSION:
@@ -215,7 +216,7 @@ def read_table(path: Path, text: bytes) -> Table:
     return table
 
 
-def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, StoredPlace]) -> TensorStorageMetadata:
+def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, ChunkLocation]) -> TensorStorageMetadata:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
@@ -234,7 +235,7 @@ def _stored_tensor(entry: dict, name: str, places: dict[MetadataIndex, StoredPla
         index = MetadataIndex(name, offsets)
         if index in places:
             raise ValueError(f"{name}: two chunks at {list(offsets)}")
-        places[index] = StoredPlace(chunk["file"], start, length)
+        places[index] = ChunkLocation(chunk["file"], start, length)
         chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
     # The chunks of a save never overlap, so the right volume leaves no hole.
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
