@@ -97,8 +97,8 @@ OTHERS = [case for case in CASES if case not in EACH_OPTION]
 @pytest.fixture(autouse=True)
 def tiles_of_few_tokens(monkeypatch):
     """Several for a tiny row, and storages of it that move."""
-    monkeypatch.setattr(tiles, "TOKENS", 48)
-    monkeypatch.setattr(activation_offload, "SMALL", 1024)
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 48)
+    monkeypatch.setattr(activation_offload, "MIN_OFFLOAD_BYTES", 1024)
 
 
 @pytest.mark.trap(

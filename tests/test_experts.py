@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import models
-from dtrain.models.common.config import Experts, RouterSettings
-from dtrain.models.common.moe import SparseMLP, share_routing
+from dtrain.models.common.config import ExpertsConfig, RouterSettings
+from dtrain.models.common.moe import SparseMLP, connect_routing
 from dtrain.parallel.experts import shard_experts
 from dtrain.parallel.mesh import Runtime
 from dtrain.parallel.placement import local_slices, local_tensor
@@ -29,7 +29,9 @@ from tests.stepping import train_step
 from tests.tiny import save_weights, tiny_grpo, tiny_recipe, write_model
 from tests.world import run_world
 
-SIZES = Experts(count=6, top=2, inner=5, router=RouterSettings(normed=True), layers=(0,))
+SIZES = ExpertsConfig(
+    num_experts=6, top_k=2, intermediate_size=5, router=RouterSettings(is_normalized=True), layers=(0,)
+)
 
 
 class Sent(TorchDispatchMode):
@@ -48,7 +50,7 @@ class Sent(TorchDispatchMode):
 def sparse_mlp():
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
     mlp = SparseMLP(config, SIZES).double()
-    share_routing(mlp, SIZES.count)
+    connect_routing(mlp, SIZES.num_experts)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mlp.parameters():

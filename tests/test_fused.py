@@ -22,7 +22,7 @@ from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.commands.plan.step import plan_step
 from dtrain.commands.plan.tracer import Tracer
 from dtrain.losses.head import filtered, kl, logprobs, softmax, sources, topk, weighted_sum
-from dtrain.memory import gradient_sums, low_bit_adam
+from dtrain.memory import gradient_accumulation, low_bit_adam
 from dtrain.optim import muon
 from tests.pretend.worlds import run_pretend
 from tests.tiny import tiny_recipe, write_model
@@ -259,7 +259,7 @@ def rounded(matrix, gradients):
     weight = nn.Parameter(matrix.clone())
     optimizer = muon.Muon([{"params": [weight], "weight_decay": 0.1}], names={weight: "w"}, lr=0.02, seed=3)
     summed = nn.Parameter(matrix.clone())
-    adding = gradient_sums.GradientSums([("w", summed)], 5)
+    adding = gradient_accumulation.GradientAccumulator([("w", summed)], 5)
     for number, gradient in enumerate(gradients):
         weight.grad = gradient.clone()
         optimizer.step()
@@ -275,7 +275,7 @@ def test_compiled_steps_of_muon_and_sums_of_gradients_are_one_kernel_and_have_th
     torch.manual_seed(0)
     matrix, *gradients = (torch.randn(64, 512).bfloat16() for _ in range(4))
     expected, before = rounded(matrix, gradients), generated.generated_kernel_count
-    compile_here(muon._update_momentum, muon._step_rows, gradient_sums._add)
+    compile_here(muon._update_momentum, muon._step_rows, gradient_accumulation._add)
     assert_equal(rounded(matrix, gradients), expected)
     assert generated.generated_kernel_count - before == 3
 

@@ -31,7 +31,7 @@ OPTIONAL_OPTIMIZERS = (
     "memory/low_bit",
     "memory/optimizer_offload",
     "memory/host_masters",
-    "memory/gradient_sums",
+    "memory/gradient_accumulation",
 )
 NOT_FOR_SFT = (
     "rl",

@@ -4,7 +4,7 @@ import pytest
 from peft.utils.other import get_pattern_key
 
 from dtrain.base.name_patterns import matches_suffix, pattern_error
-from dtrain.models.common.config_fields import unquantized
+from dtrain.models.common.config_fields import read_unquantized_modules
 
 NAMES = [
     "model.layers.0.self_attn.q_proj",
@@ -55,5 +55,5 @@ def test_the_error_of_an_expression(pattern, error):
 def test_modules_left_unquantized(pattern):
     problems = []
     section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    assert unquantized(section | {"llm_int8_skip_modules": [pattern]}, problems) == ()
+    assert read_unquantized_modules(section | {"llm_int8_skip_modules": [pattern]}, problems) == ()
     assert problems == ["quantization_config llm_int8_skip_modules: must be a list of names or regular expressions"]

@@ -21,7 +21,7 @@ from dtrain.base.name_patterns import matches_suffix
 from dtrain.models.common.config import is_in_vision_tower
 
 ALL_LINEAR = "all-linear"
-ENDS = ("model.embed_tokens", "lm_head")
+EMBEDDING_AND_HEAD = ("model.embed_tokens", "lm_head")
 _TOWER = "model.language_model."  # prefix of a multimodal model for the text tower's `model.`
 _ROUTER = ".mlp.gate"
 PARAMETERS = ("lora_A", "lora_B", "lora_magnitude")
@@ -76,10 +76,10 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
-    in_tower: bool = False
+    uses_tower_names: bool = False
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "AdapterConfig":
+    def from_values(cls, values: Mapping[str, Any]) -> "AdapterConfig":
         """Return the config of values by field name.
 
         Entries of `target` for experts become `parameters`. If `all-linear` is among the others, it replaces them.
@@ -95,27 +95,31 @@ class AdapterConfig:
             known["target"] = ALL_LINEAR if ALL_LINEAR in others else others
         return cls(**known)
 
-    def adapted(self, names: Iterable[str]) -> dict[str, LoraLayer]:
+    def select_layers(self, names: Iterable[str]) -> dict[str, LoraLayer]:
         """Return the adapter of each layer that gets one. names: the names of a model's `adaptable_shapes`, whose order
         is kept."""
         return {name: self._layer(name) for name in names if self._is_target(name)}
 
-    def adapted_parameters(self, names: Iterable[str]) -> list[str]:
+    def select_parameters(self, names: Iterable[str]) -> list[str]:
         """Return the stacks of experts and routers among `names` that get an adapter."""
-        return [name for name in names if is_parameter(name) and self._is_target(name)]
+        return [name for name in names if is_expert_or_router(name) and self._is_target(name)]
 
-    def saved(self, modules: Iterable[str]) -> list[str]:
+    def select_saved_modules(self, modules: Iterable[str]) -> list[str]:
         """Return the modules of `modules` that `modules_to_save` selects."""
         return [
             name
             for name in modules
-            if any(owner.endswith(end) for owner in owners(self.called(name)) for end in self.modules_to_save)
+            if any(
+                owner.endswith(end)
+                for owner in containing_modules(self.matched_name(name))
+                for end in self.modules_to_save
+            )
         ]
 
-    def targets(self, name: str) -> bool:
-        called = self.called(name)
-        is_wanted = not is_in_vision_tower(name) if self.target == ALL_LINEAR else matches(called, self.target)
-        return is_wanted and not (self.exclude and matches(called, self.exclude))
+    def is_targeted(self, name: str) -> bool:
+        called = self.matched_name(name)
+        is_wanted = not is_in_vision_tower(name) if self.target == ALL_LINEAR else is_selected(called, self.target)
+        return is_wanted and not (self.exclude and is_selected(called, self.exclude))
 
     def dropout_problem(self, names: Iterable[str]) -> str | None:
         """Explain why the dropout cannot be used with the adapted layers, or return None.
@@ -127,7 +131,7 @@ class AdapterConfig:
         """
         if not self.dropout:
             return None
-        of_vision = [name for name in self.adapted(names) if is_in_vision_tower(name)]
+        of_vision = [name for name in self.select_layers(names) if is_in_vision_tower(name)]
         if not of_vision:
             return None
         return (
@@ -136,32 +140,34 @@ class AdapterConfig:
             "no layers of the tower"
         )
 
-    def called(self, name: str) -> str:
+    def matched_name(self, name: str) -> str:
         """Return the name that patterns and lists are matched with."""
-        return in_tower(name) if self.in_tower else name
+        return to_tower_name(name) if self.uses_tower_names else name
 
     def _is_target(self, name: str) -> bool:
-        if is_parameter(name):
-            called = parameter_name(self.called(name))
+        if is_expert_or_router(name):
+            called = parameter_name(self.matched_name(name))
             means = [called, called.rpartition(".")[0]] if is_stack(name) else [called]
-            return any(matches(candidate, self.parameters) for candidate in means) and not self.saved([name])
-        if name in ENDS or not self.targets(name):
+            return any(
+                is_selected(candidate, self.parameters) for candidate in means
+            ) and not self.select_saved_modules([name])
+        if name in EMBEDDING_AND_HEAD or not self.is_targeted(name):
             return False
         # `layers` does not apply to full names, as in PEFT.
-        if self.layers is not None and self.called(name) not in self.target:
+        if self.layers is not None and self.matched_name(name) not in self.target:
             number = re.search(r"\.layers\.(\d+)\.", name)
             if number is None or int(number[1]) not in self.layers:
                 return False
-        return not self.saved([name])
+        return not self.select_saved_modules([name])
 
     def _layer(self, name: str) -> LoraLayer:
-        called = parameter_name(self.called(name))
-        rank = by_pattern(self.rank_pattern, called, self.rank)
-        alpha = by_pattern(self.alpha_pattern, called, self.alpha)
+        called = parameter_name(self.matched_name(name))
+        rank = value_by_pattern(self.rank_pattern, called, self.rank)
+        alpha = value_by_pattern(self.alpha_pattern, called, self.alpha)
         return LoraLayer(rank, alpha / math.sqrt(rank) if self.rslora else alpha / rank)
 
 
-def shapes_of(shape: Sequence[int], rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
+def adapter_parameter_shapes(shape: Sequence[int], rank: int, dora: bool) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's parameters by name. shape: of the weight, [out, in] or [E, out, in]."""
     *experts, rows, columns = shape
     shapes: dict[str, tuple[int, ...]] = {"lora_A": (*experts, rank, columns), "lora_B": (*experts, rows, rank)}
@@ -173,7 +179,7 @@ def is_stack(name: str) -> bool:
     return name.rpartition(".")[0].endswith(".experts")
 
 
-def is_parameter(name: str) -> bool:
+def is_expert_or_router(name: str) -> bool:
     """Check for the name of a stack of experts or a router, which are no linear layers in transformers."""
     return is_stack(name) or name.endswith(_ROUTER)
 
@@ -189,17 +195,17 @@ def _is_of_experts(entry: str) -> bool:
     return "experts" in last or last == ["gate", "weight"]
 
 
-def in_tower(name: str) -> str:
+def to_tower_name(name: str) -> str:
     """Return the name in a multimodal model of a text model's part. Names of a vision tower are returned unchanged."""
     return name if is_in_vision_tower(name) else re.sub(r"^model\.", _TOWER, name)
 
 
-def out_of_tower(name: str) -> str:
+def from_tower_name(name: str) -> str:
     """Undo `in_tower`."""
     return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
 
 
-def owners(name: str) -> list[str]:
+def containing_modules(name: str) -> list[str]:
     """Return the names that select a module in `modules_to_save`.
 
     A module of the vision tower is also selected by the modules that contain it, for example
@@ -211,14 +217,14 @@ def owners(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(2, len(parts) + 1)]
 
 
-def matches(name: str, wanted: Names) -> bool:
+def is_selected(name: str, wanted: Names) -> bool:
     """Check whether `wanted` selects a module of this name."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in wanted)
 
 
-def by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+def value_by_pattern(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     """Return the value of the first pattern that matches a module's name, or `otherwise`."""
     return next((value for pattern, value in patterns.items() if matches_suffix(pattern, name)), otherwise)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.adapters.config import PARAMETERS, AdapterConfig, is_adapter, shapes_of
+from dtrain.adapters.config import PARAMETERS, AdapterConfig, adapter_parameter_shapes, is_adapter
 from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
 from dtrain.base.randomness import key, mix, uniform
 from dtrain.models.building import adaptable_shapes, build
@@ -30,7 +30,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import AdapterContext
-from dtrain.models.common.moe import ExpertLinear, Router, grouped
+from dtrain.models.common.moe import ExpertLinear, Router, grouped_product
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import TensorParallel
 
@@ -149,7 +149,7 @@ class Adapter:
         """
         wide = torch.promote_types(a.dtype, torch.float32)
         a, b = a.to(wide), b.to(wide)
-        weight, products = layer.matrix(), (a @ a.t()) * self.scale**2
+        weight, products = layer.dense_weight(), (a @ a.t()) * self.scale**2
         squares = []
         for rows, b_rows in zip(weight.split(NORM_ROWS), b.split(NORM_ROWS), strict=True):
             part = rows.to(wide)
@@ -185,7 +185,7 @@ class ParameterAdapter:
         a, b = layer.local("lora_A"), layer.local("lora_B")
         if counts is None:
             return out + F.linear(F.linear(x, a) * self.scale, b)
-        return out + grouped(grouped(x, a, counts) * self.scale, b, counts)
+        return out + grouped_product(grouped_product(x, a, counts) * self.scale, b, counts)
 
 
 Adapted = Linear | ExpertLinear | Router
@@ -208,14 +208,14 @@ def add_adapters(model: CausalLM, config: AdapterConfig, seed: int = 0) -> Adapt
     settings = AdapterSettings(config, seed)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
     numbers = {name: number for number, name in enumerate(path for path in layers if isinstance(layers[path], Linear))}
-    for name, lora in config.adapted(adaptable_shapes(model.config)).items():
-        first, *others = model.config.parts(name)
+    for name, lora in config.select_layers(adaptable_shapes(model.config)).items():
+        first, *others = model.config.model_modules(name)
         for part in others:
             model.tied_parameters[f"{part}.lora_A"] = f"{first}.lora_A"
         for part in (first, *others):
             layer = layers[part]
             dtype = layer.weight.dtype
-            for parameter, shape in shapes_of(layer.weight.shape, lora.rank, config.dora).items():
+            for parameter, shape in adapter_parameter_shapes(layer.weight.shape, lora.rank, config.dora).items():
                 layer.register_parameter(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
             if isinstance(layer, Linear):
                 layer.wrapper = Adapter(lora.scale, config.dora, numbers[first], settings)
@@ -292,12 +292,12 @@ def init_adapters(model: CausalLM, seed: int) -> None:
         flat = torch.zeros((), dtype=torch.int64, device=local.device)
         for size, part in zip(a.shape, local_slices(a), strict=True):
             flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
-        drawn = uniform(flat, key(seed, f"{model.config.whole(name)}.lora_A")).mul_(2).sub_(1)
+        drawn = uniform(flat, key(seed, f"{model.config.file_module(name)}.lora_A")).mul_(2).sub_(1)
         local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
         local_tensor(layer.get_parameter("lora_B")).zero_()
         if isinstance(layer, Linear) and isinstance(layer.wrapper, Adapter) and layer.wrapper.dora:
             magnitude = local_tensor(layer.get_parameter("lora_magnitude"))
-            weight = layer.matrix(local_tensor)  # of this rank's shards
+            weight = layer.dense_weight(local_tensor)  # of this rank's shards
             magnitude.copy_(_summed(weight.to(magnitude.dtype).square().sum(1), layer.tp).sqrt_())
 
 

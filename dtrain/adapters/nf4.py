@@ -26,7 +26,7 @@ from dtrain.models.building import expert_shapes, linear_shapes
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.moe import ExpertLinear, products
+from dtrain.models.common.moe import ExpertLinear, expert_products
 
 BLOCK = 64  # number of weights of a row that share a scale
 PARTS = CODES, SCALES = "weight_codes", "weight_scales"  # a layer's parameters, in place of its weight
@@ -101,7 +101,7 @@ def _fill(codes: Tensor, scales: Tensor, whole: Tensor, pairs: Tensor) -> None:
     whole.copy_(levels.mul_(scales.view(torch.float32)))
 
 
-def product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def nf4_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x · Wᵀ + bias, where W is dequantised to the dtype of `x`.
 
     The backward dequantises W again, so that only codes and scales are saved.
@@ -134,9 +134,9 @@ class NF4Weight:
 
     def product(self, x: Tensor, bias: Tensor | None, read: Callable[[str], Tensor]) -> Tensor:
         """Override `WeightStorage.product`: [..., in] -> [..., out]."""
-        return product(x, read(CODES), read(SCALES), bias)
+        return nf4_product(x, read(CODES), read(SCALES), bias)
 
-    def matrix(self, read: Callable[[str], Tensor]) -> Tensor:
+    def dense_weight(self, read: Callable[[str], Tensor]) -> Tensor:
         """Return W [out, in] in `dtype`."""
         return dequantize(read(CODES), read(SCALES), self.dtype)
 
@@ -147,8 +147,8 @@ class NF4Stack(NF4Weight):
     The layer's parameters are `weight_codes` [E, out, in/2] uint8 and `weight_scales` [E, out, in/64] int32.
     """
 
-    def grouped(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        """Override `ExpertStorage.grouped`: [m, in] -> [m, out].
+    def grouped_product(self, x: Tensor, counts: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        """Override `ExpertStorage.grouped_product`: [m, in] -> [m, out].
 
         The backward dequantises W again, so that only codes and scales are saved.
         """
@@ -156,7 +156,7 @@ class NF4Stack(NF4Weight):
 
 
 @dataclass(frozen=True)
-class CodedStack:
+class QuantizedStack:
     """Matrices [E, out, in] that are dequantised when they are indexed (`ExpertMatrices`).
 
     Attributes:
@@ -181,13 +181,13 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
     """Replace weights of a model by frozen parameters for codes and scales, which `read_weights` fills.
 
     Args:
-        model: A model on the meta device that is not yet on a mesh. Sizes must fit (`block_problems`).
+        model: A model on the meta device that is not yet on a mesh. Sizes must fit (`find_block_problems`).
         dtype: Dtype of computation.
         names: Names of the layers in files. `checkpoint.huggingface.quantized` chooses them.
     """
     torch.compiler.assume_constant_result(_pairs)  # here, because it loads torch._dynamo
     for name in names:
-        for part in model.config.parts(name):
+        for part in model.config.model_modules(name):
             layer = cast(Linear | ExpertLinear, model.get_submodule(part))
             shape = layer.weight.shape
             layer.register_parameter("weight", None)
@@ -197,12 +197,12 @@ def quantize_weights(model: CausalLM, dtype: torch.dtype, names: Iterable[str]) 
                 layer.register_parameter(key, nn.Parameter(empty, requires_grad=False))
 
 
-def holds_codes(layer: nn.Module) -> bool:
+def has_nf4_weight(layer: nn.Module) -> bool:
     """Check whether a layer is a linear or expert layer whose weight is stored in 4 bits."""
     return isinstance(layer, Linear | ExpertLinear) and isinstance(layer.weight_storage, NF4Weight)
 
 
-def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def nf4_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the layers that `lora.quantize=nf4` stores in 4 bits: all but routers and gates of experts.
 
     Returns:
@@ -216,7 +216,7 @@ def held_by_nf4(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return layers | {name: size for name, size in stacks if is_stack(name)}
 
 
-def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[Problem]:
+def find_block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[Problem]:
     """Check that layers can be stored in 4 bits on tensor-parallel ranks, once for all layers of a name and size.
 
     Args:
@@ -224,10 +224,10 @@ def block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> list[P
         names: Names of the layers in files.
         tp: Tensor-parallel ranks.
     """
-    problems, table = [], linear_shapes(config) | held_by_nf4(config)
-    made = "lora.quantize=nf4 makes" if config.unquantized is None else "bitsandbytes made"
-    key = "lora.quantize" if config.unquantized is None else "model.path"
-    fix = "Set lora.quantize=none" if config.unquantized is None else "Use the original checkpoint"
+    problems, table = [], linear_shapes(config) | nf4_layer_shapes(config)
+    made = "lora.quantize=nf4 makes" if config.unquantized_modules is None else "bitsandbytes made"
+    key = "lora.quantize" if config.unquantized_modules is None else "model.path"
+    fix = "Set lora.quantize=none" if config.unquantized_modules is None else "Use the original checkpoint"
     for name, inputs in dict.fromkeys((name.rpartition(".")[2], table[name][-1]) for name in names):
         if inputs % BLOCK:
             text = f"{made} blocks of {BLOCK} inputs, which do not divide the {inputs} of {name}"
@@ -260,14 +260,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scales, counts)
-        return products(x, CodedStack(codes, scales, x.dtype), counts)
+        return expert_products(x, QuantizedStack(codes, scales, x.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         grad, (codes, scales, counts) = grads[0].contiguous(), ctx.saved_tensors
-        return products(grad, CodedStack(codes, scales, grad.dtype), counts, back=True), None, None, None
+        return expert_products(grad, QuantizedStack(codes, scales, grad.dtype), counts, back=True), None, None, None
 
 
 def _levels(device: torch.device) -> Tensor:

@@ -44,7 +44,7 @@ class Prefill:
         self._masks: dict[tuple[int | None, bool], object] = {}
         self.rotary_frequencies: dict[Any, Tensor] = {}
         self.positions = torch.arange(self._length, device=device)[None]  # [1, S]
-        self.last: Tensor | None = self._lengths - 1
+        self.last_index: Tensor | None = self._lengths - 1
 
     def attend(
         self,
@@ -110,7 +110,7 @@ class Decode:
     `is_full`.
     """
 
-    last: Tensor | None = None
+    last_index: Tensor | None = None
 
     def __init__(self, store: KeyValues, prompts: Sequence[KVSlot], device: torch.device, *, fixed: bool = False):
         self.skips_hooks = fixed

@@ -345,7 +345,7 @@ class Engine:
         self._peers.before_forward(images is not None)
         if images is None and self._peers.run_tower:
             images = empty_images(tokens, self.model.config)
-        record = RoutingRecord(notes_choices=True) if notes else None
+        record = RoutingRecord(records_choices=True) if notes else None
         logits = self.model.next_logits(tokens, cache, images, record, self.adapters)
         return logits, None if record is None else record.choices_by_row(len(tokens))
 
@@ -465,7 +465,7 @@ class Engine:
         check_request(request, config.vocab_size, name, has_decode=self._decode_text is not None)
         if request.images is not None:
             check_images(request.images, len(request.prompt), config, name)
-        longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.most_positions
+        longest, most = len(request.prompt) + request.sampling.max_new_tokens, config.max_document_length
         if most is not None and longest > most:
             raise UserError(
                 f"{name} may come to {longest} tokens, and with LongRoPE this model takes {most}; lower "
@@ -515,7 +515,9 @@ def classify_rows(model: CausalLM, rows: Sequence[Sequence[int]], together: int)
     read at the last token that is not the config's pad_token_id, at the first where all are. Arguments as of
     `score_prompts`."""
     weight, pad = next(model.parameters()), model.config.pad_token_id
-    outputs = torch.zeros(len(rows), model.config.labels or 0, dtype=torch.promote_types(weight.dtype, torch.float32))
+    outputs = torch.zeros(
+        len(rows), model.config.num_labels or 0, dtype=torch.promote_types(weight.dtype, torch.float32)
+    )
     with evaluation_mode(model):
         for batch, ids in _batches_of_like_length(rows, together, weight.device):
             ends = [max((i for i, token in enumerate(rows[row]) if token != pad), default=0) for row in batch]

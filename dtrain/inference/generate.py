@@ -258,7 +258,7 @@ def _model_of(
     adapter = read_adapter_config(folder) if is_adapter_directory(folder) else None
     model = build_with_adapters(models.read_config(source, vision=vision), adapter, dtype, "meta")
     if adapter is not None and facts.path is not None:
-        whole = adapter.saved(linear_shapes(model.config))
+        whole = adapter.select_saved_modules(linear_shapes(model.config))
         convert_to_4_bits(model, facts.path, dtype, nf4=facts.nf4, except_for=whole)
     model.to_empty(device="cpu")
     model.tie_weights()

@@ -26,15 +26,15 @@ def check_images(images: Images, length: int, config: ModelConfig, name: str) ->
         config.vision.frames(images.pixels.shape, images.grids)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-    tokens = sum(map(config.vision.tokens, images.grids))
-    index = images.index[images.index >= 0].unique()  # an image may stand in several places
+    tokens = sum(map(config.vision.num_tokens, images.grids))
+    index = images.feature_index[images.feature_index >= 0].unique()  # an image may stand in several places
     if not torch.equal(index, torch.arange(tokens, device=index.device)):
         raise UserError(f"{name} has tokens for {len(index)} features of images, and its images have {tokens}")
     has_axes = any(rope.sections for rope in config.ropes.values())
     for stream, tensor, shape in (
-        ("index", images.index, (1, length)),
+        ("index", images.feature_index, (1, length)),
         ("rotary_ids", images.rotary_ids, (1, length, 3) if has_axes else None),
-        ("ends", images.ends, (1, length) if config.bidirectional or images.ends is not None else None),
+        ("ends", images.ends, (1, length) if config.bidirectional_types or images.ends is not None else None),
     ):
         if (None if tensor is None else tuple(tensor.shape)) != shape:
             raise UserError(f"{name}: {stream} of its images must be of shape {shape}, as the model reads them")
@@ -65,10 +65,13 @@ def batch_images(rows: Sequence[Images], length: int, config: ModelConfig, devic
     """Return the images of prompts, of one row each, as those of a batch of rows of `length` on a device, padded on the
     right."""
     assert config.vision is not None
-    rows = [row.padded(length - row.index.shape[1]) for row in rows]
-    counts = [sum(map(config.vision.tokens, row.grids)) for row in rows]
+    rows = [row.padded(length - row.feature_index.shape[1]) for row in rows]
+    counts = [sum(map(config.vision.num_tokens, row.grids)) for row in rows]
     starts = accumulate(counts, initial=0)
-    index = [torch.where(row.index < 0, -1, row.index + start) for row, start in zip(rows, starts, strict=False)]
+    index = [
+        torch.where(row.feature_index < 0, -1, row.feature_index + start)
+        for row, start in zip(rows, starts, strict=False)
+    ]
 
     def together(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts)).to(device, non_blocking=True)
@@ -87,4 +90,4 @@ def batch_images(rows: Sequence[Images], length: int, config: ModelConfig, devic
 def empty_images(tokens: Tensor, config: ModelConfig) -> Images:
     """Return the images of tokens [B, S] that are text, for a forward that runs the tower because other ranks do."""
     assert config.vision is not None
-    return Images(torch.empty(0, config.vision.values, device=tokens.device), [], torch.full_like(tokens, -1))
+    return Images(torch.empty(0, config.vision.values_per_patch, device=tokens.device), [], torch.full_like(tokens, -1))

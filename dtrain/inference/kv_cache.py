@@ -241,7 +241,7 @@ class KeyValues:
     def of(cls, config: ModelConfig, flash: SlotFlashAttention | None = None) -> "KeyValues":
         """Return an empty cache for a model."""
         windows = [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
-        return cls(windows, [kind in config.bidirectional for kind in config.layer_types], flash)
+        return cls(windows, [kind in config.bidirectional_types for kind in config.layer_types], flash)
 
     @property
     def pools(self) -> list[KVSlotPool]:
@@ -333,10 +333,14 @@ def choose_budget(
     dtype, free = next(model.parameters()).dtype, free_device_memory(device, ranks)
     per_position = position_bytes(config, dtype, tp)
     rows, prefill = (128, 2048) if device.type == "cpu" else (512, 16384)
-    if config.linear is not None:
+    if config.linear_attention is not None:
         wide = torch.promote_types(dtype, torch.float32).itemsize
-        window = (config.linear.width - 1) * (2 * config.linear.keys + config.linear.values) * dtype.itemsize
-        state = config.layer_types.count(LINEAR) * (config.linear.state * wide + window) // tp
+        window = (
+            (config.linear_attention.conv_width - 1)
+            * (2 * config.linear_attention.total_key_dim + config.linear_attention.total_value_dim)
+            * dtype.itemsize
+        )
+        state = config.layer_types.count(LINEAR) * (config.linear_attention.state_size * wide + window) // tp
         rows = max(1, min(rows, free // 2 // (2 * state)))
         free -= rows * 2 * state
     tokens = max(1, free // max(per_position, 1))
@@ -346,4 +350,4 @@ def choose_budget(
 def position_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
     """Return the bytes of a position of keys and values: in every layer that keeps keys, though those with a window
     keep fewer positions, and in the parameters' dtype."""
-    return sum(heads.elements(tp) for heads in config.kept_heads) * dtype.itemsize
+    return sum(heads.num_elements(tp) for heads in config.cached_kv_heads) * dtype.itemsize

@@ -7,5 +7,5 @@ compilation               the parts of a layer before and after attention, compi
 low_bit_adam              AdamW and Adam over low-bit weights and moments, stored in bfloat16 or int8
 optimizer_offload         optimizer state in host memory, copied to the device part by part
 host_masters              float32 weights in host memory, with rounded copies on the device
-gradient_sums             bfloat16 gradients, summed over micro-batches with stochastic rounding
+gradient_accumulation     bfloat16 gradients, summed over micro-batches with stochastic rounding
 """

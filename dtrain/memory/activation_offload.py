@@ -30,10 +30,10 @@ from dtrain.base.torch_functions import in_backward, storage_key
 from dtrain.models.common.micro_batch import LayerContext
 from dtrain.parallel.placement import local_tensor
 
-SMALL = 2**14
+MIN_OFFLOAD_BYTES = 2**14
 """Bytes; smaller storages stay on the device."""
 
-ON_THEIR_WAY = 2
+MAX_COPYING_LAYERS = 2
 """Layers whose storages may be on their way to the host at a time."""
 
 
@@ -45,16 +45,16 @@ class HostMemory:
     Attributes:
         bytes: Bytes of all buffers.
         copied: Bytes that were copied so far, in both directions.
-        is_given_back: Whether free buffers are released if a buffer of another size is needed.
+        releases_buffers: Whether free buffers are released if a buffer of another size is needed.
     """
 
-    is_given_back = True
+    releases_buffers = True
 
     def __init__(self) -> None:
-        self.bytes = self.copied = 0
+        self.allocated_bytes = self.copied_bytes = 0
         self._free: dict[int, deque[Tensor]] = {}  # by size
 
-    def moves(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         """Check whether a tensor is on the device, and not on the host already."""
         return True
 
@@ -67,8 +67,8 @@ class HostMemory:
         Returns:
             The buffer, uint8, of n bytes or more.
         """
-        buffer = self._take(flat.numel())
-        self.copied += flat.numel()
+        buffer = self._get_buffer(flat.numel())
+        self.copied_bytes += flat.numel()
         self.copy(buffer[: flat.numel()], flat)
         return buffer
 
@@ -83,34 +83,34 @@ class HostMemory:
         Returns:
             uint8 [size] on the device.
         """
-        self.copied += size
+        self.copied_bytes += size
         flat = torch.empty(size, dtype=torch.uint8, device=device)
         self.copy(flat, buffer[:size])
-        self.give(buffer)
+        self.release(buffer)
         return flat
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Mark a buffer as free. Copies from it that have begun end before others to it."""
         self._free.setdefault(buffer.numel(), deque()).append(buffer)
 
-    def _take(self, size: int) -> Tensor:
+    def _get_buffer(self, size: int) -> Tensor:
         """Return a free or new buffer of `size` bytes or more."""
-        size = self.taken(size)
+        size = self.buffer_size(size)
         free = self._free.get(size)
         if free:
             return free.pop()
-        if self.is_given_back:
+        if self.releases_buffers:
             for others in self._free.values():
                 while others:
-                    self.bytes -= others.pop().numel()
-        self.bytes += size
-        return self.new(size)
+                    self.allocated_bytes -= others.pop().numel()
+        self.allocated_bytes += size
+        return self.allocate(size)
 
-    def taken(self, size: int) -> int:
+    def buffer_size(self, size: int) -> int:
         """Return the size of a buffer for `size` bytes."""
         return size
 
-    def new(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         """Allocate a buffer, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
@@ -118,14 +118,14 @@ class HostMemory:
         """Copy bytes [n], after everything that was computed and copied so far."""
         to.copy_(source)
 
-    def mark(self, *, outward: bool) -> Any:
+    def record(self, *, outward: bool) -> Any:
         """Return a mark after the copies that have begun so far.
 
         Args:
             outward: Whether the copies are those to the host, or those to the device.
         """
 
-    def wait_for(self, mark: Any) -> None:
+    def wait(self, mark: Any) -> None:
         """Make everything that is computed from now on wait for a mark."""
 
 
@@ -136,21 +136,21 @@ class PinnedMemory(HostMemory):
         device: The device.
     """
 
-    is_given_back = False  # torch's allocator would keep released pinned memory
+    releases_buffers = False  # torch's allocator would keep released pinned memory
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def moves(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
-    def taken(self, size: int) -> int:
+    def buffer_size(self, size: int) -> int:
         """Override `HostMemory.taken`: torch rounds the size of pinned memory up to a power of two."""
         return 1 << (size - 1).bit_length()
 
-    def new(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def copy(self, to: Tensor, source: Tensor) -> None:
@@ -160,10 +160,10 @@ class PinnedMemory(HostMemory):
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
-    def mark(self, *, outward: bool) -> torch.cuda.Event:
+    def record(self, *, outward: bool) -> torch.cuda.Event:
         return (self._out if outward else self._in).record_event()
 
-    def wait_for(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
 
@@ -194,7 +194,7 @@ class _Kept:
 
     def __del__(self) -> None:
         if self.buffer is not None:
-            self.layer.memory.give(self.buffer)
+            self.layer.memory.release(self.buffer)
         # Once this object is gone, the allocator gives its memory to other tensors. They must wait for the copy to it.
         self.layer.arrive()
 
@@ -226,14 +226,18 @@ class _LayerPass:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return a stand-in for autograd to store: the tensor itself, or the argument of `_unpack`."""
-        if type(tensor) is not Tensor or not self.memory.moves(tensor):
+        if type(tensor) is not Tensor or not self.memory.can_offload(tensor):
             return tensor
         storage = tensor.untyped_storage()
         if self._layer is not None:
             # Read at the first saved tensor, because FSDP has gathered the parameters by then.
             self._stay |= {storage_key(local_tensor(parameter)) for parameter in self._layer.parameters()}
             self._layer = None
-        if storage_key(tensor) in self._stay or storage.nbytes() < SMALL or storage.nbytes() % tensor.itemsize:
+        if (
+            storage_key(tensor) in self._stay
+            or storage.nbytes() < MIN_OFFLOAD_BYTES
+            or storage.nbytes() % tensor.itemsize
+        ):
             return tensor
         key = storage_key(tensor), tensor._version
         kept = self._kept[key]() if key in self._kept else None
@@ -253,13 +257,13 @@ class _LayerPass:
             kept = reference()
             if kept is not None:
                 kept.fetch()
-        self._arrival = self.memory.mark(outward=False)
+        self._arrival = self.memory.record(outward=False)
         self._is_fetched = True
 
     def arrive(self) -> None:
         """Make everything that is computed from now on wait for the fetched storages."""
         if self._arrival is not None:
-            self.memory.wait_for(self._arrival)
+            self.memory.wait(self._arrival)
             self._arrival = None
 
 
@@ -319,14 +323,14 @@ class ActivationOffloader:
             return
         self._hooks.__exit__()
         self._hooks = None
-        self._leaving.append((self.memory.mark(outward=True), self._pass.leaving))
-        self._free_copied(0 if self._pass.is_last else ON_THEIR_WAY)
+        self._leaving.append((self.memory.record(outward=True), self._pass.leaving))
+        self._free_copied(0 if self._pass.is_last else MAX_COPYING_LAYERS)
 
     def _free_copied(self, num_layers: int) -> None:
         """Free the device's memory of copied storages, except those of the last `num_layers` layers."""
         while len(self._leaving) > num_layers:
             mark, storages = self._leaving.popleft()
-            self.memory.wait_for(mark)
+            self.memory.wait(mark)
             storages.clear()
 
 

@@ -42,7 +42,7 @@ def compile_model(
     compile_part: Callable[..., Callable[..., Any]] | None = None,
     determinism_check: str = "default",
 ) -> None:
-    """Compile the parts of the layers of `model`, or set `model.uncompiled` to the reason why they are not.
+    """Compile the parts of the layers of `model`, or set `model.uncompiled_reason` to the reason why they are not.
 
     Args:
         model: The model, after its attention kernel was set.
@@ -53,11 +53,11 @@ def compile_model(
         compile_part: As of `compile_layers`. If it is given, `device` need not have a compiler.
         determinism_check: As of `compile_layers`.
     """
-    model.uncompiled = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
-    if model.uncompiled is None and compile_part is None:
-        model.uncompiled = compiler_obstacle(device.type)
-    if model.uncompiled is None:
-        is_selective, is_outside = is_selective_inside(train), computes_again(train)
+    model.uncompiled_reason = obstacle(train, is_deterministic=is_deterministic, lora_dropout=lora_dropout)
+    if model.uncompiled_reason is None and compile_part is None:
+        model.uncompiled_reason = compiler_obstacle(device.type)
+    if model.uncompiled_reason is None:
+        is_selective, is_outside = checkpoints_inside_parts(train), recomputes_layers(train)
         compile_layers(model, is_selective, is_outside, compile_part or _compiled, determinism_check)
 
 
@@ -94,17 +94,19 @@ def compile_layers(
     # torch warns about in-place operations inside a checkpoint. Layers have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for layer in cast(list[Layer], model.model.layers):
-        before: Callable[..., Any] = compile_part(layer.before, is_selective)
+        before: Callable[..., Any] = compile_part(layer.before_attention, is_selective)
         after: Callable[..., Any]
         if not layer.is_sparse:
-            after = compile_part(layer.after, is_selective)
+            after = compile_part(layer.after_attention, is_selective)
         elif is_selective:
-            after = checkpoint_selectively(layer.after, UNCOMPILED_CONTEXTS, determinism_check=determinism_check)
+            after = checkpoint_selectively(
+                layer.after_attention, UNCOMPILED_CONTEXTS, determinism_check=determinism_check
+            )
         else:
-            after = layer.after
+            after = layer.after_attention
         layer.regions = before, after
         if layer.keys_first is not None:
-            layer.keys_first = layer.keys_first.compiled_by(compile_part) if computes_again else None
+            layer.keys_first = layer.keys_first.compile_with(compile_part) if computes_again else None
 
 
 def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> str | None:
@@ -118,7 +120,7 @@ def obstacle(train: Train, *, is_deterministic: bool, lora_dropout: float) -> st
     return None
 
 
-def is_selective_inside(train: Train) -> bool:
+def checkpoints_inside_parts(train: Train) -> bool:
     """Check for selective checkpointing inside the compiled parts of a layer, instead of around the layer.
 
     With `activation_offload` it is applied around the layer, because the offloader moves what the layer saves.
@@ -126,18 +128,18 @@ def is_selective_inside(train: Train) -> bool:
     return bool(train.compile and train.activation_checkpointing == "selective" and not train.activation_offload)
 
 
-def computes_again(train: Train) -> bool:
+def recomputes_layers(train: Train) -> bool:
     """Check for a checkpoint around each layer, which recomputes its compiled parts in the backward."""
-    return train.activation_checkpointing in ("full", "selective") and not is_selective_inside(train)
+    return train.activation_checkpointing in ("full", "selective") and not checkpoints_inside_parts(train)
 
 
-def checkpointed_outside(model: CausalLM, train: Train) -> list[nn.Module] | None:
+def modules_to_checkpoint(model: CausalLM, train: Train) -> list[nn.Module] | None:
     """Return the modules of `model` that activation checkpointing wraps. None means all layers.
 
     If checkpointing is applied inside the compiled parts, only modules that are not compiled remain: the layers of a
     vision tower and linear attention.
     """
-    if model.uncompiled is not None or not is_selective_inside(train):
+    if model.uncompiled_reason is not None or not checkpoints_inside_parts(train):
         return None
     mixers = [layer.mixer for layer in cast(list[Layer], list(model.model.layers))]
     return [*model.model.vision_layers, *(mixer for mixer in mixers if not isinstance(mixer, Attention))]

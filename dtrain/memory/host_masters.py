@@ -54,7 +54,7 @@ class HostMaster(MasterTensor):
 
 
 @torch.no_grad()
-def keep_on_host(model: nn.Module, dtype: torch.dtype) -> None:
+def move_masters_to_host(model: nn.Module, dtype: torch.dtype) -> None:
     """Move the trained parameters of a model to pinned host memory, with copies on the device. No collective.
 
     Parameters that have the dtype of computation already stay on the device, and parameters on meta stay on meta.

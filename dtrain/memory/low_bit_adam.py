@@ -74,7 +74,7 @@ def moment_kind(name: str, size: torch.Size, state: str) -> str:
     return "float32" if is_small or "embed" in name else state
 
 
-class PlainMoment:
+class Moment:
     """A moment that is stored in one tensor.
 
     Attributes:
@@ -98,7 +98,7 @@ class PlainMoment:
         return {self.key: torch.zeros_like(like, dtype=self.dtype or dtype)}
 
 
-class Int8Moment(PlainMoment):
+class Int8Moment(Moment):
     """A moment that is stored as 8-bit codes and a float32 scale per block.
 
     Attributes:
@@ -137,7 +137,7 @@ class Int8Moment(PlainMoment):
         )
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> State:
-        """Override `PlainMoment.allocate`: codes like `like`, scales [local rows, blocks], for a stack of matrices
+        """Override `Moment.allocate`: codes like `like`, scales [local rows, blocks], for a stack of matrices
         [matrices, rows, blocks]."""
         scales = torch.zeros(*self.shard.local_row_shape, self.num_blocks, device=like.device)
         return super().allocate(like, dtype) | {self.scales: scales}
@@ -245,9 +245,9 @@ def _power(values: Tensor, exponent: int) -> Tensor:
     return square if exponent == 2 else square.mul_(square)
 
 
-MOMENT_STORAGE: dict[str, Callable[[LocalShard, str], PlainMoment]] = {
-    "float32": PlainMoment,
-    "bfloat16": partial(PlainMoment, dtype=torch.bfloat16),
+MOMENT_STORAGE: dict[str, Callable[[LocalShard, str], Moment]] = {
+    "float32": Moment,
+    "bfloat16": partial(Moment, dtype=torch.bfloat16),
     "int8": Int8Moment,
 }
 """Class of a moment by the name of its storage (`moment_kind`)."""
@@ -435,7 +435,7 @@ class _Layout:
 
     name: str
     shard: LocalShard
-    moments: tuple[PlainMoment, ...]
+    moments: tuple[Moment, ...]
     edges: tuple[int, int] = (0, 0)
     has_full_blocks: bool = False
     all_reduce_scales: Callable[[Tensor], None] | None = None

@@ -26,11 +26,11 @@ from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.parallel.placement import local_tensor
 
-TOKENS = 4096
+TILE_TOKENS = 4096
 """Tokens of a tile, about, over all rows and all ranks of sequence parallel."""
 
 
-class Tiles:
+class TiledPart:
     """A part of a layer that is computed tile by tile. Rows within one tile are computed as written.
 
     Under sequence parallel, a tile consists of the same positions of every rank's tokens, so that the collectives of
@@ -54,7 +54,7 @@ class Tiles:
         tensors = (hidden, *others)
         rows, length = hidden.shape[:2]
         ranks = max(tensor.shape[1] for tensor in tensors) // length
-        count = -(-rows * ranks * length // TOKENS)
+        count = -(-rows * ranks * length // TILE_TOKENS)
         if count <= 1:
             return self.function(hidden, adapters, *others)
         size = -(-length // count)
@@ -80,7 +80,9 @@ class _Run:
         returns_tuple: Whether the function returns a tuple of tensors; known after the first tile.
     """
 
-    def __init__(self, of: Tiles, tiles: list[slice], length: int, adapters: AdapterContext | None, needed: list[bool]):
+    def __init__(
+        self, of: TiledPart, tiles: list[slice], length: int, adapters: AdapterContext | None, needed: list[bool]
+    ):
         self.of, self.tiles, self.length, self.adapters, self.needed = of, tiles, length, adapters, needed
         self.parameters = [parameter for parameter in of.layer.parameters() if parameter.requires_grad]
         self.returns_tuple = False
@@ -246,9 +248,9 @@ def tile_layers(model: CausalLM, kind: str) -> None:
         kind: "mlp" for the part of a layer after attention, "all" for the part before attention too.
     """
     for layer in cast(list[Layer], model.model.layers):
-        before, after = layer.regions or (layer.before, layer.after)
+        before, after = layer.regions or (layer.before_attention, layer.after_attention)
         if kind == "all" and isinstance(layer.mixer, Attention):
-            before = Tiles(before, layer)
+            before = TiledPart(before, layer)
         if not layer.is_sparse:
-            after = Tiles(after, layer)
+            after = TiledPart(after, layer)
         layer.regions = before, after

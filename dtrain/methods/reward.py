@@ -115,8 +115,8 @@ class RewardMethod(Method):
             self._pad = padding_token(self.recipe.model.directory, config.eos_token_ids)
         if config.has_new_head and self.recipe.model.init == "pretrained":
             run.metrics.say(
-                f"score: a new head of {config.labels} output{'s' if config.labels != 1 else ''}, drawn by run.seed: "
-                f"{self.recipe.model.path} is a language model"
+                f"score: a new head of {config.num_labels} output{'s' if config.num_labels != 1 else ''}, "
+                f"drawn by run.seed: {self.recipe.model.path} is a language model"
             )
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:

@@ -5,8 +5,8 @@ the random number of its flat index in the full parameter, in the sequence of se
 slice, on any rank, has the bits that one process would have.
 
 Names and shapes of layers that may have a wrapper or another weight storage are read from the model on the meta device,
-which takes no memory and 20 ms. Names are those of files (`ModelConfig.whole`). Names of a vision tower are those in
-the model.
+which takes no memory and 20 ms. Names are those of files (`ModelConfig.file_module`). Names of a vision tower are those
+in the model.
 """
 
 import math
@@ -20,8 +20,8 @@ from dtrain.base.randomness import key, uniform
 from dtrain.models.common.config import ModelConfig, is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.moe import ExpertLinear, Router, share_routing
-from dtrain.models.registry import class_of
+from dtrain.models.common.moe import ExpertLinear, Router, connect_routing
+from dtrain.models.registry import load_class
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.parallel.tensor import full_precision_modules
 
@@ -41,10 +41,10 @@ def build(
     No collective, no randomness.
     """
     device = torch.device(device)
-    model = on_meta(config)
+    model = build_on_meta(config)
     if config.experts is not None:
-        model.routing = share_routing(model, config.experts.count)
-    hold_in(model, dtype)
+        model.routing = connect_routing(model, config.experts.num_experts)
+    cast_parameters(model, dtype)
     if device.type != "meta":
         model.to_empty(device=device)
     model.tie_weights()
@@ -52,7 +52,7 @@ def build(
     return model
 
 
-def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """`model.to(dtype)`; what `full_precision_modules` have in float32 at least."""
     model.to(dtype)
     for module in full_precision_modules(model).values():
@@ -61,8 +61,8 @@ def hold_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
-    """Fill every parameter by `model.initial`, with transformers' distributions: normal(0, initializer_range) for
-    matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
+    """Fill every parameter by `model.initial_values`, with transformers' distributions: normal(0, initializer_range)
+    for matrices (zero in the padding token's embedding), ones or zeros for norms, zeros for biases, the logarithm of
     uniform(0.01, 16) for the decay of linear attention. Parameters may be plain or DTensors; a rank draws what it
     holds. Normals are drawn in float64, then rounded. only: a pattern of the parameters that are filled. No
     collective."""
@@ -71,7 +71,7 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
         if not fnmatchcase(name, only):
             continue
         local = local_tensor(parameter)
-        kind = next(kind for pattern, kind in model.initial.items() if fnmatchcase(name, pattern))
+        kind = next(kind for pattern, kind in model.initial_values.items() if fnmatchcase(name, pattern))
         if kind == "normal":
             fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
         elif kind == "decay":
@@ -118,10 +118,10 @@ def _normal(index: Tensor, key: int) -> Tensor:
     return torch.erfinv(uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))
 
 
-def on_meta(config: ModelConfig) -> CausalLM:
+def build_on_meta(config: ModelConfig) -> CausalLM:
     """Return the model of `config` on the meta device."""
     with torch.device("meta"):
-        model: CausalLM = class_of(config.architecture)(config)
+        model: CausalLM = load_class(config.architecture)(config)
     return model
 
 
@@ -146,26 +146,26 @@ def expert_shapes(config: ModelConfig, all_of_them: bool = False) -> dict[str, S
         config: Config of the model.
         all_of_them: Include stacks that are transposed in files (gpt-oss), which may not have a wrapper.
     """
-    if (experts := config.experts) is None or (experts.turned and not all_of_them):
+    if (experts := config.experts) is None or (experts.is_transposed and not all_of_them):
         return {}
     return _shapes(config, Router, ExpertLinear)
 
 
 def module_names(config: ModelConfig) -> list[str]:
     """Return the names in files of the modules with parameters of their own, except for `full_precision_modules`."""
-    model = on_meta(config)
+    model = build_on_meta(config)
     exact = full_precision_modules(model)
     names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
-    return list(dict.fromkeys(config.whole(name) for name in names if name not in exact))
+    return list(dict.fromkeys(config.file_module(name) for name in names if name not in exact))
 
 
 def _shapes(config: ModelConfig, *kinds: type[nn.Module]) -> dict[str, Shape]:
     """Shapes of the weights in layers of these kinds. Layers that files join are one, with the rows of all."""
     shapes: dict[str, Shape] = {}
-    for name, module in on_meta(config).named_modules():
+    for name, module in build_on_meta(config).named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, kinds) and weight is not None:
-            whole, (*experts, rows, columns) = config.whole(name), weight.shape
+            whole, (*experts, rows, columns) = config.file_module(name), weight.shape
             rows_before = shapes[whole][-2] if whole in shapes else 0
             shapes[whole] = (*experts, rows_before + rows, columns)
     return shapes

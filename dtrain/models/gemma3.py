@@ -11,7 +11,7 @@ from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Deco
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
+from dtrain.models.common.rope_config import read_ropes_by_kind, read_theta
 from dtrain.models.common.tower import TextTower
 from dtrain.models.vision.gemma3 import Gemma3Vision
 
@@ -46,10 +46,10 @@ class Gemma3Layer(PreNormLayer):
         self.pre_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
-    def after(
+    def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `PreNormLayer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `PreNormLayer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
         del attended  # the MLP needs its memory
         mixed = self.mlp(self.pre_feedforward_layernorm(hidden), adapters)
@@ -57,9 +57,9 @@ class Gemma3Layer(PreNormLayer):
 
 
 class Gemma3ForCausalLM(TextTower):
-    tower_names = ("language_model.model.", "model.language_model.")  # transformers 4's, and 5's
-    head_names = ("lm_head.", "language_model.lm_head.")
-    carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+    tower_prefixes = ("language_model.model.", "model.language_model.")  # transformers 4's, and 5's
+    head_prefixes = ("lm_head.", "language_model.lm_head.")
+    carried_patterns = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
     vision_tower = Gemma3Vision
     plan = {
         **DECODER_PLAN,
@@ -67,8 +67,8 @@ class Gemma3ForCausalLM(TextTower):
         "model.layers.*.pre_feedforward_layernorm": "sequence",
         "model.layers.*.post_feedforward_layernorm": "sequence",
     }
-    is_tied = True
-    initial = {"*norm.weight": "zeros", "*.bias": "zeros", "*": "normal"}
+    is_tied_by_default = True
+    initial_values = {"*norm.weight": "zeros", "*.bias": "zeros", "*": "normal"}
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Decoder(config, Gemma3Layer, Gemma3RMSNorm, embed_scale=config.hidden_size**0.5))
@@ -77,26 +77,26 @@ class Gemma3ForCausalLM(TextTower):
     def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: rotary scaling belongs to the full layers; the sliding ones have a base of their
         own."""
-        fields = fields.over(_DEFAULTS)
+        fields = fields.with_defaults(_DEFAULTS)
         fields.must_be_off("attn_logit_softcapping", "capping attention logits is not implemented")
         if fields.get("hidden_act") is not None:
-            fields.problem("hidden_act: Gemma3 reads hidden_activation")
-        common = fields.common(cls.__name__, activation=("hidden_activation", None), pad=0, tie=True, bias=False)
+            fields.add_problem("hidden_act: Gemma3 reads hidden_activation")
+        common = fields.read_common(cls.__name__, activation=("hidden_activation", None), pad=0, tie=True, bias=False)
         common["attention_scale"] = fields.number("query_pre_attn_scalar", 256) ** -0.5
         count = common["num_hidden_layers"]
         spellings = ("sliding_window_pattern", "_sliding_window_pattern")
         pattern = next(filter(None, [fields.optional_integer(key) for key in spellings]), 6)
-        types = fields.layer_types(count, [SLIDING if (index + 1) % pattern else FULL for index in range(count)])
-        common |= {"layer_types": types, "sliding_window": fields.used_window(types, fields.window())}
+        types = fields.read_layer_types(count, [SLIDING if (index + 1) % pattern else FULL for index in range(count)])
+        common |= {"layer_types": types, "sliding_window": fields.check_window(types, fields.read_window())}
         bases = {
-            FULL: read_base(fields, "rope_theta", 1_000_000.0),
-            SLIDING: read_base(fields, "rope_local_base_freq", 10_000.0),
+            FULL: read_theta(fields, "rope_theta", 1_000_000.0),
+            SLIDING: read_theta(fields, "rope_local_base_freq", 10_000.0),
         }
         kinds = ("default", "linear", "llama3")
         ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], bases, kinds)
         cap = fields.optional_number("final_logit_softcapping")
         fields.refuse_the_rest()
-        return ModelConfig(**common, ropes=ropes, final_logit_softcapping=cap, bidirectional=(FULL, SLIDING))
+        return ModelConfig(**common, ropes=ropes, final_logit_softcapping=cap, bidirectional_types=(FULL, SLIDING))
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

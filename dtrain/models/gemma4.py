@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from dtrain.models.common.config import (
     FULL,
     SLIDING,
-    Experts,
-    KeyHeads,
+    ExpertsConfig,
+    KVHeads,
     ModelConfig,
-    PerLayer,
+    PerLayerEmbeddings,
     Rope,
     RouterSettings,
 )
-from dtrain.models.common.config_fields import Fields, shown
+from dtrain.models.common.config_fields import Fields, format_value
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder
-from dtrain.models.common.functions import ACTIVATIONS, gated, rounded, unit_rms
+from dtrain.models.common.functions import ACTIVATIONS, gated_activation, normalize_rms, round_scale
 from dtrain.models.common.linear import Linear
-from dtrain.models.common.micro_batch import AdapterContext, Cached, LayerContext, PlacedFeatures, Rotary
+from dtrain.models.common.micro_batch import AdapterContext, DecodingCache, LayerContext, PlacedFeatures, Rotary
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import Choose, Router, SparseMLP
-from dtrain.models.common.rope_config import KINDS, rope_of
+from dtrain.models.common.rope_config import ROPE_KINDS, read_rope_object
 from dtrain.models.common.tower import TextTower
 from dtrain.models.gemma3 import Gemma3Layer
 from dtrain.models.olmo import OlmoRMSNorm
@@ -62,9 +62,9 @@ class Gemma4Attention(Attention):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
-        self.source, self.eps = config.key_sources[index], config.rms_norm_eps
-        self.hands_on = self.source == index and index in config.key_sources[index + 1 :]
-        self.tied = config.heads_of(config.layer_types[index]).tied
+        self.source, self.eps = config.kv_sources[index], config.rms_norm_eps
+        self.hands_on = self.source == index and index in config.kv_sources[index + 1 :]
+        self.tied = config.kv_heads_of(config.layer_types[index]).is_tied
         if self.source != index:
             del self.k_proj, self.k_norm
         if self.source != index or self.tied:
@@ -77,10 +77,10 @@ class Gemma4Attention(Attention):
         heads = -1, self.head_dim
         k = self.k_proj(hidden, adapters).unflatten(-1, heads)  # [B, S, kv, hd]
         v = k if self.tied else self.v_proj(hidden, adapters).unflatten(-1, heads)
-        return self.turn(k, self.k_norm, rotary), unit_rms(v, self.eps)
+        return self.norm_and_rotate(k, self.k_norm, rotary), normalize_rms(v, self.eps)
 
     def among(
-        self, q: Tensor, fresh: tuple[Tensor, ...], mask: Any, cache: Cached | None, handed: Keys | None
+        self, q: Tensor, fresh: tuple[Tensor, ...], mask: Any, cache: DecodingCache | None, handed: Keys | None
     ) -> tuple[Tensor, Keys | None]:
         """q [B, S, H, hd], and either fresh k and v [B, S, kv, hd] of this layer or those of `source`, handed on ->
         [B, S, H · hd], and the keys and values for later layers, where it has some to hand on"""
@@ -100,30 +100,30 @@ class Gemma4Attention(Attention):
 class Gemma4Router(Router):
     """A router over normed states, and a factor of each expert's weight."""
 
-    def __init__(self, config: ModelConfig, sizes: Experts):
+    def __init__(self, config: ModelConfig, sizes: ExpertsConfig):
         super().__init__(config, sizes)
         del self.weight
-        self.proj = Linear(config.hidden_size, sizes.count, bias=False)
+        self.proj = Linear(config.hidden_size, sizes.num_experts, bias=False)
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
-        self.per_expert_scale = nn.Parameter(torch.empty(sizes.count))
+        self.per_expert_scale = nn.Parameter(torch.empty(sizes.num_experts))
         self.eps = config.rms_norm_eps
 
     def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         return cast(Tensor, self.proj(x, adapters))
 
-    def routed(
+    def route_tokens(
         self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Override `Router.routed`: x [T, D] -> [T, k], [T, k], [T, E]"""
-        scaled = unit_rms(x, self.eps) * self.local("scale") * x.shape[-1] ** -0.5
-        chosen, weights, shares = super().routed(scaled, choose, adapters)
+        """Override `Router.route_tokens`: x [T, D] -> [T, k], [T, k], [T, E]"""
+        scaled = normalize_rms(x, self.eps) * self.local("scale") * x.shape[-1] ** -0.5
+        chosen, weights, shares = super().route_tokens(scaled, choose, adapters)
         return chosen, weights * self.local("per_expert_scale")[chosen], shares
 
 
 class Gemma4Experts(SparseMLP):
     """Experts that see normed states, and are routed by the layer's own."""
 
-    def __init__(self, config: ModelConfig, sizes: Experts):
+    def __init__(self, config: ModelConfig, sizes: ExpertsConfig):
         super().__init__(config, sizes)
         del self.gate
         self.router = Gemma4Router(config, sizes)
@@ -132,7 +132,7 @@ class Gemma4Experts(SparseMLP):
     def route(self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None) -> tuple[Tensor, Tensor, Tensor]:
         return cast(tuple[Tensor, Tensor, Tensor], self.router(x, choose, adapters))
 
-    def seen(self, x: Tensor) -> Tensor:
+    def expert_input(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.pre_feedforward_layernorm_2(x))
 
 
@@ -154,13 +154,13 @@ class Gemma4Layer(Gemma3Layer):
             self.sparse = Gemma4Experts(config, config.experts)
             self.post_feedforward_layernorm_1 = OlmoRMSNorm(size, eps)
             self.post_feedforward_layernorm_2 = OlmoRMSNorm(size, eps)
-        if config.per_layer is not None:
+        if config.per_layer_embeddings is not None:
             self.activation = ACTIVATIONS[config.hidden_act]
-            self.per_layer_input_gate = Linear(size, config.per_layer.size, bias=False)
-            self.per_layer_projection = Linear(config.per_layer.size, size, bias=False)
+            self.per_layer_input_gate = Linear(size, config.per_layer_embeddings.size, bias=False)
+            self.per_layer_projection = Linear(config.per_layer_embeddings.size, size, bias=False)
             self.post_per_layer_input_norm = OlmoRMSNorm(size, eps)
 
-    def after(  # type: ignore[override]  # compiled parts get tensors first, so the layer's embeddings come before
+    def after_attention(  # type: ignore[override]  # compiled parts get tensors first, so the layer's embeddings come before
         self,
         hidden: Tensor,
         adapters: AdapterContext | None,
@@ -168,8 +168,8 @@ class Gemma4Layer(Gemma3Layer):
         own: Tensor | None = None,
         context: LayerContext | None = None,
     ) -> Tensor:
-        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's embeddings
-        [B, S, P]"""
+        """Override `Layer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]; own: the layer's
+        embeddings [B, S, P]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
         del attended  # the MLP needs its memory
         mixed = self.mlp(self.pre_feedforward_layernorm(hidden), adapters)
@@ -180,7 +180,7 @@ class Gemma4Layer(Gemma3Layer):
             mixed = self.post_feedforward_layernorm_1(mixed) + of_experts
         hidden = hidden + self.post_feedforward_layernorm(mixed)
         if own is not None:
-            seen = gated(self.per_layer_input_gate(hidden, adapters), own, self.activation)
+            seen = gated_activation(self.per_layer_input_gate(hidden, adapters), own, self.activation)
             hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(seen, adapters))
         return hidden * self.layer_scalar.to(hidden.dtype)
 
@@ -199,9 +199,13 @@ class Gemma4Layer(Gemma3Layer):
             The output [B, S, D], and this layer's keys and values if later layers read them.
         """
         rotary, mask, cache, adapters = context.rotary, context.mask, context.cache, context.adapters
-        before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
+        before, after = (
+            self.regions
+            if self.regions is not None and cache is None
+            else (self.before_attention, self.after_attention)
+        )
         if self.keys_first is not None and cache is None and handed is None:
-            before, exchange = self.keys_first.under(mask)
+            before, exchange = self.keys_first.start_exchange(mask)
             q, *fresh = before(hidden, adapters, *rotary)
             handed = exchange.wait()
         else:
@@ -217,13 +221,15 @@ class Gemma4Decoder(Decoder):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, Gemma4Layer, OlmoRMSNorm, embed_scale=config.hidden_size**0.5)
-        if config.per_layer is not None:
-            width = config.num_hidden_layers * config.per_layer.size
-            self.embed_tokens_per_layer = VocabEmbedding(config.per_layer.vocab, width, config.pad_token_id)
+        if config.per_layer_embeddings is not None:
+            width = config.num_hidden_layers * config.per_layer_embeddings.size
+            self.embed_tokens_per_layer = VocabEmbedding(
+                config.per_layer_embeddings.vocab_size, width, config.pad_token_id
+            )
             self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
-            self.per_layer_projection_norm = OlmoRMSNorm(config.per_layer.size, config.rms_norm_eps)
+            self.per_layer_projection_norm = OlmoRMSNorm(config.per_layer_embeddings.size, config.rms_norm_eps)
 
-    def through(
+    def run_layers(
         self,
         hidden: Tensor,
         input_ids: Tensor,
@@ -231,11 +237,11 @@ class Gemma4Decoder(Decoder):
         is_bare: bool,
         placed: PlacedFeatures | None = None,
     ) -> Tensor:
-        """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Image tokens have the padding token's columns."""
+        """Override `Decoder.run_layers`: [B, S, D] -> [B, S, D]. Image tokens have the padding token's columns."""
         if placed is not None:
             input_ids = input_ids.masked_fill(placed.is_image, self.config.pad_token_id or 0)
         own = self.per_layer(hidden, input_ids, is_bare, layer_contexts[0].adapters)
-        sources = self.config.key_sources
+        sources = self.config.kv_sources
         made: dict[int, Keys] = {}  # by the number of the layer that made them
         for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
             run = layer.forward if is_bare else layer
@@ -248,22 +254,22 @@ class Gemma4Decoder(Decoder):
         self, hidden: Tensor, input_ids: Tensor, bare: bool, adapters: AdapterContext | None
     ) -> tuple[Tensor | None, ...]:
         """The embeddings [B, S, P] of each layer, from the table and from those of the model, hidden [B, S, D], which
-        sequence parallel has cut as the table's; bare: as in `Cached`."""
-        sizes = self.config.per_layer
+        sequence parallel has cut as the table's; bare: as in `DecodingCache`."""
+        sizes = self.config.per_layer_embeddings
         if sizes is None:
             return (None,) * self.config.num_hidden_layers
         look_up = self.embed_tokens_per_layer.forward if bare else self.embed_tokens_per_layer
-        embedded = look_up(input_ids) * rounded(sizes.size**0.5, hidden.dtype)  # [B, S, L · P]
+        embedded = look_up(input_ids) * round_scale(sizes.size**0.5, hidden.dtype)  # [B, S, L · P]
         projected = self.per_layer_model_projection(hidden, adapters) * self.config.hidden_size**-0.5
         normed = self.per_layer_projection_norm(projected.unflatten(-1, (-1, sizes.size)))  # [B, S, L, P]
         return ((normed + embedded.unflatten(-1, (-1, sizes.size))) * 2**-0.5).unbind(2)
 
 
 class Gemma4ForCausalLM(TextTower):
-    tower_names = ("model.language_model.",)
-    is_tied = True
-    initial = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial}
-    carried = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
+    tower_prefixes = ("model.language_model.",)
+    is_tied_by_default = True
+    initial_values = {"*norm_[12].weight": "ones", "*scale": "ones", **TextTower.initial_values}
+    carried_patterns = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
     vision_tower = Gemma4Vision
 
     plan = {
@@ -298,54 +304,56 @@ class Gemma4ForCausalLM(TextTower):
     def carried_checkpoint_names(self) -> tuple[str, ...]:
         """The other towers, and what the files have of keys and values in layers that read another's."""
         prefix = r"model\.language_model\." if self.config.is_text_tower else r"model\."
-        sharing = [index for index, source in enumerate(self.config.key_sources) if source != index]
+        sharing = [index for index, source in enumerate(self.config.kv_sources) if source != index]
         unread = rf"{prefix}layers\.({'|'.join(map(str, sharing))})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
         return (*super().carried_checkpoint_names, *((unread,) if sharing else ()))
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over(_DEFAULTS)
-        fields.known("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which may be off
+        fields = fields.with_defaults(_DEFAULTS)
+        fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of experts, which may be off
         images_see = fields.get("use_bidirectional_attention") == "vision"  # among an image's tokens; text is causal
         if images_see:
             fields = fields.without("use_bidirectional_attention")
         own: dict[str, Any] = {"activation": ("hidden_activation", None), "head_dim": 256, "bias": False}
-        common = fields.common(cls.__name__, pad=0, tie=True, **own)
+        common = fields.read_common(cls.__name__, pad=0, tie=True, **own)
         common["attention_scale"] = 1.0  # q and k are normed, and their weights trained to it
         count = common["num_hidden_layers"]
-        types = fields.layer_types(count, [SLIDING if (index + 1) % 6 else FULL for index in range(count)])
+        types = fields.read_layer_types(count, [SLIDING if (index + 1) % 6 else FULL for index in range(count)])
         types = (*types[:-1], FULL)  # as transformers has it, whatever is written
         heads = _read_heads(fields, types, common)
         shared = fields.integer("num_kv_shared_layers", 0, minimum=0)
         if missing := sorted(set(types) - set(types[: max(0, count - shared)])):
-            fields.problem(
+            fields.add_problem(
                 f"num_kv_shared_layers {shared} of {count}: no layer before these has keys of {' and '.join(missing)}"
             )
             shared = 0
         size = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
         rows = fields.integer("vocab_size_per_layer_input", 262_144)
         if size and rows < common["vocab_size"]:
-            fields.problem(
+            fields.add_problem(
                 f"vocab_size_per_layer_input {rows} is less than vocab_size {common['vocab_size']}: the tokens beyond "
                 "it have no row"
             )
         experts = None
         if fields.flag("enable_moe_block", False):  # beside the MLP of every layer
             inner, layers = fields.integer("moe_intermediate_size"), tuple(range(count))
-            router = RouterSettings(normed=True)
-            experts = fields.experts(None, None, inner, router, layers, "top_k_experts", stacked=True, beside=True)
+            router = RouterSettings(is_normalized=True)
+            experts = fields.read_experts(
+                None, None, inner, router, layers, "top_k_experts", is_stacked=True, has_dense_mlp=True
+            )
         values = {
             **common,
             "layer_types": types,
-            "sliding_window": fields.used_window(types, fields.window()),
+            "sliding_window": fields.check_window(types, fields.read_window()),
             "ropes": _read_ropes(fields, common["max_position_embeddings"], heads),
             "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
-            "key_heads": heads,
-            "shared_layers": shared,
-            "shared_width": 2 if fields.flag("use_double_wide_mlp", False) else 1,
-            "per_layer": PerLayer(rows, size) if size else None,
+            "kv_heads_by_type": heads,
+            "num_kv_shared_layers": shared,
+            "kv_shared_mlp_factor": 2 if fields.flag("use_double_wide_mlp", False) else 1,
+            "per_layer_embeddings": PerLayerEmbeddings(rows, size) if size else None,
             "experts": experts,
-            "bidirectional": (SLIDING,) if images_see else (),
+            "bidirectional_types": (SLIDING,) if images_see else (),
         }
         fields.refuse_the_rest()
         return ModelConfig(**values)
@@ -355,43 +363,43 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
     """The text tower, described by `text_config`."""
 
 
-def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str, Any]) -> dict[str, KeyHeads]:
+def _read_heads(fields: ModelFields, types: tuple[str, ...], common: Mapping[str, Any]) -> dict[str, KVHeads]:
     """Full layers have sizes of their own: `global_head_dim` and `num_global_key_value_heads`, or, where transformers
     has written the file, `per_layer_config`, an object for each layer."""
     tied = fields.flag("attention_k_eq_v", False)
     size = fields.integer("global_head_dim", 512)
     count = fields.optional_integer("num_global_key_value_heads") if tied else None
-    fields.known("num_global_key_value_heads")  # without attention_k_eq_v it says nothing
+    fields.ignore("num_global_key_value_heads")  # without attention_k_eq_v it says nothing
     own = {"head_dim": size} | ({} if count is None else {"num_key_value_heads": count})
     written = fields.get("per_layer_config")
     if written is None:
         written = {str(index): own for index, kind in enumerate(types) if kind == FULL}
     words = "must give head_dim and num_key_value_heads, alike in layers of a type"
-    problem = f"per_layer_config {shown(written)}: {words}"
-    heads: dict[str, KeyHeads] = {}
+    problem = f"per_layer_config {format_value(written)}: {words}"
+    heads: dict[str, KVHeads] = {}
     for index, kind in enumerate(types):
         values = written.get(str(index), {}) if isinstance(written, dict) else None
         if not isinstance(values, dict) or set(values) - {"head_dim", "num_key_value_heads"}:
-            fields.problem(problem)
+            fields.add_problem(problem)
             values = {}
         of_layer = Fields(values, fields.problems, prefix=f"per_layer_config.{index}.")
         key_count = of_layer.integer("num_key_value_heads", common["num_key_value_heads"])
         head_size = of_layer.integer("head_dim", common["head_dim"])
-        key_heads = KeyHeads(key_count, head_size, head_size, tied and kind == FULL)
+        key_heads = KVHeads(key_count, head_size, head_size, tied and kind == FULL)
         if heads.setdefault(kind, key_heads) != key_heads:
-            fields.problem(problem)
+            fields.add_problem(problem)
     queries = common["num_attention_heads"]
     for kind, key_heads in heads.items():
         if queries % key_heads.count:
-            fields.problem(
+            fields.add_problem(
                 f"num_attention_heads {queries} is not a multiple of the {key_heads.count} KV heads of {kind}"
             )
-        if key_heads.size % 2:
-            fields.problem(f"head_dim {key_heads.size} of {kind} is odd, rotary embeddings need pairs")
+        if key_heads.head_dim % 2:
+            fields.add_problem(f"head_dim {key_heads.head_dim} of {kind} is odd, rotary embeddings need pairs")
     return heads
 
 
-def _read_ropes(fields: ModelFields, max_positions: int, heads: Mapping[str, KeyHeads]) -> dict[str, Rope]:
+def _read_ropes(fields: ModelFields, max_positions: int, heads: Mapping[str, KVHeads]) -> dict[str, Rope]:
     """The rope of full layers turns a part of each head."""
     written = fields.get("rope_parameters")
     defaults = {
@@ -400,11 +408,13 @@ def _read_ropes(fields: ModelFields, max_positions: int, heads: Mapping[str, Key
     }
     nested = defaults if written is None else written
     if not isinstance(nested, dict) or set(nested) - set(defaults) or set(heads) - set(nested):
-        fields.problem(f"rope_parameters {shown(written)}: must be nested under {FULL} and {SLIDING}")
+        fields.add_problem(f"rope_parameters {format_value(written)}: must be nested under {FULL} and {SLIDING}")
         nested = defaults
     ropes = {}
     for kind in heads:
         values, where = nested[kind], f"rope_parameters.{kind}"
         share = 1.0 if isinstance(values, dict) and values.get("rope_type") == "proportional" else None
-        ropes[kind] = rope_of(fields, where, values, 10_000.0, max_positions, (*KINDS, "proportional"), share=share)
+        ropes[kind] = read_rope_object(
+            fields, where, values, 10_000.0, max_positions, (*ROPE_KINDS, "proportional"), share=share
+        )
     return ropes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig, RouterSettings
-from dtrain.models.common.config_fields import shown
+from dtrain.models.common.config_fields import format_value
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.common.moe import SPARSE_PLAN, SparseLayer
@@ -64,7 +64,7 @@ class GptOssLayer(SparseLayer):
 
 
 class GptOssForCausalLM(CausalLM):
-    initial = {"*.mlp.gate.bias": "normal", **CausalLM.initial}
+    initial_values = {"*.mlp.gate.bias": "normal", **CausalLM.initial_values}
     plan = DECODER_PLAN | SPARSE_PLAN | {"model.layers.*.self_attn.scores": "heads"}
 
     def __init__(self, config: ModelConfig):
@@ -74,26 +74,28 @@ class GptOssForCausalLM(CausalLM):
     def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: every layer is sparse, and one in two sees a window, where `layer_types` says
         nothing else."""
-        fields = fields.over(_DEFAULTS)
+        fields = fields.with_defaults(_DEFAULTS)
         if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
-            fields = fields.over({"rope_parameters": _ROPE})
-        common = fields.common(cls.__name__, kv_heads=8, head_dim=64, bias=True)
+            fields = fields.with_defaults({"rope_parameters": _ROPE})
+        common = fields.read_common(cls.__name__, kv_heads=8, head_dim=64, bias=True)
         if common["hidden_act"] != "silu":
-            fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
+            fields.add_problem(f"hidden_act {format_value(fields.get('hidden_act'))}: only 'silu' is implemented")
         count = common["num_hidden_layers"]
-        types = fields.layer_types(count, [FULL if index % 2 else SLIDING for index in range(count)])
+        types = fields.read_layer_types(count, [FULL if index % 2 else SLIDING for index in range(count)])
         window = fields.optional_integer("sliding_window", None if "sliding_window" in fields else 128)
         gate = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
-        fields.known("initial_context_length")  # that of the rope, again
+        fields.ignore("initial_context_length")  # that of the rope, again
         if fields.get("experts_per_token") not in (None, fields.get("num_experts_per_tok")):
-            fields.problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
+            fields.add_problem("experts_per_token and num_experts_per_tok differ: they are one number under two names")
         inner, layers = common["intermediate_size"], tuple(range(count))
-        router = RouterSettings(normed=True)
-        experts = fields.experts(128, 4, inner, router, layers, stacked=True, biased=True, turned=True, clamp=gate)
+        router = RouterSettings(is_normalized=True)
+        experts = fields.read_experts(
+            128, 4, inner, router, layers, is_stacked=True, has_biases=True, is_transposed=True, clamp=gate
+        )
         if experts is None:
-            fields.problem("num_local_experts 0: in this architecture every MLP is a mixture")
-        common |= {"layer_types": types, "sliding_window": fields.used_window(types, window), "experts": experts}
-        return fields.with_one_rope(**common, has_sinks=True, unnamed=("scores",))
+            fields.add_problem("num_local_experts 0: in this architecture every MLP is a mixture")
+        common |= {"layer_types": types, "sliding_window": fields.check_window(types, window), "experts": experts}
+        return fields.build_config(**common, has_sinks=True, unnamed_modules=("scores",))
 
     def checkpoint_names(self, name: str) -> list[str]:
         return [name.replace(".mlp.gate.", ".mlp.router.")]

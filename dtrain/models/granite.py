@@ -9,9 +9,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from dtrain.models.common.config import FULL, ModelConfig
-from dtrain.models.common.config_fields import shown
+from dtrain.models.common.config_fields import format_value
 from dtrain.models.common.decoder import DECODER_PLAN, CausalLM, Decoder, GatedMLP, PreNormLayer
-from dtrain.models.common.functions import gated
+from dtrain.models.common.functions import gated_activation
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext, MicroBatchContext
 from dtrain.models.common.model_fields import ModelFields
 
@@ -23,10 +23,10 @@ class GraniteLayer(PreNormLayer):
         super().__init__(config, index)
         self.multiplier = config.residual_multiplier
 
-    def after(
+    def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.self_attn.o_proj(attended, adapters) * self.multiplier
         del attended  # the MLP needs its memory
         return hidden + self.mixed(self.post_attention_layernorm(hidden), adapters) * self.multiplier
@@ -44,7 +44,7 @@ class GraniteDecoder(Decoder):
         """Override `Decoder.states`: ids [B, S] -> [B, S, D]"""
         return super().states(input_ids, context) / self.config.logits_scaling
 
-    def _embedded(self, hidden: Tensor) -> Tensor:
+    def _scale_embeddings(self, hidden: Tensor) -> Tensor:
         return hidden * self.config.embedding_multiplier
 
 
@@ -56,12 +56,12 @@ class GraniteForCausalLM(CausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over({"bos_token_id": 1, "eos_token_id": 2})
-        common = fields.common(cls.__name__, bias=False)
+        fields = fields.with_defaults({"bos_token_id": 1, "eos_token_id": 2})
+        common = fields.read_common(cls.__name__, bias=False)
         if "attention_multiplier" in fields and fields.get("attention_multiplier") is None:
-            fields.problem("attention_multiplier null: must be a number; a file without it has 1.0")
+            fields.add_problem("attention_multiplier null: must be a number; a file without it has 1.0")
         common["attention_scale"] = fields.number("attention_multiplier", 1.0)
-        return fields.with_one_rope(
+        return fields.build_config(
             **common,
             mlp_bias=fields.flag("mlp_bias", False),
             embedding_multiplier=fields.number("embedding_multiplier", 1.0),
@@ -81,7 +81,7 @@ class SharedMLP(GatedMLP):
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]"""
         x = self.enter(x)
-        mixed = gated(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        mixed = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
         return self.output_linear(mixed, adapters)
 
 
@@ -113,18 +113,18 @@ class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over({"intermediate_size": 11_008, "position_embedding_type": "none"})
-        fields.known(*_UNUSED.split(), "layers_block_type")
+        fields = fields.with_defaults({"intermediate_size": 11_008, "position_embedding_type": "none"})
+        fields.ignore(*_UNUSED.split(), "layers_block_type")
         fields.must_be_off("mlp_bias", "the MLPs of this architecture have no biases")
         experts = fields.integer("num_local_experts", 8, minimum=0)
         if experts:
-            fields.problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")
+            fields.add_problem(f"num_local_experts {experts}: a mixture of experts; {_DENSE}")
         types = fields.get("layers_block_type") or fields.get("layer_types") or []
         if not isinstance(types, list) or not types or any(kind not in ("attention", FULL) for kind in types):
-            fields.problem(f"layer_types {shown(types or 'missing')}: layers of mamba; {_DENSE}")
+            fields.add_problem(f"layer_types {format_value(types or 'missing')}: layers of mamba; {_DENSE}")
         for key, only in (("position_embedding_type", "rope"), ("normalization_function", "rmsnorm")):
             fields.choice(key, (only,), only)
         inner = fields.integer("shared_intermediate_size", 1024)
         # Said already; the rest of the file is that of Granite 3.
         config = super().read(fields.without("layer_types"))
-        return replace(config, intermediate_size=inner, fused={"input_linear": ("gate_proj", "up_proj")})
+        return replace(config, intermediate_size=inner, fused_modules={"input_linear": ("gate_proj", "up_proj")})

@@ -13,5 +13,5 @@ from dtrain.models.common.model_fields import ModelFields
 class LlamaForCausalLM(CausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__, bias=False)
-        return fields.with_one_rope(**common, mlp_bias=fields.flag("mlp_bias", False))
+        common = fields.read_common(cls.__name__, bias=False)
+        return fields.build_config(**common, mlp_bias=fields.flag("mlp_bias", False))

@@ -21,7 +21,7 @@ from dtrain.models.llama import LlamaForCausalLM
 class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        return fields.with_one_rope(**fields.common(cls.__name__, kv_heads=8), sliding_window=fields.window())
+        return fields.build_config(**fields.read_common(cls.__name__, kv_heads=8), sliding_window=fields.read_window())
 
 
 class ScaledAttention(Attention):
@@ -40,15 +40,15 @@ class ScaledLayer(PreNormLayer):
 class ScaledDecoder(Decoder):
     """A decoder that hands its layers the queries' scale beside the rotary tables."""
 
-    def turns(
+    def make_rotary(
         self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
     ) -> Rotary:
-        """Override `Decoder.turns`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32, dtype)
-        and rounded: [B or 1, S, 1, 1]"""
+        """Override `Decoder.make_rotary`, and 1 + beta · ln(1 + floor(position / original length)), in max(float32,
+        dtype) and rounded: [B or 1, S, 1, 1]"""
         wide = torch.promote_types(dtype, torch.float32)
         lengths = torch.floor(positions.to(wide) / rope.original_max_positions)
         scale = (1 + rope.query_beta * torch.log1p(lengths)).to(dtype)
-        return *super().turns(rope, head_dim, positions, dtype, held), scale[..., None, None]
+        return *super().make_rotary(rope, head_dim, positions, dtype, held), scale[..., None, None]
 
 
 # What Ministral 3's files may leave out, and the same of Mistral Small's text_config.
@@ -75,9 +75,9 @@ _MINISTRAL3_DEFAULTS = {
 
 
 class Ministral3ForCausalLM(TextTower):
-    tower_names = ("language_model.model.", "model.language_model.")
-    head_names = ("lm_head.", "language_model.lm_head.")
-    carried = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+    tower_prefixes = ("language_model.model.", "model.language_model.")
+    head_prefixes = ("lm_head.", "language_model.lm_head.")
+    carried_patterns = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 
     def __init__(self, config: ModelConfig):
         is_scaled = any(rope.query_beta for rope in config.ropes.values())
@@ -85,10 +85,10 @@ class Ministral3ForCausalLM(TextTower):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over(_MINISTRAL3_DEFAULTS)
-        common = fields.common(cls.__name__, kv_heads=8, head_dim=128, pad=11)
+        fields = fields.with_defaults(_MINISTRAL3_DEFAULTS)
+        common = fields.read_common(cls.__name__, kv_heads=8, head_dim=128, pad=11)
         window = fields.optional_integer("sliding_window")
-        return fields.with_one_rope(scales_queries=True, **common, sliding_window=window)
+        return fields.build_config(scales_queries=True, **common, sliding_window=window)
 
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
@@ -112,12 +112,12 @@ class MixtralForCausalLM(CausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         defaults = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1_000_000.0}
-        fields = fields.over(defaults)
-        common = fields.common(cls.__name__, kv_heads=8)
+        fields = fields.with_defaults(defaults)
+        common = fields.read_common(cls.__name__, kv_heads=8)
         window, layers = fields.optional_integer("sliding_window"), tuple(range(common["num_hidden_layers"]))
         fields.must_be_off("router_jitter_noise", "noise on what is routed is not implemented; set it to 0.0")
-        experts = fields.experts(8, 2, common["intermediate_size"], RouterSettings(normed=True), layers)
-        return fields.with_one_rope(**common, sliding_window=window, experts=experts)
+        experts = fields.read_experts(8, 2, common["intermediate_size"], RouterSettings(is_normalized=True), layers)
+        return fields.build_config(**common, sliding_window=window, experts=experts)
 
     def checkpoint_names(self, name: str) -> list[str]:
         before, of_mlp, after = name.partition(".mlp.")

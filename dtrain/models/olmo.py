@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig
 from dtrain.models.common.decoder import DECODER_PLAN, Attention, CausalLM, Decoder, GatedMLP, Layer
-from dtrain.models.common.functions import RMSNorm, rms_norm, rotate
+from dtrain.models.common.functions import RMSNorm, apply_rotary, rms_norm
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext, Rotary
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.common.rope_config import read_base, read_ropes_by_kind
+from dtrain.models.common.rope_config import read_ropes_by_kind, read_theta
 from dtrain.parallel.collectives import all_reduce_in_backward, all_reduce_in_forward
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "max_position_embeddings": 2048}
@@ -48,7 +48,7 @@ class OlmoAttention(Attention):
         hidden, heads = self.enter(hidden), (-1, self.head_dim)
         q, k = self._normed(self.q_proj(hidden, adapters), self.k_proj(hidden, adapters))
         v = self.v_proj(hidden, adapters).unflatten(-1, heads)  # [B, S, kv, hd]
-        return rotate(q.unflatten(-1, heads), *rotary), rotate(k.unflatten(-1, heads), *rotary), v
+        return apply_rotary(q.unflatten(-1, heads), *rotary), apply_rotary(k.unflatten(-1, heads), *rotary), v
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H · hd] and k [B, S, kv · hd], of which this rank may have some heads, normed over all"""
@@ -71,14 +71,14 @@ class OlmoLayer(Layer):
         self.post_attention_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = OlmoRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def before(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """Override `Layer.before`, without a norm: hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd]"""
+    def before_attention(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
+        """Override `Layer.before_attention`, without a norm: hidden [B, S, D] -> q, k and v."""
         return self.self_attn.project(hidden, rotary, adapters)
 
-    def after(
+    def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.post_attention_layernorm(self.self_attn.o_proj(attended, adapters))
         del attended  # the MLP needs its memory
         return hidden + self.post_feedforward_layernorm(self.mlp(hidden, adapters))
@@ -98,23 +98,23 @@ class Olmo2ForCausalLM(CausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over(_DEFAULTS)
-        return fields.with_one_rope(**fields.common(cls.__name__, pad=1, bias=False))
+        fields = fields.with_defaults(_DEFAULTS)
+        return fields.build_config(**fields.read_common(cls.__name__, pad=1, bias=False))
 
 
 class Olmo3ForCausalLM(Olmo2ForCausalLM):
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         """Override `CausalLM.read`: rotary scaling belongs to the full layers, and both kinds have one base."""
-        fields = fields.over(_DEFAULTS)
-        common = fields.common(cls.__name__, pad=1, bias=False)
+        fields = fields.with_defaults(_DEFAULTS)
+        common = fields.read_common(cls.__name__, pad=1, bias=False)
         count = common["num_hidden_layers"]
-        types = fields.layer_types(count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
-        theta = read_base(fields, "rope_theta", 500_000.0)
+        types = fields.read_layer_types(count, [SLIDING if (index + 1) % 4 else FULL for index in range(count)])
+        theta = read_theta(fields, "rope_theta", 500_000.0)
         if theta != 500_000.0:
             # transformers 4 gives it to all layers, 5 to full ones.
-            fields.problem(f"rope_theta {theta:g}: say it in rope_parameters, under {FULL} and under {SLIDING}")
+            fields.add_problem(f"rope_theta {theta:g}: say it in rope_parameters, under {FULL} and under {SLIDING}")
         ropes = read_ropes_by_kind(fields, common["max_position_embeddings"], {FULL: theta, SLIDING: theta})
-        window = fields.used_window(types, fields.window())
+        window = fields.check_window(types, fields.read_window())
         fields.refuse_the_rest()
         return ModelConfig(**common, layer_types=types, sliding_window=window, ropes=ropes)

@@ -3,7 +3,7 @@
 
 Three layers of gated delta net (linear attention, arXiv:2412.06464) to each of full attention, whose output is gated;
 norms multiply by 1 + weight, and a part of each head is rotated. What the files join, q, k and v of linear layers, the
-model holds apart (`ModelConfig.fused`). `attention.linear` has the arithmetic of linear attention.
+model holds apart (`ModelConfig.fused_modules`). `attention.linear` has the arithmetic of linear attention.
 """
 
 from dataclasses import replace
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from dtrain.attention.linear.layer import LinearMask, causal_conv, conv_step, delta_step, gated_delta, last_window
 from dtrain.models.common.config import FULL, LINEAR, LinearAttention, ModelConfig, RouterSettings
-from dtrain.models.common.config_fields import shown
+from dtrain.models.common.config_fields import format_value
 from dtrain.models.common.decoder import DECODER_PLAN, QK_NORMS, Attention, Decoder, Mixer, PreNormLayer
-from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, unit_rms
+from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm, normalize_rms
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import (
     AdapterContext,
-    Cached,
+    DecodingCache,
     LayerContext,
     MicroBatchContext,
     PlacedFeatures,
@@ -61,10 +61,10 @@ class GatedAttention(Attention):
     def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """Override `Attention.project_queries`: queries and gate, each [B, S, H, hd]"""
         q, gate = self.q_proj(hidden, adapters).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
-        return self.turn(q, self.q_norm, rotary), gate
+        return self.norm_and_rotate(q, self.q_norm, rotary), gate
 
     def forward(  # type: ignore[override]  # it takes what its own `project` gives
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Any, cache: Cached | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Any, cache: DecodingCache | None = None
     ) -> Tensor:
         """Override `Attention.forward`; gate [B, S, H, hd]."""
         return super().forward(q, k, v, mask, cache) * gate.flatten(2).sigmoid()
@@ -102,7 +102,7 @@ class GatedRMSNorm(RMSNorm):
 
     def gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """[..., V], gate [..., V] -> [..., V] in x's dtype"""
-        normed = self.local("weight") * unit_rms(x, self.eps)
+        normed = self.local("weight") * normalize_rms(x, self.eps)
         return (normed * F.silu(gate.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)
 
 
@@ -111,11 +111,15 @@ class GatedDeltaNet(Mixer):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        if config.linear is None:
+        if config.linear_attention is None:
             raise ValueError("a linear layer in a model without sizes for one")
-        self.index, self.sizes = index, config.linear
-        hidden, width = config.hidden_size, config.linear.width
-        keys, values, heads = config.linear.keys, config.linear.values, config.linear.value_heads
+        self.index, self.sizes = index, config.linear_attention
+        hidden, width = config.hidden_size, config.linear_attention.conv_width
+        keys, values, heads = (
+            config.linear_attention.total_key_dim,
+            config.linear_attention.total_value_dim,
+            config.linear_attention.num_value_heads,
+        )
         self.in_proj_q = Linear(hidden, keys, bias=False)
         self.in_proj_k = Linear(hidden, keys, bias=False)
         self.in_proj_v = Linear(hidden, values, bias=False)
@@ -126,7 +130,7 @@ class GatedDeltaNet(Mixer):
         self.conv1d_k = Channels(keys, width)
         self.conv1d_v = Channels(values, width)
         self.decay = Decay(heads)
-        self.norm = GatedRMSNorm(config.linear.value_dim, config.rms_norm_eps)
+        self.norm = GatedRMSNorm(config.linear_attention.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, hidden, bias=False)
 
     def project(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
@@ -148,7 +152,7 @@ class GatedDeltaNet(Mixer):
         g: Tensor,
         beta: Tensor,
         mask: LinearMask | None,
-        cache: Cached | None = None,
+        cache: DecodingCache | None = None,
     ) -> Tensor:
         """Map what `project` gives to [B, S, Hv · V], for `out_proj`"""
         if cache is None:
@@ -172,8 +176,8 @@ class GatedDeltaNet(Mixer):
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, C] -> q and k [B, S, Hk, K], v [B, S, Hv, V], of the heads that this rank has"""
         sizes = self.sizes
-        parts = 2 * sizes.keys + sizes.values
-        keys, values = (x.shape[-1] * width // parts for width in (sizes.keys, sizes.values))
+        parts = 2 * sizes.total_key_dim + sizes.total_value_dim
+        keys, values = (x.shape[-1] * width // parts for width in (sizes.total_key_dim, sizes.total_value_dim))
         q, k, v = x.split([keys, keys, values], -1)
         return (
             q.unflatten(-1, (-1, sizes.key_dim)),
@@ -207,7 +211,7 @@ class Qwen3_5MoeLayer(SparseLayer, Qwen3_5Layer):
 class Qwen3_5Decoder(Decoder):
     """A decoder some of whose layers are linear."""
 
-    def through(
+    def run_layers(
         self,
         hidden: Tensor,
         input_ids: Tensor,
@@ -215,20 +219,20 @@ class Qwen3_5Decoder(Decoder):
         is_bare: bool,
         placed: PlacedFeatures | None = None,
     ) -> Tensor:
-        """Override `Decoder.through`: [B, S, D] -> [B, S, D]. Linear layers get their decays in place of rotary tables,
-        because under FSDP the decays are units of their own."""
+        """Override `Decoder.run_layers`: [B, S, D] -> [B, S, D]. Linear layers get their decays in place of rotary
+        tables, because under FSDP the decays are units of their own."""
         contexts = []
         for layer, context in zip(cast(list[Qwen3_5Layer], list(self.layers)), layer_contexts, strict=True):
             if layer.is_linear:
                 decay = layer.linear_attn.decay
                 context = replace(context, rotary=decay.forward() if is_bare else decay())
             contexts.append(context)
-        return super().through(hidden, input_ids, contexts, is_bare, placed)
+        return super().run_layers(hidden, input_ids, contexts, is_bare, placed)
 
     def linear_mask(self, context: MicroBatchContext, length: int) -> LinearMask | None:
         """Override `Decoder.linear_mask`. With a cache, the mask of its prompts, or None if each row goes on by a
         token."""
-        width = self.config.linear.width if self.config.linear else 0
+        width = self.config.linear_attention.conv_width if self.config.linear_attention else 0
         if context.cache is not None:
             return context.cache.linear_mask(width)
         num_tokens = context.num_tokens or length
@@ -236,11 +240,11 @@ class Qwen3_5Decoder(Decoder):
 
 
 class Qwen3_5ForCausalLM(TextTower):
-    tower_names = ("model.language_model.",)
-    carried = (r"model\.visual\..*",)
+    tower_prefixes = ("model.language_model.",)
+    carried_patterns = (r"model\.visual\..*",)
     vision_tower = Qwen3_5Vision
     default_kv_heads = 4
-    initial = {
+    initial_values = {
         "*.A_log": "decay",
         "*.dt_bias": "ones",
         "*.linear_attn.norm.weight": "ones",
@@ -272,27 +276,27 @@ class Qwen3_5ForCausalLM(TextTower):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over(_DEFAULTS)
-        fields.known("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, carried along
+        fields = fields.with_defaults(_DEFAULTS)
+        fields.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # a head of its own, carried along
         for key, value in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish")):
             if fields.get(key) not in (None, value):
-                fields.problem(f"{key} {shown(fields.get(key))}: only {shown(value)} is implemented")
-        common = fields.common(cls.__name__, kv_heads=cls.default_kv_heads, head_dim=256, bias=False)
+                fields.add_problem(f"{key} {format_value(fields.get(key))}: only {format_value(value)} is implemented")
+        common = fields.read_common(cls.__name__, kv_heads=cls.default_kv_heads, head_dim=256, bias=False)
         if common["hidden_act"] != "silu":  # it would be the convolution's too
-            fields.problem(f"hidden_act {shown(fields.get('hidden_act'))}: only 'silu' is implemented")
+            fields.add_problem(f"hidden_act {format_value(fields.get('hidden_act'))}: only 'silu' is implemented")
         count, interval = common["num_hidden_layers"], fields.integer("full_attention_interval", 4)
         default = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
-        types = fields.layer_types(count, default, kinds=(FULL, LINEAR))
+        types = fields.read_layer_types(count, default, kinds=(FULL, LINEAR))
         linear = LinearAttention(
-            key_heads=fields.integer("linear_num_key_heads", 16),
-            value_heads=fields.integer("linear_num_value_heads", 32),
+            num_key_heads=fields.integer("linear_num_key_heads", 16),
+            num_value_heads=fields.integer("linear_num_value_heads", 32),
             key_dim=fields.integer("linear_key_head_dim", 128),
             value_dim=fields.integer("linear_value_head_dim", 128),
-            width=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+            conv_width=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
         )
-        if linear.value_heads % linear.key_heads:
-            values, keys = linear.value_heads, linear.key_heads
-            fields.problem(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
+        if linear.num_value_heads % linear.num_key_heads:
+            values, keys = linear.num_value_heads, linear.num_key_heads
+            fields.add_problem(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
         sections = Sections((11, 11, 10), interleaved=True)
         rope = read_rope(fields, common["max_position_embeddings"], common["head_dim"], share=0.25, sections=sections)
         fields.refuse_the_rest()
@@ -303,9 +307,11 @@ class Qwen3_5ForCausalLM(TextTower):
             sliding_window=None,
             ropes=dict.fromkeys(types, rope),
             attention_gate=True,
-            linear=linear,
-            fused={module: tuple(f"{module.removesuffix('_qkv')}_{part}" for part in "qkv") for module in joined},
-            unnamed=("decay",),
+            linear_attention=linear,
+            fused_modules={
+                module: tuple(f"{module.removesuffix('_qkv')}_{part}" for part in "qkv") for module in joined
+            },
+            unnamed_modules=("decay",),
         )
 
 
@@ -316,16 +322,18 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        fields = fields.over(_MOE_DEFAULTS)
+        fields = fields.with_defaults(_MOE_DEFAULTS)
         if fields.get("norm_topk_prob") is False:
-            fields.problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
+            fields.add_problem("norm_topk_prob false: in this architecture the weights of a token add up to one")
         inner, shared = fields.integer("moe_intermediate_size"), fields.integer("shared_expert_intermediate_size")
         layers = tuple(range(fields.integer("num_hidden_layers")))
-        experts = fields.experts(256, 8, inner, RouterSettings(normed=True), layers, shared=shared, stacked=True)
+        experts = fields.read_experts(
+            256, 8, inner, RouterSettings(is_normalized=True), layers, shared_intermediate_size=shared, is_stacked=True
+        )
         if experts is None:
-            fields.problem("num_experts 0: the dense models are Qwen3_5ForCausalLM")
+            fields.add_problem("num_experts 0: the dense models are Qwen3_5ForCausalLM")
         # Of dense layers, which there are none of.
-        return replace(super().read(fields.over({"intermediate_size": shared})), experts=experts)
+        return replace(super().read(fields.with_defaults({"intermediate_size": shared})), experts=experts)
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):

@@ -20,26 +20,26 @@ _QWEN2_5_DEFAULTS = {
 
 
 class Qwen2_5_VLForConditionalGeneration(TextTower):
-    tower_names = ("model.language_model.", "model.")
-    carried = (r"(model\.)?visual\..*",)
+    tower_prefixes = ("model.language_model.", "model.")
+    carried_patterns = (r"(model\.)?visual\..*",)
     vision_tower = Qwen2_5VLVision
-    may_be_flat = True  # the first files
+    allows_flat_config = True  # the first files
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
         sections = Sections((16, 24, 24), interleaved=False)
-        return Qwen2ForCausalLM.read(fields.over(_QWEN2_5_DEFAULTS), sections)
+        return Qwen2ForCausalLM.read(fields.with_defaults(_QWEN2_5_DEFAULTS), sections)
 
 
 class Qwen3VLForConditionalGeneration(TextTower):
-    tower_names = ("model.language_model.",)
-    carried = (r"model\.visual\..*",)
+    tower_prefixes = ("model.language_model.",)
+    carried_patterns = (r"model\.visual\..*",)
     vision_tower = Qwen3VLVision
     plan, layer = Qwen3ForCausalLM.plan, Qwen3Layer
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__, kv_heads=32, head_dim=128, bias=False)
-        return fields.over({"rope_theta": 500_000.0}).with_one_rope(
+        common = fields.read_common(cls.__name__, kv_heads=32, head_dim=128, bias=False)
+        return fields.with_defaults({"rope_theta": 500_000.0}).build_config(
             **common, sections=Sections((24, 20, 20), interleaved=True)
         )

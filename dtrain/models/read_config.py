@@ -14,12 +14,12 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
 from dtrain.base.ranges import near_directories
 from dtrain.models.common.config import ModelConfig
-from dtrain.models.common.config_fields import unquantized
+from dtrain.models.common.config_fields import read_unquantized_modules
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.registry import FAMILIES, class_of, of_classifier, of_model_type
+from dtrain.models.registry import FAMILIES, architecture_of_classifier, architecture_of_model_type, load_class
 from dtrain.recipe.shipped import how_to_make
 
-MOST_PARAMETERS = 10**14
+MAX_PARAMETERS = 10**14
 
 
 def read_config(directory: str | Path, labels: int | None = None, vision: bool = False) -> ModelConfig:
@@ -74,23 +74,23 @@ def parse_config(
 ) -> ModelConfig:
     """The model that the fields of a config.json describe; `where` names the file in errors (UserError); labels,
     vision: as of `read_config`."""
-    own, named = outputs_of(values), None
+    own, named = num_classifier_outputs(values), None
     if own is not None:
         named = values["architectures"][0]
-        values = {**values, "architectures": [of_classifier(named)]}
+        values = {**values, "architectures": [architecture_of_classifier(named)]}
     architecture = _architecture(values, where)
     problems: list[str] = []
     quantization = values.get("quantization_config")
     values = {key: value for key, value in values.items() if key != "quantization_config"}
-    model, fields = class_of(architecture), ModelFields(values, problems)
+    model, fields = load_class(architecture), ModelFields(values, problems)
     is_multimodal = FAMILIES[architecture].text_tower is not None
-    config: ModelConfig = fields.text_tower(architecture, model, vision) if is_multimodal else model.read(fields)
+    config: ModelConfig = fields.read_text_tower(architecture, model, vision) if is_multimodal else model.read(fields)
     if quantization:
-        config = replace(config, unquantized=unquantized(quantization, problems))
-    if not problems and config.parameters > MOST_PARAMETERS:
+        config = replace(config, unquantized_modules=read_unquantized_modules(quantization, problems))
+    if not problems and config.num_parameters > MAX_PARAMETERS:
         problems.append(
-            f"sizes of {config.parameters:,} parameters, {config.parameters * 2 >> 40:,} TiB in bfloat16: no memory "
-            "holds them; check vocab_size, hidden_size, intermediate_size and num_hidden_layers"
+            f"sizes of {config.num_parameters:,} parameters, {config.num_parameters * 2 >> 40:,} TiB in bfloat16: "
+            "no memory holds them; check vocab_size, hidden_size, intermediate_size and num_hidden_layers"
         )
     if labels is not None and (labels or own):
         if FAMILIES[architecture].classifier is None:
@@ -98,7 +98,7 @@ def parse_config(
             problems.append(f"no head of classes or rewards; there is one for: {names}")
         if own and labels not in (0, own):
             problems.append(f"a head of {own} outputs where {labels} are asked for: set reward.num_labels={own}")
-        config = replace(config, labels=labels or own, has_new_head=own is None, tie_word_embeddings=False)
+        config = replace(config, num_labels=labels or own, has_new_head=own is None, tie_word_embeddings=False)
     elif own:
         outputs = "outputs" if own > 1 else "output"
         problems.append(
@@ -112,12 +112,12 @@ def parse_config(
     return config
 
 
-def outputs_of(values: Mapping[str, Any]) -> int | None:
+def num_classifier_outputs(values: Mapping[str, Any]) -> int | None:
     """Return how many outputs the head of a classifier has, by its config.json; None for another model. transformers
     writes names for them where they are not two."""
     written = values.get("architectures")
     named = written[0] if isinstance(written, list) and written else None
-    if of_classifier(named) is None:
+    if architecture_of_classifier(named) is None:
         return None
     names, count = values.get("id2label"), values.get("num_labels")
     outputs = len(names) if isinstance(names, dict) and names else count
@@ -126,7 +126,7 @@ def outputs_of(values: Mapping[str, Any]) -> int | None:
 
 def _architecture(values: dict[str, Any], where: str) -> str:
     kind = values.get("model_type")
-    named = values.get("architectures") or [of_model_type(kind) or kind]
+    named = values.get("architectures") or [architecture_of_model_type(kind) or kind]
     named = named if isinstance(named, list) else [named]
     for name in named:
         if isinstance(name, str) and name in FAMILIES:

@@ -55,16 +55,16 @@ FAMILIES = {
 }
 
 
-def class_of(architecture: str) -> type[Any]:
+def load_class(architecture: str) -> type[Any]:
     """Return the class, a `CausalLM`, of an architecture that has a row. Loads its file, and torch."""
     return getattr(import_module(FAMILIES[architecture].module), architecture)
 
 
-def of_model_type(model_type: object) -> str | None:
+def architecture_of_model_type(model_type: object) -> str | None:
     """Return the architecture of a model_type; None where no row has it."""
     return next((name for name, family in FAMILIES.items() if family.model_type == model_type), None)
 
 
-def of_classifier(classifier: object) -> str | None:
+def architecture_of_classifier(classifier: object) -> str | None:
     """Return the architecture whose classifier it is; None for the name of anything else."""
     return next((name for name, family in FAMILIES.items() if family.classifier == classifier is not None), None)

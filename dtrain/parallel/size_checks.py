@@ -19,11 +19,11 @@ class ModelSizes(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def inner_sizes(self) -> set[int]: ...
+    def mlp_sizes(self) -> set[int]: ...
     @property
-    def linear_key_heads(self) -> int | None: ...
+    def num_linear_key_heads(self) -> int | None: ...
     @property
-    def expert_count(self) -> int | None: ...  # of a layer
+    def num_experts(self) -> int | None: ...  # of a layer
 
 
 def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
@@ -36,7 +36,7 @@ def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
     fitting = [size for size in range(1, model.num_attention_heads + 1) if not _reasons_against(model, size)]
     fix = f"Use {either(map(str, fitting))}"
     problems = [Problem("parallel.tp", reason, fix) for reason in reasons]
-    count = model.expert_count
+    count = model.num_experts
     if ep > 1 and count is None:
         problems.append(Problem("parallel.ep", f"parallel.ep={ep}: this model has no experts", "Leave it out"))
     elif count is not None and count % ep:
@@ -60,12 +60,12 @@ def _reasons_against(model: ModelSizes, tp: int) -> list[str]:
         whose = "the model's" if is_uniform else f"its {kind} layers'"
         if kv % tp and tp % kv:
             reasons.append(f"parallel.tp={tp} and {whose} {kv} KV heads: neither divides the other")
-    if model.linear_key_heads is not None and model.linear_key_heads % tp:
-        linear = model.linear_key_heads
+    if model.num_linear_key_heads is not None and model.num_linear_key_heads % tp:
+        linear = model.num_linear_key_heads
         reasons.append(f"parallel.tp={tp} does not divide the {linear} key heads of the model's linear attention")
     if _leaves_one_empty(model.vocab_size, tp):
         reasons.append(f"parallel.tp={tp} leaves a rank none of the model's {model.vocab_size} tokens")
-    for inner in sorted(model.inner_sizes):
+    for inner in sorted(model.mlp_sizes):
         if _leaves_one_empty(inner, tp):
             reasons.append(f"parallel.tp={tp} leaves a rank none of the {inner} inner dimensions of the model's MLPs")
     return reasons

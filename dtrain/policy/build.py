@@ -136,7 +136,9 @@ def build_on_meta(
         ranks = Ranks(mesh.cp.get_group()) if mesh.cp.size() > 1 else SINGLE_RANK
         max_row_length = options.max_row_length or recipe.data.max_length
         kernel = choose_attention(recipe, config, precision, device, max_row_length, ranks)
-        model.model.flash_delta, model.model.delta_note = choose_delta(recipe, config, precision, device, ranks)
+        model.model.flash_delta, model.model.no_flash_delta_reason = choose_delta(
+            recipe, config, precision, device, ranks
+        )
     if mesh.cp.size() > 1:
         kernel = _over_context_ranks(kernel, mesh, parallel.cp_rotate)
     if recipe.train.tile == "all":
@@ -178,9 +180,9 @@ def _keep_for_backward(model: CausalLM, recipe: PolicyConfig, device: torch.devi
         tile_layers(model, train.tile)
     layers = None
     if train.compile:
-        from dtrain.memory.compilation import checkpointed_outside
+        from dtrain.memory.compilation import modules_to_checkpoint
 
-        layers = checkpointed_outside(model, recipe.train)
+        layers = modules_to_checkpoint(model, recipe.train)
     checkpoint_activations(model, train.activation_checkpointing, is_tiled, layers, options.determinism_check)
     if train.activation_offload:
         from dtrain.memory import activation_offload as offload
@@ -266,7 +268,7 @@ def choose_delta(
     """Return flash-linear-attention where it is wanted and sound on every cp rank, or None and why it is not taken, ""
     where it is not wanted. Raises UserError where it is not sound and `model.linear_attention` insists. ranks: as of
     `choose_attention`."""
-    wanted, sizes, tp = recipe.model.linear_attention, config.linear, recipe.parallel.tp
+    wanted, sizes, tp = recipe.model.linear_attention, config.linear_attention, recipe.parallel.tp
     is_able = device.type == "cuda" and precision.compute in HALF
     if sizes is None or wanted == "torch" or (wanted == "auto" and not is_able):
         return None, ""
@@ -281,8 +283,8 @@ def choose_delta(
             return rule
         return flash.check_flash_delta(
             rule,
-            key_heads=sizes.key_heads // tp,
-            value_heads=sizes.value_heads // tp,
+            key_heads=sizes.num_key_heads // tp,
+            value_heads=sizes.num_value_heads // tp,
             key_dim=sizes.key_dim,
             value_dim=sizes.value_dim,
             dtype=precision.compute,
@@ -351,8 +353,8 @@ def select_trained_parameters(model: CausalLM, recipe: PolicyConfig, dtype: torc
         raise UserError(problem)
     model.adapters = add_adapters(model, config, recipe.run.seed)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
-    whole = {module for module in modules if config.saved([model.config.whole(module)])}
-    trained = {model.config.whole(module) for module in whole}
+    whole = {module for module in modules if config.select_saved_modules([model.config.file_module(module)])}
+    trained = {model.config.file_module(module) for module in whole}
     is_nf4 = recipe.lora.quantize == "nf4"
     convert_to_4_bits(model, recipe.model.directory, dtype, nf4=is_nf4, except_for=trained)
     frozen = {
@@ -397,7 +399,7 @@ def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]],
 
 def frozen_tower_names(section: Train, tower: "VisionTower") -> set[str]:
     """Return the names, in the model of `tower`, of its parameters that `train.vision` freezes."""
-    trained = {"frozen": (), "projector": tower.projector, "all": ("*",)}[section.vision]
+    trained = {"frozen": (), "projector": tower.projector_patterns, "all": ("*",)}[section.vision]
     return {f"model.{name}" for name, _ in tower.named_parameters() if not matched([name], trained)}
 
 

@@ -5,7 +5,7 @@ recipes that use them; a plain recipe is stepped by torch's own class.
 
     LowBitAdam          low-bit moments, bfloat16 weights, or optimizer state in host memory
     HostMaster          float32 weights in host memory next to that state
-    GradientSums        bfloat16 gradients that are reduced after each micro-batch
+    GradientAccumulator bfloat16 gradients that are reduced after each micro-batch
 """
 
 import inspect
@@ -26,7 +26,7 @@ from dtrain.policy.options import BuildOptions, PolicyConfig, Precision
 from dtrain.recipe.schema import Optimizer as OptimizerSection
 
 if TYPE_CHECKING:
-    from dtrain.memory.gradient_sums import GradientSums
+    from dtrain.memory.gradient_accumulation import GradientAccumulator
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -149,13 +149,13 @@ def build_updater(
 
 def build_gradient_sums(
     recipe: PolicyConfig, precision: Precision, named_parameters: NamedParameters
-) -> "GradientSums | None":
+) -> "GradientAccumulator | None":
     """Build the sums of gradients over micro-batches, if FSDP reduces bfloat16 gradients after each. None otherwise."""
     if precision.master != torch.bfloat16 or not recipe.parallel.reduce_each:
         return None
-    from dtrain.memory.gradient_sums import GradientSums  # optional
+    from dtrain.memory.gradient_accumulation import GradientAccumulator  # optional
 
-    return GradientSums(named_parameters, recipe.run.seed)
+    return GradientAccumulator(named_parameters, recipe.run.seed)
 
 
 def offloads_optimizer(recipe: PolicyConfig, device: torch.device) -> bool:
@@ -175,9 +175,9 @@ def move_masters_to_host(model: nn.Module, recipe: PolicyConfig, precision: Prec
         device: Device of the layers.
     """
     if offloads_optimizer(recipe, device) and precision.master != precision.compute:
-        from dtrain.memory.host_masters import keep_on_host  # optional
+        from dtrain.memory.host_masters import move_masters_to_host  # optional
 
-        keep_on_host(model, precision.compute)
+        move_masters_to_host(model, precision.compute)
 
 
 def sharded_step_error(name: str) -> str:

@@ -64,7 +64,7 @@ class Teacher:
                 return fn(HeadInput(hidden.flatten(0, 1), head_weight, self._head.softcap))
 
         with torch.no_grad():
-            return self.model.with_head(at_head, inputs.input_ids, inputs.context.of_another_model())
+            return self.model.with_head(at_head, inputs.input_ids, inputs.context.for_another_model())
 
 
 class RewardModel:

@@ -55,7 +55,7 @@ from dtrain.recipe.world import without_auto
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
-    from dtrain.memory.gradient_sums import GradientSums
+    from dtrain.memory.gradient_accumulation import GradientAccumulator
     from dtrain.models.vision.common import ImageFlops
 
 SCORE_HEAD = "score"  # name of a classifier's or critic's head
@@ -119,7 +119,7 @@ class Policy:
         self.sharding = Sharding(model)
         self.scorer = Scorer(model, mesh, device, self._observer)
         self.updater: Updater | None = None
-        self.gradient_sums: GradientSums | None = None  # of gradients in bfloat16
+        self.gradient_sums: GradientAccumulator | None = None  # of gradients in bfloat16
         self.reference: Reference | None = None
         self._unread_totals: list[Totals] = []  # of the steps since the last update
         is_on_host = offloads_optimizer(recipe, device)
@@ -488,7 +488,7 @@ class Policy:
         lengths = document_lengths(rows)
         window = self.model.config.sliding_window or 1  # without one, no layer's FLOPs are those of its pairs
         pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
-        vision = round(sum(self._image_flops.of(batch.images) for batch in batches if batch.images is not None))
+        vision = round(sum(self._image_flops.total(batch.images) for batch in batches if batch.images is not None))
         return torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
 
     @cached_property

@@ -95,11 +95,11 @@ class StepResult:
 
     @cached_property
     def routing_metrics(self) -> dict[str, float]:
-        """Loads of a mixture's experts (`Routing.measures`); empty for dense models and in evaluations."""
+        """Loads of a mixture's experts (`Routing.metrics`); empty for dense models and in evaluations."""
         if self.routing is None:
             return {}
         seen = self.totals.read()[1 + len(self.names) :]
-        return {name: value.item() for name, value in self.routing.measures(seen).items()}
+        return {name: value.item() for name, value in self.routing.metrics(seen).items()}
 
 
 @dataclass(frozen=True)

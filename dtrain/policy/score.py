@@ -324,7 +324,7 @@ class Scorer:
         if config.vision is None:
             return None
         rows: RowImages = getattr(batch, "images", None) or RowImages([], [])
-        pixels, grids, order = rows.distinct(config.vision.values, config.vision.tokens)
+        pixels, grids, order = rows.distinct(config.vision.values_per_patch, config.vision.num_tokens)
         weights = (weight for tower in self.model.model.vision for weight in tower.parameters())
         pixels = pixels.to(next(weights).dtype)  # in half precision half as much to copy
         if self.device.type == "cuda":
@@ -340,7 +340,7 @@ class Scorer:
             grids,
             features,
             rotary_ids if has_axes else None,
-            ends if config.bidirectional else None,
+            ends if config.bidirectional_types else None,
             RankImages(self._by_dp_rank(grids), self.mesh.dp.get_group()) if self.mesh.dp_size > 1 else None,
         )
 
@@ -425,11 +425,11 @@ def _check_routed(batch: Batch, model: CausalLM) -> None:
     sizes = model.config.experts
     if sizes is None or model.routing is None:
         raise ValueError("stream routed_experts: this model has no experts")
-    expected = [*batch["input_ids"].shape, model.routing.num_layers, sizes.top]
+    expected = [*batch["input_ids"].shape, model.routing.num_layers, sizes.top_k]
     if list(routed.shape) != expected or (
-        routed.numel() and not -1 <= int(routed.min()) <= int(routed.max()) < sizes.count
+        routed.numel() and not -1 <= int(routed.min()) <= int(routed.max()) < sizes.num_experts
     ):
-        raise ValueError(f"stream routed_experts must be {expected}, from -1 to {sizes.count - 1}")
+        raise ValueError(f"stream routed_experts must be {expected}, from -1 to {sizes.num_experts - 1}")
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -50,7 +50,7 @@ class RoutedReader:
         """Return the reader of a model. Raises ValueError for one without experts."""
         if (sizes := config.experts) is None:
             raise ValueError("a model without experts routes nothing")
-        return cls(sizes.count, sizes.top, tuple(sizes.layers), config.num_hidden_layers)
+        return cls(sizes.num_experts, sizes.top_k, tuple(sizes.layers), config.num_hidden_layers)
 
     def nothing(self, tokens: int) -> Tensor:
         """Return [tokens, sparse layers, k] int16 of -1: unknown."""

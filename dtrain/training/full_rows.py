@@ -65,7 +65,7 @@ def build_images(spec: StepSpec, rows: int, device: str = "cpu") -> RowImages | 
     """Return the images of `rows` rows, with pixels of zeros on `device`. None without images."""
     if not spec.row_images or (tower := spec.model_config.vision) is None:
         return None
-    shape = sum(image.patches for image in spec.row_images), tower.values
+    shape = sum(image.patches for image in spec.row_images), tower.values_per_patch
     grids = [image.grid for image in spec.row_images]
     return RowImages([torch.zeros(shape, device=device) for _ in range(rows)], [grids] * rows)
 

@@ -15,7 +15,7 @@ from dtrain.base.batch import Grid, RowImages
 from dtrain.base.hardware import FREE_MEMORY_SHARE
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.common.flops import flops_per_token, weights_in
+from dtrain.models.common.flops import flops_per_token, num_weights
 from dtrain.parallel.apply import find_plan, style_name
 from dtrain.parallel.fsdp import get_fsdp_units
 from dtrain.parallel.placement import bytes_of
@@ -39,7 +39,7 @@ def count_weights(module: nn.Module) -> WeightCounts:
     """Count the weights of a model or of a part of it, on any device."""
     parameters = list(module.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return WeightCounts(sum(map(weights_in, parameters)), trained)
+    return WeightCounts(sum(map(num_weights, parameters)), trained)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ModelFacts:
             return flops
         from dtrain.models.vision.common import ImageFlops  # a text model loads no tower
 
-        return flops + ImageFlops(*self.model.model.vision).of(RowImages([], [list(images)])) / num_tokens
+        return flops + ImageFlops(*self.model.model.vision).total(RowImages([], [list(images)])) / num_tokens
 
     def tensor_parallel_styles(self) -> dict[str, str]:
         """Return the tensor-parallel plan: module pattern to style in words. A vision tower's layers are one."""
@@ -141,7 +141,7 @@ class ModelFacts:
 
         Layers of linear attention keep none. A rank has at least one head.
         """
-        return [self.config.heads_of(kind).elements(tp) for kind in self.config.layer_types if kind != LINEAR]
+        return [self.config.kv_heads_of(kind).num_elements(tp) for kind in self.config.layer_types if kind != LINEAR]
 
     @property
     def num_first_dense(self) -> int:
@@ -184,15 +184,15 @@ class ModelFacts:
         if deepstack:
             num_layers.append(deepstack + 1)
         if self.recipe.train.activation_offload:
-            from dtrain.memory.activation_offload import ON_THEIR_WAY  # optional
+            from dtrain.memory.activation_offload import MAX_COPYING_LAYERS  # optional
 
-            num_layers.append(ON_THEIR_WAY + 1)
+            num_layers.append(MAX_COPYING_LAYERS + 1)
         return max(num_layers)
 
     def layers_train_alike(self) -> bool:
         """Check whether all layers of a kind train the same parameters, and no layer needs the keys of another."""
         recipe, config = self.recipe, self.config
-        if config.shared_layers:
+        if config.num_kv_shared_layers:
             return False
         if recipe.lora is None:
             patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
@@ -201,8 +201,8 @@ class ModelFacts:
         from dtrain.models.building import adaptable_shapes, module_names
 
         adapter = adapter_of(asdict(recipe.lora))
-        adapted: Mapping[str, object] = adapter.adapted(adaptable_shapes(config))
-        full = dict.fromkeys(adapter.saved(module_names(config)))
+        adapted: Mapping[str, object] = adapter.select_layers(adaptable_shapes(config))
+        full = dict.fromkeys(adapter.select_saved_modules(module_names(config)))
         layers: list[dict[str, object]] = [{} for _ in config.layer_types]
         for name, low_rank in {**full, **adapted}.items():
             match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)

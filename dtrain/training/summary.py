@@ -86,11 +86,11 @@ def opening_lines(run: BuiltRun) -> Iterator[str]:
     if policy.device.type == "cuda":
         kernel = policy.model.model.kernel
         yield f"attention: {kernel.name}" + (f" ({kernel.note})" if kernel.note else "")
-        if policy.model.config.linear is not None:
-            why = f" ({policy.model.model.delta_note})" if policy.model.model.delta_note else ""
+        if policy.model.config.linear_attention is not None:
+            why = f" ({policy.model.model.no_flash_delta_reason})" if policy.model.model.no_flash_delta_reason else ""
             yield "linear attention: " + (f"torch{why}" if policy.model.model.flash_delta is None else "fla")
-    if policy.model.uncompiled is not None:
-        yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled}"
+    if policy.model.uncompiled_reason is not None:
+        yield f"note: train.compile=true, and layers run uncompiled: {policy.model.uncompiled_reason}"
     yield from _notes(run)
     yield from run.recorder.choices
 

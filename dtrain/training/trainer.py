@@ -41,7 +41,7 @@ from dtrain.checkpoint.dcp.store import run_id_of_save
 from dtrain.checkpoint.huggingface.model_files import read_saved_step
 from dtrain.data.rows.rows import Cursor
 from dtrain.methods.method import RunContext
-from dtrain.models.common.flops import text_flops
+from dtrain.models.common.flops import get_text_flops
 from dtrain.parallel.mesh import Runtime, build_mesh, init_one_process_group
 from dtrain.policy import Policy
 from dtrain.policy.options import BuildOptions
@@ -128,7 +128,7 @@ class Trainer:
         options = BuildOptions(max_row_length=self.method.max_row_length())
         self.policy = Policy(recipe, spec.model_config, mesh, runtime, spec.precision, options)
         self._built = BuiltRun(spec, self.policy, runtime, self.metrics, self.before_gib)
-        self._text_flops = text_flops(self.policy.model)
+        self._text_flops = get_text_flops(self.policy.model)
         self.policy.init_optimizer(self.total_steps)
         self.saver, self.patience = self._open_saver()
         self._measured: dict[str, float] = {}  # metrics of the last finished step
@@ -360,7 +360,9 @@ class Trainer:
         step_time = time.perf_counter() - began
         counts, of_text = result.counts, self._text_flops
         flops = (
-            of_text.token * counts.tokens + of_text.pair * counts.pairs + of_text.windowed_pair * counts.windowed_pairs
+            of_text.per_token * counts.tokens
+            + of_text.per_pair * counts.pairs
+            + of_text.per_windowed_pair * counts.windowed_pairs
         )
         self._measured = {}
         self._see({"loss": result.loss})

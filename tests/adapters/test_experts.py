@@ -14,7 +14,7 @@ from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.file_rows import adapter_in_file
 from dtrain.models.building import adaptable_shapes
 from dtrain.models.common.micro_batch import NO_ADAPTERS
-from dtrain.models.common.moe import by_expert
+from dtrain.models.common.moe import sort_by_expert
 from dtrain.parallel.experts import collect_token_rows, repeat_token_rows
 from dtrain.rl.remote.training import refusal
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
@@ -42,7 +42,7 @@ def test_values_and_gradients_are_those_of_peft_s_matrices(tmp_path):
     chosen = torch.stack([first, torch.full_like(first, ours.count - 1)], 1)  # none goes to expert 0
     mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
 
-    order, counts = by_expert(chosen, ours.count, None)
+    order, counts = sort_by_expert(chosen, ours.count, None)
     own = collect_token_rows(ours(repeat_token_rows(mine, order, 2), counts), order, 9, 2)
     pairs = [(torch.bmm(shares[:, None], own)[:, 0], theirs(other, chosen, shares))]
     for result in pairs[0]:
@@ -153,11 +153,11 @@ def test_a_target_s_entries_mean_stacks_where_they_name_experts(tmp_path):
     kinds = {"experts.gate_up_proj": 2, "experts.down_proj": 2}
     targets = {"all-linear": [], "experts": [*kinds], "mlp.experts.down_proj": ["experts.down_proj"], "down_proj": []}
     for target, expected in targets.items():
-        found = AdapterConfig.of({"target": [target, "q_proj"]}).adapted(names)
+        found = AdapterConfig.from_values({"target": [target, "q_proj"]}).select_layers(names)
         stacks = [name for name in found if ".experts." in name]
         assert stacks == [name for name in names if any(name.endswith(one) for one in expected)]
-    both = AdapterConfig.of({"target": ["all-linear", "2.mlp.experts"]}).adapted(names)
+    both = AdapterConfig.from_values({"target": ["all-linear", "2.mlp.experts"]}).select_layers(names)
     routers = {f"model.layers.{number}.mlp.gate" for number in (0, 2)}
     assert set(names) - set(both) == {f"model.layers.0.mlp.{kind}" for kind in kinds} | routers
-    assert routers == set(AdapterConfig.of({"target": ["gate.weight"]}).adapted(names))
+    assert routers == set(AdapterConfig.from_values({"target": ["gate.weight"]}).select_layers(names))
     assert list(itertools.islice(both, 1)) == ["model.layers.0.self_attn.q_proj"]

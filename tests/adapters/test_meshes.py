@@ -70,4 +70,6 @@ def test_values_of_a_section_are_those_of_an_adapter(tmp_path):
     section = tiny_recipe(tmp_path, "lora={rank: 3, alpha: 6, target: '.*o_proj'}").lora
     config = adapter_of(asdict(section))
     assert (config.rank, config.alpha, config.target) == (3, 6.0, ".*o_proj")
-    assert list(config.adapted(["model.layers.0.self_attn.o_proj", "lm_head"])) == ["model.layers.0.self_attn.o_proj"]
+    assert list(config.select_layers(["model.layers.0.self_attn.o_proj", "lm_head"])) == [
+        "model.layers.0.self_attn.o_proj"
+    ]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.adapters.nf4 import LEVELS, dequantize, product, quantize
+from dtrain.adapters.nf4 import LEVELS, dequantize, nf4_product, quantize
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.read import read_weights
@@ -121,7 +121,7 @@ def test_a_product_and_its_gradients_are_those_of_the_dense_weight(shape, biased
     bias = torch.randn(64, dtype=torch.float64, generator=draw, requires_grad=True) if biased else None
     weight = dense(codes, scales)
     assert (dequantize(codes, scales, torch.float64) - weight).abs().max() <= 2**-24 * weight.abs().max()
-    out = product(x, codes, scales, bias)
+    out = nf4_product(x, codes, scales, bias)
     grad = torch.randn(out.shape, dtype=torch.float64, generator=draw)
     inputs = [x, bias] if biased else [x]
     found = [out, *torch.autograd.grad(out, inputs, grad)]

@@ -5,11 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.adapters.nf4 import CODES, SCALES, NF4Stack, dequantize, held_by_nf4, quantize
+from dtrain.adapters.nf4 import CODES, SCALES, NF4Stack, dequantize, nf4_layer_shapes, quantize
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.read import read_weights
-from dtrain.models.common.moe import ExpertLinear, grouped
+from dtrain.models.common.moe import ExpertLinear, grouped_product
 from tests.adapters.test_nf4 import dense as dense_of
 from tests.running import assert_same, assert_same_rows, run, run_all, run_directory, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model
@@ -95,8 +95,10 @@ def test_a_product_and_its_gradient_are_those_of_the_dense_matrices():
     held, kept = NF4Stack(torch.float64, dense.shape), []
     parts = {CODES: codes, SCALES: scales}
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        found = product_of(lambda x, counts: held.grouped(x, counts, parts.__getitem__), x, counts)
-    for mine, right in zip(found, product_of(lambda x, counts: grouped(x, dense, counts), x, counts), strict=True):
+        found = product_of(lambda x, counts: held.grouped_product(x, counts, parts.__getitem__), x, counts)
+    for mine, right in zip(
+        found, product_of(lambda x, counts: grouped_product(x, dense, counts), x, counts), strict=True
+    ):
         assert (mine - right).abs().max() <= 1e-6 * right.abs().max()  # scales times levels are rounded in float32
     assert {one.dtype for one in kept} == {torch.uint8, torch.int32, torch.int64}
 
@@ -120,8 +122,8 @@ def test_stacks_are_rounded_tile_by_tile_and_held_in_9_16_of_a_byte(tmp_path, fa
     for (name, mine), (_, theirs) in zip(model.named_modules(), right.named_modules(), strict=True):
         if hasattr(mine, "weight_codes"):
             assert torch.equal(mine.matrix(), theirs.weight), name
-    coded = {model.config.whole(name) for name, layer in model.named_modules() if hasattr(layer, "weight_codes")}
-    assert coded == set(held_by_nf4(model.config))
+    coded = {model.config.file_module(name) for name, layer in model.named_modules() if hasattr(layer, "weight_codes")}
+    assert coded == set(nf4_layer_shapes(model.config))
     assert not [name for name in coded if name.endswith(("router.proj", "mlp.gate", "shared_expert_gate"))]
 
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dtrain import models
-from dtrain.adapters.nf4 import dequantize, holds_codes
+from dtrain.adapters.nf4 import dequantize, has_nf4_weight
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
 from tests.adapters.test_nf4 import base, stored_as_bitsandbytes
@@ -41,7 +41,7 @@ def test_layers_are_in_4_bits_where_the_files_hold_codes(tmp_path):
     directory, dense = partial(tmp_path)
     model, right = models.from_pretrained(directory), models.from_pretrained(dense)
     layers = [name for name, _ in model.named_modules() if name.endswith("_proj")]
-    assert [name for name in layers if not holds_codes(model.get_submodule(name))] == PLAIN
+    assert [name for name in layers if not has_nf4_weight(model.get_submodule(name))] == PLAIN
     ids = torch.arange(12)[None]
     assert torch.equal(model(ids), right(ids))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtrain import models
-from dtrain.adapters.nf4 import block_problems, quantize_weights
+from dtrain.adapters.nf4 import find_block_problems, quantize_weights
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.quantized import convert_to_4_bits
 from dtrain.checkpoint.huggingface.read import check_fit
@@ -149,7 +149,7 @@ def test_other_quantization_is_refused_by_name(tmp_path, section, message):
 )
 def test_sizes_that_blocks_do_not_fit_are_named(tmp_path, sizes, tp, words):
     config = models.read_config(write_model(tmp_path / "model", "llama", **SIZES | sizes))
-    problems = "\n".join(lines(block_problems(config, building.linear_shapes(config), tp)))
+    problems = "\n".join(lines(find_block_problems(config, building.linear_shapes(config), tp)))
     assert all(word in problems for word in words) and bool(problems) == bool(words), problems
 
 

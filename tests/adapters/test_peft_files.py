@@ -71,7 +71,7 @@ def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, var
     before, after = (load_file(tmp_path / name / ADAPTER_WEIGHTS) for name in ("theirs", "ours"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert (logits(load_adapter(base, tmp_path / "ours")) - model(IDS)).abs().max() < 5e-5
-    assert read_adapter_config(tmp_path / "ours").adapted(["x"]) == {}
+    assert read_adapter_config(tmp_path / "ours").select_layers(["x"]) == {}
     again = models.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(again(IDS), model(IDS))
 
@@ -250,9 +250,9 @@ def test_what_a_text_tower_saves_is_named_whole(tmp_path):
     assert "model.language_model.norm" in saved
     assert all(name.startswith("model.language_model.") for name in saved)
     load_adapter(base, tmp_path / "ours")
-    assert read_adapter_config(tmp_path / "ours").saved(module_names(model.config)) == config.saved(
+    assert read_adapter_config(tmp_path / "ours").select_saved_modules(
         module_names(model.config)
-    )
+    ) == config.select_saved_modules(module_names(model.config))
 
 
 MESHES = {
@@ -361,7 +361,7 @@ def test_layers_ranks_and_scales_are_those_that_peft_chooses(tmp_path):
                 rank = theirs.rank_pattern.get(get_pattern_key(theirs.rank_pattern.keys(), name), 4)
                 alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), name), 8)
                 expected[name] = rank, alpha / (rank**0.5 if theirs.use_rslora else rank)
-        found = read_adapter_config(tmp_path).adapted(names)
+        found = read_adapter_config(tmp_path).select_layers(names)
         assert {name: (low.rank, low.scale) for name, low in found.items()} == expected, fields
         seen.add(len(expected))
     assert len(seen) >= 6
@@ -388,7 +388,7 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
     save_file({f"base_model.model.{tower}x": torch.zeros(1)}, tmp_path / ADAPTER_WEIGHTS)
     for ranks, alphas in itertools.product(ORDERED, ORDERED):
         config = AdapterConfig(rank=4, alpha=12, rank_pattern=ranks, alpha_pattern=alphas)
-        expected = config.adapted(linear_shapes(model))
+        expected = config.select_layers(linear_shapes(model))
         written = peft_config(config, model, None)
         for in_reverse in (False, True):
             for key in ("rank_pattern", "alpha_pattern"):
@@ -401,4 +401,4 @@ def test_patterns_mean_in_a_file_what_they_mean_in_the_run(tmp_path, variant):
                 alpha = theirs.alpha_pattern.get(get_pattern_key(theirs.alpha_pattern.keys(), outer), 12)
                 assert (rank, alpha / rank) == (low.rank, low.scale), (written, name)
             (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(written))
-            assert read_adapter_config(tmp_path).adapted(linear_shapes(model)) == expected, written
+            assert read_adapter_config(tmp_path).select_layers(linear_shapes(model)) == expected, written

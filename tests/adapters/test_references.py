@@ -75,7 +75,7 @@ def test_no_adapter_of_a_vision_tower_takes_part_in_a_forward_without(name):
     config = parse_config(case.config().to_dict() | ARCHITECTURES[name], vision=True)
     model, plain = with_all_adapters(config)
     ids, grids = token_rows(case), [grid for some in case.grids for grid in some]
-    pixels = torch.rand(sum(height * width for _, height, width in grids), config.vision.values).double()
+    pixels = torch.rand(sum(height * width for _, height, width in grids), config.vision.values_per_patch).double()
     images = images_of(case, ids, pixels, config)
     assert torch.equal(model(ids, images=images, adapters=NO_ADAPTERS), plain(ids, images=images))
     (tower,), (own,) = model.model.vision, plain.model.vision

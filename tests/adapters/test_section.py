@@ -309,9 +309,9 @@ def test_the_names_are_those_of_the_model(tmp_path, family):
         shape = models.parse_config(SHAPES[family])
     model = models.build(shape, device="meta")
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False) if ".decay." not in name]
-    assert set(module_names(shape)) == {shape.whole(name.rpartition(".")[0]) for name in parameters}
+    assert set(module_names(shape)) == {shape.file_module(name.rpartition(".")[0]) for name in parameters}
     found = {name: one for name, one in model.named_modules() if isinstance(one, Linear)}
-    whole = {name: [found[part] for part in shape.parts(name)] for name in map(shape.whole, found)}
+    whole = {name: [found[part] for part in shape.model_modules(name)] for name in map(shape.file_module, found)}
     assert list(linear_shapes(shape)) == list(whole)
     assert linear_shapes(shape) == {
         name: (sum(part.out_features for part in parts), parts[0].in_features) for name, parts in whole.items()

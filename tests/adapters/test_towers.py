@@ -55,7 +55,7 @@ def test_an_adapter_of_peft_s_gives_its_logits_and_ours_gives_ours(tmp_path, nam
     grids = [grid for some in case.grids for grid in some]
     config = read_config(base, vision=True)
     patches = sum(height * width for _, height, width in grids)
-    pixels = torch.rand(patches, config.vision.values, generator=torch.Generator().manual_seed(1)).double()
+    pixels = torch.rand(patches, config.vision.values_per_patch, generator=torch.Generator().manual_seed(1)).double()
     inputs = {case.types: (ids == IMAGE).int(), **case.inputs(pixels, grids)}
 
     def logits(model):

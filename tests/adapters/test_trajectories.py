@@ -59,7 +59,7 @@ def peft_model(source, section, directory):
     )
     model = peft.get_peft_model(source, config)
     ours = models.build(models.read_config(directory), device="meta")
-    add_adapters(ours, AdapterConfig.of(section))
+    add_adapters(ours, AdapterConfig.from_values(section))
     ours.to_empty(device="cpu")
     models.init_weights(ours, 1)  # DoRA's magnitudes are PEFT's own
     init_adapters(ours, 0)

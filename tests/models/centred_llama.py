@@ -35,8 +35,8 @@ class CentredDecoder(Decoder):
         super().__init__(config, CentredLayer, CentredNorm)
         self.embed_norm = CentredNorm(config.hidden_size, config.rms_norm_eps)
 
-    def _embedded(self, hidden: Tensor) -> Tensor:
-        return self.embed_norm(super()._embedded(hidden))
+    def _scale_embeddings(self, hidden: Tensor) -> Tensor:
+        return self.embed_norm(super()._scale_embeddings(hidden))
 
 
 class CentredLlamaForCausalLM(CausalLM):
@@ -47,6 +47,6 @@ class CentredLlamaForCausalLM(CausalLM):
 
     @classmethod
     def read(cls, fields: ModelFields) -> ModelConfig:
-        common = fields.common(cls.__name__, bias=False)
+        common = fields.read_common(cls.__name__, bias=False)
         common["rms_norm_eps"] = fields.number("layer_norm_eps", 1e-5, most=1.0)
-        return fields.with_one_rope(**common)
+        return fields.build_config(**common)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dtrain import models
-from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm
+from dtrain.models.common.functions import ACTIVATIONS, gated_activation, rms_norm
 from dtrain.models.common.micro_batch import MicroBatchContext
 from tests.cases import run_cases
 from tests.models.oracle import VARIANTS, packed_rows
@@ -93,7 +93,7 @@ def _functions_on_dtensors(rank):
         if distribute:
             a, b, w = (distribute_tensor(t, mesh, [p]) for t, p in ((a, Shard(1)), (b, Shard(1)), (w, Replicate())))
         leaves = [t.requires_grad_() for t in (a, b, w)]
-        out = gated(rms_norm(a, w, 1e-6), b, ACTIVATIONS["silu"])
+        out = gated_activation(rms_norm(a, w, 1e-6), b, ACTIVATIONS["silu"])
         out.square().sum().backward()
         results.append([t.full_tensor() if distribute else t for t in (out, *(leaf.grad for leaf in leaves))])
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
@@ -127,10 +127,10 @@ def test_local_heads_are_counted_from_the_projections():
     whole = build("qwen3")
     attention = whole.model.layers[0].self_attn
     from dtrain.attention.visibility import Visibility
-    from dtrain.models.common.functions import tables
+    from dtrain.models.common.functions import rotary_tables
 
     hidden = torch.randn(2, 10, 48, dtype=torch.float64)
-    rotary = tables(whole.config.ropes["full_attention"], 16, torch.arange(10)[None], torch.float64)
+    rotary = rotary_tables(whole.config.ropes["full_attention"], 16, torch.arange(10)[None], torch.float64)
     mask = attention.kernel.prepare(Visibility(10, 10), torch.float64, hidden.device)
 
     def attend(attention):

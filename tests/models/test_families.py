@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.ministral3 import modeling_ministral3
 
 from dtrain import models
-from dtrain.models.common.flops import flops_per_token, text_flops
+from dtrain.models.common.flops import flops_per_token, get_text_flops
 from dtrain.models.common.functions import Gemma3RMSNorm, RMSNorm
 from dtrain.models.common.micro_batch import MicroBatchContext
 from tests.models.float64 import in_float64
@@ -248,5 +248,8 @@ def test_flops_follow_the_formula():
     # six sliding layers see 9 keys, one sees all 100; 4 heads of 16
     assert flops_per_token(model, 100) == 6 * weights + 12 * 4 * 16 * (6 * 9 + 100)
     of_both = 105 * 6 * weights + 12 * 4 * 16 * (6 * (100 * 9 + 5 * 5) + 100 * 100 + 5 * 5)
-    flops = text_flops(model)
-    assert 105 * flops.token + (100 * 100 + 5 * 5) * flops.pair + (100 * 9 + 5 * 5) * flops.windowed_pair == of_both
+    flops = get_text_flops(model)
+    assert (
+        105 * flops.per_token + (100 * 100 + 5 * 5) * flops.per_pair + (100 * 9 + 5 * 5) * flops.per_windowed_pair
+        == of_both
+    )

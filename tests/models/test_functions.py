@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtrain.models.common.functions import ACTIVATIONS, gated, rms_norm
+from dtrain.models.common.functions import ACTIVATIONS, gated_activation, rms_norm
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -31,8 +31,8 @@ def test_gated(name):
         "relu": F.relu,
     }[name]
     gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.equal(gated(gate, up, ACTIVATIONS[name]), reference(gate) * up)
-    assert torch.autograd.gradcheck(lambda g, u: gated(g, u, ACTIVATIONS[name]), (gate, up))
+    assert torch.equal(gated_activation(gate, up, ACTIVATIONS[name]), reference(gate) * up)
+    assert torch.autograd.gradcheck(lambda g, u: gated_activation(g, u, ACTIVATIONS[name]), (gate, up))
 
 
 def test_they_keep_only_their_inputs():
@@ -40,5 +40,5 @@ def test_they_keep_only_their_inputs():
     x = torch.randn(64, 32, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda t: t):
         rms_norm(x, torch.ones(32), 1e-6)
-        gated(x, x, ACTIVATIONS["silu"])
+        gated_activation(x, x, ACTIVATIONS["silu"])
     assert sum(kept) <= 3 * x.numel() + 64 + 32

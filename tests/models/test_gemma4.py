@@ -126,15 +126,19 @@ def published(**changes):
 def test_sizes_by_the_kind_of_layer():
     config = models.parse_config(published())
     assert config.kv_heads == {SLIDING: 4, FULL: 2}
-    assert config.heads_of(FULL).size == 32 and config.heads_of(FULL).tied and not config.heads_of(SLIDING).tied
+    assert (
+        config.kv_heads_of(FULL).head_dim == 32
+        and config.kv_heads_of(FULL).is_tied
+        and not config.kv_heads_of(SLIDING).is_tied
+    )
     written = transformers.Gemma4TextConfig(**published()).to_dict()
     assert "per_layer_config" in written
     assert models.parse_config({**written, "architectures": ["Gemma4ForCausalLM"]}) == config
     untied = models.parse_config(published(attention_k_eq_v=False))
     assert untied.kv_heads == {SLIDING: 4, FULL: 4}
     shared = models.parse_config(published(num_kv_shared_layers=4, num_hidden_layers=12, use_double_wide_mlp=True))
-    assert shared.key_sources == (*range(8), 7, 7, 7, 5)
-    assert shared.inner_size(7) * 2 == shared.inner_size(8)
+    assert shared.kv_sources == (*range(8), 7, 7, 7, 5)
+    assert shared.mlp_size(7) * 2 == shared.mlp_size(8)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_flops_count_products_and_the_heads_of_each_layer():
     config = models.parse_config(json.loads(oracle.make("gemma4").config.to_json_string()))
     model = models.build(config, device="meta")
     counted = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens_per_layer" not in name)
-    assert config.parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert config.num_parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
     # three layers see 9 keys with heads of 16, three see all 100 with heads of 24; 4 heads
     assert flops_per_token(model, 100) == 6 * counted + 12 * 4 * 3 * (16 * 9 + 24 * 100)
 

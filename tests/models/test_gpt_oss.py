@@ -10,7 +10,7 @@ from dtrain import models
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.commands.serve.updates import _by_every_name
-from dtrain.models.common.moe import SparseMLP, share_routing
+from dtrain.models.common.moe import SparseMLP, connect_routing
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import parameter_groups
 from tests.models.oracle import VARIANTS, make, save
@@ -94,7 +94,7 @@ def test_what_servers_are_sent_fills_a_model_by_the_names_of_files(tmp_path):
 def test_biases_of_idle_experts_have_gradients_of_zeros():
     config = models.parse_config(VARIANTS["gpt-oss"]().to_dict())
     mlp = SparseMLP(config, config.experts).double()
-    share_routing(mlp, config.experts.count)
+    connect_routing(mlp, config.experts.num_experts)
     with torch.no_grad():
         for parameter in mlp.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(0))
@@ -139,6 +139,6 @@ def test_fields_that_cannot_be_used_are_refused(changes, message):
 def test_a_file_that_says_little_is_the_large_model():
     config = models.parse_config({"architectures": ["GptOssForCausalLM"]})
     rope = config.ropes["full_attention"]
-    assert (config.experts.count, config.experts.top, config.experts.clamp) == (128, 4, (1.702, 7.0))
+    assert (config.experts.num_experts, config.experts.top_k, config.experts.clamp) == (128, 4, (1.702, 7.0))
     assert (rope.kind, rope.theta, rope.factor, rope.truncate) == ("yarn", 150_000.0, 32.0, False)
     assert config.layer_types[:2] == ("sliding_attention", "full_attention") and config.sliding_window == 128

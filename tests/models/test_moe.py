@@ -9,17 +9,19 @@ import transformers
 from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.models.common.config import Experts, RouterSettings
+from dtrain.models.common.config import ExpertsConfig, RouterSettings
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.common.micro_batch import MicroBatchContext
-from dtrain.models.common.moe import SparseMLP, by_expert, largest_scores, share_routing
-from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, loads
+from dtrain.models.common.moe import SparseMLP, connect_routing, select_top_k, sort_by_expert
+from dtrain.models.common.routing import BalanceLoss, MicroBatchRouting, RoutingTotals, load_metrics
 from dtrain.parallel.size_checks import check_model_mesh
 from tests.models.oracle import VARIANTS, grads, make, packed_rows, save
 from tests.problem_lines import lines, preflight
 from tests.tiny import tiny_grpo, tiny_recipe
 
-SIZES = Experts(count=6, top=2, inner=5, router=RouterSettings(normed=True), layers=(0,))
+SIZES = ExpertsConfig(
+    num_experts=6, top_k=2, intermediate_size=5, router=RouterSettings(is_normalized=True), layers=(0,)
+)
 
 
 BALANCE = BalanceLoss(torch.tensor(0.7, dtype=torch.float64))
@@ -36,7 +38,7 @@ def mlp():
     """A sparse MLP in float64, random."""
     config = models.parse_config(VARIANTS["qwen3-moe"]().to_dict())
     mlp = SparseMLP(config, SIZES).double()
-    share_routing(mlp, SIZES.count)
+    connect_routing(mlp, SIZES.num_experts)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mlp.parameters():
@@ -121,13 +123,13 @@ def test_the_likeliest_of_equal_shares_are_the_lower_experts(dtype):
     shares[:50] *= 1e-42  # below the least normal number
     for top in (1, 5, 16):
         order = [sorted(range(16), key=lambda expert, row=row: (-row[expert], expert))[:top] for row in shares.tolist()]
-        assert largest_scores(shares.to(dtype), top).tolist() == [sorted(experts) for experts in order]
+        assert select_top_k(shares.to(dtype), top).tolist() == [sorted(experts) for experts in order]
 
 
 def test_places_are_the_same_where_the_host_knows_how_many_there_are():
     chosen = torch.randint(6, (20, 2), generator=torch.Generator().manual_seed(0))
     real = torch.arange(20).view(2, 10) % 10 < 7
-    for known, found in zip(by_expert(chosen, 6, real, 14), by_expert(chosen, 6, real), strict=True):
+    for known, found in zip(sort_by_expert(chosen, 6, real, 14), sort_by_expert(chosen, 6, real), strict=True):
         assert torch.equal(known, found)
 
 
@@ -206,7 +208,7 @@ def test_replayed_experts_are_weighed_by_the_router_and_balanced_as_they_are(mlp
     others = (kept & ~own & is_given).sum()
     kept = torch.where(is_given, kept, own)
     assert 0 < others and totals_of(routing).replays.tolist() == [others, 2 * is_given.sum()]
-    assert mlp.routing.measures(totals_of(routing).flat())["router_replay_differs"] == int(others) / int(
+    assert mlp.routing.metrics(totals_of(routing).flat())["router_replay_differs"] == int(others) / int(
         2 * is_given.sum()
     )
 
@@ -241,11 +243,11 @@ def test_other_experts_are_those_of_transformers_where_it_takes_them(variant, tm
     ours = models.from_pretrained(save(theirs, tmp_path))
     sizes = ours.config.experts
     ids = torch.randint(0, theirs.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
-    given = distinct(2, 9, len(sizes.layers), experts=sizes.count, top=sizes.top)
+    given = distinct(2, 9, len(sizes.layers), experts=sizes.num_experts, top=sizes.top_k)
     layers, largest = iter(given.flatten(0, 1).unbind(1)), torch.topk
 
     def forced(values, *arguments, **options):
-        if values.shape[-1] != sizes.count:  # groups of experts
+        if values.shape[-1] != sizes.num_experts:  # groups of experts
             return largest(values, *arguments, **options)
         chosen = next(layers).long()
         return values.gather(-1, chosen), chosen
@@ -265,7 +267,10 @@ def test_other_experts_are_those_of_transformers_where_it_takes_them(variant, tm
 
 def test_loads_say_how_uneven_the_experts_are():
     counts = torch.tensor([[4.0, 0.0], [2.0, 2.0]])[..., None]
-    assert {name: value.tolist() for name, value in loads(counts).items()} == {"moe_load": [1.5], "moe_idle": [0.25]}
+    assert {name: value.tolist() for name, value in load_metrics(counts).items()} == {
+        "moe_load": [1.5],
+        "moe_idle": [0.25],
+    }
 
 
 @pytest.mark.parametrize(

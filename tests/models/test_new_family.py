@@ -12,7 +12,7 @@ from dtrain import models
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.model_files import has_untrained_parts
 from dtrain.models.common.decoder import CausalLM
-from dtrain.models.registry import FAMILIES, Family, class_of, of_model_type
+from dtrain.models.registry import FAMILIES, Family, architecture_of_model_type, load_class
 from dtrain.parallel.parallelize import PARALLIZE_FUNCTIONS, _parallelize_llama
 from tests.models.test_families import relative
 from tests.running import run, trajectory, weights
@@ -58,17 +58,17 @@ def in_transformers(directory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_row_has_its_class_and_reader_in_one_file(name):
-    row, family = FAMILIES[name], class_of(name)
+    row, family = FAMILIES[name], load_class(name)
     assert issubclass(family, CausalLM) and family.__name__ == name and family.__module__ == row.module
     assert family.read.__func__ is not CausalLM.read.__func__
-    assert of_model_type(row.model_type) == name
+    assert architecture_of_model_type(row.model_type) == name
     assert (row.text_tower is not None) == name.endswith("ForConditionalGeneration")
     assert has_untrained_parts({"architectures": [name]}) == (row.text_tower is not None)
-    assert row.text_tower is None or of_model_type(row.text_tower).endswith("ForCausalLM")
+    assert row.text_tower is None or architecture_of_model_type(row.text_tower).endswith("ForCausalLM")
 
 
 def test_a_family_of_llama_s_class_is_parallelized_as_llama():
-    assert PARALLIZE_FUNCTIONS[class_of("MistralForCausalLM")] is _parallelize_llama
+    assert PARALLIZE_FUNCTIONS[load_class("MistralForCausalLM")] is _parallelize_llama
 
 
 def test_it_is_one_file_of_few_lines():

@@ -9,7 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from dtrain.models.common.functions import tables
+from dtrain.models.common.functions import rotary_tables
 from dtrain.models.common.rope_config import Rope, Sections
 
 FAMILIES = {
@@ -35,20 +35,22 @@ def test_tables_are_those_of_transformers(family):
     )
     positions = torch.randint(0, 300, (2, 7, 3), generator=torch.Generator().manual_seed(0))
     expected = rotary_class(config)(torch.zeros(1), positions.permute(2, 0, 1))
-    rope = Rope(theta=500.0, share=share, sections=sections)
-    cos, signed_sin = tables(rope, HEAD, positions, torch.float32)
+    rope = Rope(theta=500.0, rotary_fraction=share, sections=sections)
+    cos, signed_sin = rotary_tables(rope, HEAD, positions, torch.float32)
     half = cos.shape[-1] // 2
     assert cos.shape == (2, 7, 1, int(HEAD * share))
     torch.testing.assert_close(cos[:, :, 0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(signed_sin[:, :, 0, half:], expected[1][..., half:], rtol=0, atol=0)
     torch.testing.assert_close(-signed_sin[:, :, 0, :half], expected[1][..., :half], rtol=0, atol=0)
     alike = positions[..., :1].expand(-1, -1, 3)
-    plain, by_axis = (tables(rope, HEAD, ids, torch.float64) for ids in (alike[..., 0], alike))
+    plain, by_axis = (rotary_tables(rope, HEAD, ids, torch.float64) for ids in (alike[..., 0], alike))
     assert all(map(torch.equal, plain, by_axis))
 
 
 def test_a_rope_of_one_axis_refuses_positions_of_several():
     with pytest.raises(ValueError, match="several axes"):
-        tables(Rope(), HEAD, torch.zeros(1, 2, 3, dtype=torch.int64), torch.float32)
+        rotary_tables(Rope(), HEAD, torch.zeros(1, 2, 3, dtype=torch.int64), torch.float32)
     with pytest.raises(ValueError, match="add up to the 8 pairs"):
-        tables(Rope(sections=Sections((2, 2, 2), False)), HEAD, torch.zeros(1, 2, 3, dtype=torch.int64), torch.float32)
+        rotary_tables(
+            Rope(sections=Sections((2, 2, 2), False)), HEAD, torch.zeros(1, 2, 3, dtype=torch.int64), torch.float32
+        )

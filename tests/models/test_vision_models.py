@@ -154,7 +154,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     grids = [grid for some in case.grids for grid in some]
     generator = torch.Generator().manual_seed(1)
     patches = sum(height * width for _, height, width in grids)
-    pixels = torch.rand(patches, ours.config.vision.values, generator=generator, dtype=torch.float64)
+    pixels = torch.rand(patches, ours.config.vision.values_per_patch, generator=generator, dtype=torch.float64)
     with WideIslands():
         types = {case.types: (ids == IMAGE).int()}
         expected = theirs(input_ids=ids, **types, **case.inputs(pixels, grids)).logits
@@ -179,10 +179,12 @@ def test_packed_documents_are_those_of_rows_of_their_own(name, tmp_path):
     ours = models.from_pretrained(save(make(name)[0], tmp_path), torch.float64, vision=True)
     ids = token_rows(case)
     patches = sum(height * width for grids in case.grids for _, height, width in grids)
-    pixels = torch.rand(patches, ours.config.vision.values, generator=torch.Generator().manual_seed(1)).double()
+    pixels = torch.rand(
+        patches, ours.config.vision.values_per_patch, generator=torch.Generator().manual_seed(1)
+    ).double()
     images = images_of(case, ids, pixels, ours.config)
     expected = ours(ids, images=images)
-    streams = {"rotary_ids": images.rotary_ids, "ends": images.ends, "index": images.index}
+    streams = {"rotary_ids": images.rotary_ids, "ends": images.ends, "index": images.feature_index}
     packed = {key: None if stream is None else stream.flatten(0, 1)[None] for key, stream in streams.items()}
     documents = torch.arange(len(ids)).repeat_interleave(LENGTH)[None]
     positions = torch.arange(LENGTH).repeat(len(ids))[None]
@@ -197,7 +199,7 @@ def test_rows_without_images_run_the_tower_and_change_nothing(name, tmp_path):
     ours, text = models.from_pretrained(source, vision=True), models.from_pretrained(source)
     assert text.config.vision is None and not any("vis" in key for key, _ in text.named_parameters())
     ids = token_rows(CASES[name])[2:]
-    none = Images(torch.empty(0, ours.config.vision.values), [], torch.full_like(ids, -1))
+    none = Images(torch.empty(0, ours.config.vision.values_per_patch), [], torch.full_like(ids, -1))
     assert torch.equal(ours(ids, images=none), text(ids)) and torch.equal(ours(ids), text(ids))
     with pytest.raises(ValueError, match="without its vision tower"):
         text(ids, images=none)

@@ -96,7 +96,12 @@ def bits_of(shard, rows, generate=random_bits):
 
 
 # Files of an optimizer's step, without the update around it, which waits for the gradient norm.
-STEP_FILES = "dtrain/optim/", "dtrain/memory/low_bit", "dtrain/memory/optimizer_offload", "dtrain/memory/gradient_sums"
+STEP_FILES = (
+    "dtrain/optim/",
+    "dtrain/memory/low_bit",
+    "dtrain/memory/optimizer_offload",
+    "dtrain/memory/gradient_accumulation",
+)
 
 
 def waits_in_steps(felt) -> int:

@@ -177,7 +177,7 @@ PICTURES = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_planned_peak_is_that_of_a_real_step(tmp_path, ranks, monkeypatch):
-    monkeypatch.setattr(tiles, "TOKENS", 64)
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 64)
     path = write_model(tmp_path / "model", "qwen3", tied=False, **SHAPE)
     settings = [f"model.path={path}", "train.dtype=float32", "data.max_length=256", "launch.device=cpu"]
     settings += ["train.global_batch=2", "train.micro_batch=1"]

@@ -92,9 +92,9 @@ def deltas(rank, root):
             chosen(fla)
         flash.installed_flash_delta, flash.check_flash_delta = lambda: rule, lambda rule, **shape: asked.append(shape)
         assert chosen("parallel.tp=2", "parallel.cp=2") == (rule, "")
-        sizes = read_config(root / "qwen3.5-tied").linear
+        sizes = read_config(root / "qwen3.5-tied").linear_attention
         assert asked.pop() == {
-            "key_heads": sizes.key_heads // 2, "value_heads": sizes.value_heads // 2, "key_dim": sizes.key_dim,
+            "key_heads": sizes.num_key_heads // 2, "value_heads": sizes.num_value_heads // 2, "key_dim": sizes.key_dim,
             "value_dim": sizes.value_dim, "dtype": torch.bfloat16, "device": cuda, "exchanges": True,
         }  # fmt: skip
         assert chosen("model.linear_attention=torch") == chosen(dtype="float32") == chosen(device=cpu) == (None, "")

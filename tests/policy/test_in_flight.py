@@ -192,7 +192,7 @@ MESHES = {
 @pytest.mark.processes
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_are_those_of_one_micro_batch_after_the_other(tmp_path, monkeypatch, mesh):
-    monkeypatch.setattr(tiles, "TOKENS", 16)  # so that these short rows have several tiles
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 16)  # so that these short rows have several tiles
     world_size, keys = MESHES[mesh]
     cases = {}
     for name, (family, more, is_replayed) in CASES.items():
@@ -227,7 +227,7 @@ REFERENCE_MESHES = {**MESHES, "ep 2": (2, ["parallel.ep=2"])}
 @pytest.mark.processes
 @pytest.mark.parametrize("mesh", REFERENCE_MESHES)
 def test_a_reference_without_adapters_may_be_in_flight_with_the_policy(tmp_path, monkeypatch, mesh):
-    monkeypatch.setattr(tiles, "TOKENS", 16)
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 16)
     world_size, keys = REFERENCE_MESHES[mesh]
     cases = {}
     for name, (family, more) in TEXT_REFERENCES.items():

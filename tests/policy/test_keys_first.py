@@ -12,7 +12,7 @@ from dtrain import models
 from dtrain import recipe as config
 from dtrain.attention.context import GatherKernel
 from dtrain.attention.kernels import SdpaKernel
-from dtrain.memory.compilation import compile_layers, computes_again
+from dtrain.memory.compilation import compile_layers, recomputes_layers
 from dtrain.models import read_config
 from dtrain.models.common.keys_first import project_keys_first
 from dtrain.models.common.micro_batch import MicroBatchContext
@@ -200,7 +200,7 @@ def test_compiled_layers_project_keys_first_where_they_are_computed_again(tmp_pa
     assert error < 1e-5
     for kind, again in (("full", True), ("selective", False), ("none", False), ("selective, moved", True)):
         keys = [f"train.activation_checkpointing={kind.split(',')[0]}", f"train.activation_offload={'moved' in kind}"]
-        assert computes_again(tiny_recipe(tmp_path, "train.compile=true", *keys).train) == again
+        assert recomputes_layers(tiny_recipe(tmp_path, "train.compile=true", *keys).train) == again
 
 
 def as_alone(rank, recipe, size):

@@ -22,8 +22,8 @@ from tests.world import run_world
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "TOKENS", 24)
-    monkeypatch.setattr(offload, "SMALL", 1024)
+    monkeypatch.setattr(tiles, "TILE_TOKENS", 24)
+    monkeypatch.setattr(offload, "MIN_OFFLOAD_BYTES", 1024)
 
 
 def built(path, dtype=torch.float64, tile="none", kind="none", memory=None, is_compiled=False):
@@ -73,15 +73,15 @@ def test_activations_that_went_to_the_host_change_no_bit(tmp_path):
         expected = gradients(built(path, tile=tile, kind=kind))
         found = gradients(built(path, tile=tile, kind=kind, memory=memory))
         assert all(torch.equal(found[name], right) for name, right in expected.items()), (tile, kind)
-        assert memory.copied > 0
+        assert memory.copied_bytes > 0
 
 
 class Rounded(offload.HostMemory):
     """Buffers of powers of two, which are kept, as pinned ones are."""
 
-    is_given_back = False
+    releases_buffers = False
 
-    def taken(self, size):
+    def buffer_size(self, size):
         return 1 << (size - 1).bit_length()
 
 
@@ -126,7 +126,7 @@ def test_a_half_precision_gradient_is_as_near_to_float64s_as_the_plain_one(tmp_p
     exact = gradients(built(path), length=400)
     off = {}
     for tile in ("none", "mlp", "all"):
-        monkeypatch.setattr(tiles, "TOKENS", 8)
+        monkeypatch.setattr(tiles, "TILE_TOKENS", 8)
         found = gradients(built(path, torch.bfloat16, tile), length=400)
         name = "model.layers.0.mlp.down_proj.weight"
         off[tile] = float((found[name] - exact[name]).norm() / exact[name].norm())
@@ -148,17 +148,17 @@ def test_storages_go_and_come_one_layer_at_a_time(tmp_path):
     for layer in model.model.layers:
         layer.register_forward_pre_hook(see)
     gradients(model)
-    assert max(alive) == offload.ON_THEIR_WAY + 2  # and what enters, and what the layer before it has yet
+    assert max(alive) == offload.MAX_COPYING_LAYERS + 2  # and what enters, and what the layer before it has yet
     size = 2 * 37 * 32 * 8  # an input's bytes
-    assert memory.bytes == 7 * size  # the last layer's stays
-    assert memory.copied == 2 * 7 * size
+    assert memory.allocated_bytes == 7 * size  # the last layer's stays
+    assert memory.copied_bytes == 2 * 7 * size
     gradients(model)
-    assert memory.bytes == 7 * size  # used again
+    assert memory.allocated_bytes == 7 * size  # used again
     gradients(model, length=30)
-    assert memory.bytes == 7 * size * 30 // 37  # in place of those of another size
+    assert memory.allocated_bytes == 7 * size * 30 // 37  # in place of those of another size
     with torch.no_grad():
         model(torch.arange(20)[None])
-    assert memory.copied == 4 * 7 * size + 2 * 7 * size * 30 // 37
+    assert memory.copied_bytes == 4 * 7 * size + 2 * 7 * size * 30 // 37
 
 
 def test_a_forward_without_a_backward_gives_its_buffers_back(tmp_path):
@@ -167,7 +167,7 @@ def test_a_forward_without_a_backward_gives_its_buffers_back(tmp_path):
     sizes = []
     for _ in range(3):
         model(torch.arange(40)[None])
-        sizes.append(memory.bytes)
+        sizes.append(memory.allocated_bytes)
     assert sizes[0] == sizes[2] > 0
 
 

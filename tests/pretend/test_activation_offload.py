@@ -10,7 +10,7 @@ KEYS = "train.activation_offload=true", "train.tile=all"
 
 def of_small_tensors(rank, recipe, size):
     """`train_on_card`, where tiny storages move and tiny rows are of several tiles; and what moved."""
-    activation_offload.SMALL, tiles.TOKENS = 256, 40
+    activation_offload.MIN_OFFLOAD_BYTES, tiles.TILE_TOKENS = 256, 40
     moved = []
     send = activation_offload.HostMemory.send
 

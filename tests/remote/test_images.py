@@ -241,7 +241,7 @@ def test_an_image_that_has_changed_since_is_told_before_it_is_sent(of_qwen, vllm
 
 
 def test_an_adapter_of_a_tower_is_sent_to_dtrain_alone(vllm):
-    config = AdapterConfig.of({"rank": 4})
+    config = AdapterConfig.from_values({"rank": 4})
     vllm.max_lora_rank = 8
     assert refusal(engine_of(vllm), config) is None
     assert "adapters of decoders alone" in refusal(engine_of(vllm), config, has_tower=True)

@@ -34,7 +34,7 @@ def written(root, labels):
 def serving(directory, max_length=32):
     model, tokenizer = load(directory, torch.float64, torch.device("cpu"), classifiers=True)
     encoder = PairEncoder(tokenizer, choose_template(directory, tokenizer), max_length=max_length)
-    names = names_of(directory / "config.json", model.config.labels)
+    names = names_of(directory / "config.json", model.config.num_labels)
     service = ClassifyService(Classifier(model), encoder, "tiny", names, None, {"localhost", "127.0.0.1"})
     with in_thread(service) as url:
         yield url

@@ -200,7 +200,7 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     chats = ChatEncoder(PromptEncoder(tokenizer, template, max_length=99, options=PromptOptions(99), images=reader))
     messages = [{"role": "user", "content": [image_part(made[2][0])]}, {"role": "assistant", "content": "a photo"}]
     prompt = chats.encode(Prompt([*messages, {"role": "user", "content": "<image_soft_token>"}]))  # written escaped
-    assert chats.images_of(prompt).index.max() == 8
+    assert chats.images_of(prompt).feature_index.max() == 8
     messages[1]["content"] = "a <image_soft_token>"
     with pytest.raises(
         UserError, match="10 image tokens .<image_soft_token>., and its images are 9: images alone write this token"

@@ -18,8 +18,8 @@ from tests.tiny import FAMILIES, VOCAB, save_weights, write_model
 def test_frequencies_stay_float32_when_the_model_is_cast(tmp_path, monkeypatch):
     """The tables of a model that was cast to bfloat16 are those of float64, rounded once."""
     directory = save_weights(write_model(tmp_path, "llama", max_position_embeddings=8192))
-    model, made, tables = models.from_pretrained(directory), [], decoder.tables
-    monkeypatch.setattr(decoder, "tables", lambda *given: made.append(tables(*given)) or made[-1])
+    model, made, tables = models.from_pretrained(directory), [], decoder.rotary_tables
+    monkeypatch.setattr(decoder, "rotary_tables", lambda *given: made.append(tables(*given)) or made[-1])
     positions = torch.tensor([[0, 1, 999, 8191]])
     model(torch.tensor([[3, 4, 5, 6]]), positions)
     model.bfloat16()(torch.tensor([[3, 4, 5, 6]]), positions)

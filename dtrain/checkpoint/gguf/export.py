@@ -218,7 +218,7 @@ def _missing_part_notes(model: CausalLM, arch: str, vocabulary: Vocabulary) -> l
         notes.append(
             f"llama.cpp has no sliding window of this architecture: the context length is the window, {window}"
         )
-    if (most := model.config.most_positions) is not None:
+    if (most := model.config.max_document_length) is not None:
         notes.append(
             f"llama.cpp takes long_factor for every text where its context is longer than {most}: dtrain has none"
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtrain.base.errors import UserError
 from dtrain.models.common.config import FULL, SLIDING, ModelConfig, Rope
-from dtrain.models.common.functions import frequencies
+from dtrain.models.common.functions import rotary_frequencies
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -57,7 +57,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 def _problems(arch: str, config: ModelConfig) -> Iterator[str]:
     """Return what of the model llama.cpp's graph of `arch` computes otherwise, or has no tensor for."""
-    if config.labels is not None:
+    if config.num_labels is not None:
         yield "a head of rewards or classes in place of the vocabulary's"
     if (config.hidden_act == "gelu_pytorch_tanh") != (arch == "gemma3") or config.hidden_act in ("gelu", "relu"):
         yield f"the activation {config.hidden_act}"
@@ -112,7 +112,7 @@ def add_sizes(writer: Any, arch: str, config: ModelConfig, file: Mapping[str, An
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = _main_rope(config)
     writer.add_rope_freq_base(rope.theta)
-    writer.add_rope_dimension_count(int(config.head_dim * rope.share))
+    writer.add_rope_dimension_count(int(config.head_dim * rope.rotary_fraction))
     _add_scaling(writer, rope)
     if arch == "gemma3":
         _add_gemma(writer, config)
@@ -156,12 +156,12 @@ def rotary_tensors(arch: str, config: ModelConfig, file: Mapping[str, Any]) -> d
     [rotated / 2], by name. file: as of `add_sizes`."""
     rope = _main_rope(config)
     if rope.kind == "llama3":
-        plain = frequencies(Rope(theta=rope.theta), config.head_dim, torch.float64)
-        return {"rope_freqs.weight": (plain / frequencies(rope, config.head_dim, torch.float64)).float()}
+        plain = rotary_frequencies(Rope(theta=rope.theta), config.head_dim, torch.float64)
+        return {"rope_freqs.weight": (plain / rotary_frequencies(rope, config.head_dim, torch.float64)).float()}
     if rope.kind == "longrope":
         written = file.get("rope_scaling") or file.get("rope_parameters") or {}
         long = torch.tensor(written["long_factor"], dtype=torch.float32)
-        return {"rope_factors_long.weight": long, "rope_factors_short.weight": torch.tensor(rope.factors)}
+        return {"rope_factors_long.weight": long, "rope_factors_short.weight": torch.tensor(rope.pair_factors)}
     return {}
 
 

@@ -2,9 +2,9 @@
 
 Files may join what a model holds apart: Phi-3's `qkv_proj.weight` is q_proj, k_proj and v_proj, one below the other. So
 every placement of the parts is that of plain matrices; only reading and writing know of the whole. What joins what is
-`ModelConfig.fused`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a model
-holds a layer's experts as stacks [E, out, in], of which the files may have each matrix, or gate and up joined along
-`out`, one behind the other or row by row in turn, or every matrix is_transposed; of their adapters PEFT's files have
+`ModelConfig.fused_modules`, by modules; the parts' biases, codes and adapters are joined alike. The other way round a
+model holds a layer's experts as stacks [E, out, in], of which the files may have each matrix, or gate and up joined
+along `out`, one behind the other or row by row in turn, or every matrix transposed; of their adapters PEFT's files have
 matrices. Loads no torch before it has tensors.
 """
 
@@ -172,8 +172,8 @@ def fused_weights(model: Any, names: Iterable[str], stored: Iterable[str] = ()) 
     config = model if isinstance(model, ModelConfig) else getattr(model, "config", None)
     if not isinstance(config, ModelConfig):
         return [FusedWeight(name, (name,)) for name in names]
-    stacked = config.experts is not None and config.experts.stacked
-    if config.experts is not None and not config.experts.turned:
+    stacked = config.experts is not None and config.experts.is_stacked
+    if config.experts is not None and not config.experts.is_transposed:
         stacked = _are_stacked(stored, stacked)
     return list(dict.fromkeys(fused for name in names for fused in _joints(config, name, stacked)))
 
@@ -191,22 +191,25 @@ def _are_stacked(stored: Iterable[str], otherwise: bool) -> bool:
 def _joints(config: ModelConfig, name: str, stacked: bool) -> list[FusedWeight]:
     module, _, parameter = name.rpartition(".")
     parent, _, last = module.rpartition(".")
-    if last in config.unnamed:
+    if last in config.unnamed_modules:
         return [FusedWeight(f"{parent}.{parameter}", (name,))]
     of_experts = config.experts is not None and parent.endswith(".experts") and not is_adapter(name)
     if stacked and of_experts:
-        turned, end = config.experts is not None and config.experts.turned, "_bias" if parameter == "bias" else ""
+        turned, end = (
+            config.experts is not None and config.experts.is_transposed,
+            "_bias" if parameter == "bias" else "",
+        )
         flags = {"is_interleaved": turned, "is_transposed": turned and not end}
         if last == "down_proj":
             return [FusedWeight(f"{module}{end}", (name,), **flags)]
         pair = tuple(f"{parent}.{role}_proj.{parameter}" for role in ("gate", "up"))
         return [FusedWeight(f"{parent}.gate_up_proj{end}", pair, dim=1, **flags)]
     if config.experts is not None and of_experts:
-        numbers = range(config.experts.count)
+        numbers = range(config.experts.num_experts)
         return [FusedWeight(f"{parent}.{number}.{last}.{parameter}", (name,), number) for number in numbers]
-    if (whole := config.whole(module)) == module:
+    if (whole := config.file_module(module)) == module:
         return [FusedWeight(name, (name,))]
-    parts = tuple(f"{part}.{parameter}" for part in config.parts(whole))
+    parts = tuple(f"{part}.{parameter}" for part in config.model_modules(whole))
     return [FusedWeight(f"{whole}.{parameter}", parts[:1] if parameter == "lora_A" else parts)]
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dtrain.adapters import nf4
 from dtrain.adapters.config import is_adapter
 from dtrain.adapters.lora import Adapted, Adapter, adapted_layers, remove_adapters
-from dtrain.adapters.nf4 import CODES, PARTS, SCALES, NF4Weight, holds_codes
+from dtrain.adapters.nf4 import CODES, PARTS, SCALES, NF4Weight, has_nf4_weight
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import check_shape, digest, read_text
@@ -139,7 +139,9 @@ def _join_parts(fused: FusedWeight, parts: list[FullWeight]) -> FullWeight:
 
 def _adapted_weight(layer: Adapted, name: str) -> FullWeight:
     def read(dtype: torch.dtype) -> Tensor:
-        weight = gather_full_tensor(layer.weight) if isinstance(layer, Router) else layer.matrix(gather_full_tensor)
+        weight = (
+            gather_full_tensor(layer.weight) if isinstance(layer, Router) else layer.dense_weight(gather_full_tensor)
+        )
         if layer.wrapper is None:
             return weight.to(dtype)
         has_magnitude = isinstance(layer.wrapper, Adapter) and layer.wrapper.dora
@@ -198,7 +200,7 @@ def merge_in_place(model: CausalLM) -> bool:
     for name, layer in layers.items():
         weight = _adapted_weight(layer, name)
         whole = weight.read(weight.dtype)
-        if holds_codes(layer):
+        if has_nf4_weight(layer):
             del layer.weight_storage  # that of its class is left
             for parameter in PARTS:
                 del layer._parameters[parameter]
@@ -260,7 +262,7 @@ class BaseWeights:
         self._coded = {
             f"{name}.weight": (layer, layer.weight_storage)
             for name, layer in model.named_modules()
-            if nf4.holds_codes(layer)
+            if nf4.has_nf4_weight(layer)
         }
         self._sources = {quantized.file_name(name): source for name, source in check_fit(model, files).items()}
 

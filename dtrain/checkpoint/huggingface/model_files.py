@@ -17,7 +17,7 @@ from dtrain.base.model_directory import (
     companions_in,
     is_chat_template,
 )
-from dtrain.models.registry import FAMILIES, of_model_type
+from dtrain.models.registry import FAMILIES, architecture_of_model_type
 
 
 def copy_companions(source: Path, target: Path, *, config: bool = False, chat_template: str | None = None) -> None:
@@ -100,15 +100,15 @@ def text_tower_config(config: dict[str, Any]) -> dict[str, Any]:
         if key in config:
             text.setdefault(key, config[key])
     kind = text.get("model_type") if "text_config" in config else None
-    kind = kind if of_model_type(kind) else _text_tower(config)
-    return text | {"architectures": [of_model_type(kind)], "model_type": kind}
+    kind = kind if architecture_of_model_type(kind) else _text_tower(config)
+    return text | {"architectures": [architecture_of_model_type(kind)], "model_type": kind}
 
 
 def _text_tower(config: dict[str, Any]) -> str | None:
     """Return the model_type of the text tower, by the architecture; None for a model that is one."""
     names = list(config.get("architectures") or [])
     if "text_config" in config:
-        names.append(of_model_type(config.get("model_type")))
+        names.append(architecture_of_model_type(config.get("model_type")))
     towers = [FAMILIES[name].text_tower for name in names if isinstance(name, str) and name in FAMILIES]
     return next(filter(None, towers), None)
 

@@ -37,7 +37,7 @@ def from_pretrained(
     base, adapter = base_of(Path(path)), read_adapter_config(Path(path))
     config = read_config(base, None if labels is None else num_outputs_in_adapter(Path(path)) or labels, vision)
     model = build_with_adapters(config, adapter, dtype, "meta")
-    convert_to_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.saved(linear_shapes(config)))
+    convert_to_4_bits(model, base, dtype, nf4=nf4, except_for=adapter.select_saved_modules(linear_shapes(config)))
     _fill(model, base, device)
     read_adapter(model, path)
     return model

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.adapters.nf4 import BLOCK, LEVELS, held_by_nf4, quantize, quantize_weights
+from dtrain.adapters.nf4 import BLOCK, LEVELS, nf4_layer_shapes, quantize, quantize_weights
 from dtrain.base.model_directory import has_weights
 from dtrain.checkpoint.huggingface.file_rows import FileRows
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.models.building import linear_shapes
-from dtrain.models.common.config_fields import is_skipped
+from dtrain.models.common.config_fields import is_unquantized
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.placement import local_slices, local_tensor
 
@@ -47,15 +47,17 @@ def convert_to_4_bits(
 
     Of a checkpoint that bitsandbytes has quantized, whole or in part, they are those of which the files in `directory`
     hold codes; where no files are, as for a plan, those that config.json does not skip. Of any other checkpoint they
-    are all `held_by_nf4` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers that
-    are trained whole. The headers are read; no collective.
+    are all `nf4_layer_shapes` with `nf4`, and none without. dtype: what they compute in. except_for: names of layers
+    that are trained whole. The headers are read; no collective.
     """
-    of_config = held_by_nf4(model.config) if model.config.unquantized is None else linear_shapes(model.config)
-    names, skipped = [name for name in of_config if name not in except_for], model.config.unquantized
+    of_config = (
+        nf4_layer_shapes(model.config) if model.config.unquantized_modules is None else linear_shapes(model.config)
+    )
+    names, skipped = [name for name in of_config if name not in except_for], model.config.unquantized_modules
     if skipped is None:
         names = names if nf4 else []
     elif not has_weights(directory):
-        names = [name for name in names if not is_skipped(skipped, name)]
+        names = [name for name in names if not is_unquantized(skipped, name)]
     else:
         stored = WeightFiles(directory).stored
         in_files = {name: model.checkpoint_names(f"{name}.weight") for name in names}

@@ -157,8 +157,8 @@ def write_entries(
     files = _files([*entries, *copied], max_shard_bytes)
     dtype = sizes.most_common(1)[0][0]
     described = getattr(model, "config", None)
-    if isinstance(described, ModelConfig) and described.labels is not None:
-        config = classifier_config(layout.config, described.architecture, described.labels, layout.source)
+    if isinstance(described, ModelConfig) and described.num_labels is not None:
+        config = classifier_config(layout.config, described.architecture, described.num_labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
     write_files(files, lambda new: _finish(new, files, layout, dtype), real(out), replace=replace, ranks=ranks)
 

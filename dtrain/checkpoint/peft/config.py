@@ -15,14 +15,14 @@ from typing import Any
 
 from dtrain.adapters.config import (
     ALL_LINEAR,
-    ENDS,
+    EMBEDDING_AND_HEAD,
     AdapterConfig,
-    by_pattern,
-    in_tower,
+    from_tower_name,
+    is_expert_or_router,
     is_in_vision_tower,
-    is_parameter,
-    out_of_tower,
     parameter_name,
+    to_tower_name,
+    value_by_pattern,
 )
 from dtrain.base import hub
 from dtrain.base.errors import Problem, UserError
@@ -95,7 +95,7 @@ def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
         UserError: For all fields of the file that cannot be used, and all keys that contradict it.
     """
     if section.get("path") is None:
-        return AdapterConfig.of(section)
+        return AdapterConfig.from_values(section)
     file = Path(section["path"]) / ADAPTER_CONFIG
     config, problems = _read_config(Path(section["path"]))
     if config is None:
@@ -106,7 +106,7 @@ def adapter_of(section: Mapping[str, Any]) -> AdapterConfig:
         problems.append(f"{file}: target_parameters goes without DoRA and dropout, in PEFT too: set lora.dropout=0")
     if problems:
         raise UserError("\n".join(problems))
-    return AdapterConfig.of(vars(config) | {"dropout": dropout})
+    return AdapterConfig.from_values(vars(config) | {"dropout": dropout})
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
@@ -134,13 +134,13 @@ def adapter_problems(section: Mapping[str, Any], model: ModelConfig) -> list[Pro
     problem = config.dropout_problem(adaptable_shapes(model))
     if problem:
         return [Problem("lora.path", f"{directory / ADAPTER_CONFIG}: {problem}")]
-    ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in ENDS}
+    ends = {f"{end}.weight": (model.vocab_size, model.hidden_size) for end in EMBEDDING_AND_HEAD}
     wanted = tensors.adapter_shapes(config, model, ends)
 
     def is_optional(name: str) -> bool:
         """Return whether a tensor is of a module in modules_to_save other than embedding and head."""
-        module = out_of_tower(name.removeprefix(PREFIX)).rpartition(".")[0]
-        return module not in ENDS and bool(config.saved([module]))
+        module = from_tower_name(name.removeprefix(PREFIX)).rpartition(".")[0]
+        return module not in EMBEDDING_AND_HEAD and bool(config.select_saved_modules([module]))
 
     lines = tensors.mismatches(directory, stored, wanted, is_optional, model=model)
     return [Problem("lora.path", line) for line in lines]
@@ -161,25 +161,25 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
     from dtrain.models.building import adaptable_shapes, module_names  # loads torch
 
     layers = adaptable_shapes(model)
-    known = [name for name in layers if is_parameter(name)]
-    names = [name for name in layers if not is_parameter(name)]
-    single, adapted = config.adapted_parameters(known), config.adapted(names)
+    known = [name for name in layers if is_expert_or_router(name)]
+    names = [name for name in layers if not is_expert_or_router(name)]
+    single, adapted = config.select_parameters(known), config.select_layers(names)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    outer = {name: in_tower(name) if model.is_text_tower else name for name in [*adapted, *single]}
+    outer = {name: to_tower_name(name) if model.is_text_tower else name for name in [*adapted, *single]}
     # A vision tower has layers with the same last names, so layers of a text tower get their full names.
     are_ends = not model.is_text_tower and {name for name in names if name.rpartition(".")[2] in ends} == set(adapted)
     targets = sorted({".".join(parameter_name(name).split(".")[-2:]) for name in single})
-    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).adapted_parameters(known) != single:
+    if model.is_text_tower or AdapterConfig(parameters=tuple(targets)).select_parameters(known) != single:
         targets = sorted(parameter_name(outer[name]) for name in single)
-    by_ours = {parameter_name(config.called(name)): parameter_name(theirs) for name, theirs in outer.items()}
+    by_ours = {parameter_name(config.matched_name(name)): parameter_name(theirs) for name, theirs in outer.items()}
     saved = list(config.modules_to_save)
     if model.is_text_tower:
-        saved = sorted(in_tower(name) for name in config.saved(module_names(model)))
+        saved = sorted(to_tower_name(name) for name in config.select_saved_modules(module_names(model)))
         # PEFT saves all of a module, and finds none within it.
         saved = [name for name in saved if not any(name.startswith(f"{other}.") for other in saved)]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.labels is None else "SEQ_CLS",
+        "task_type": "CAUSAL_LM" if model.num_labels is None else "SEQ_CLS",
         BASE: base,
         "inference_mode": True,
         "r": config.rank,
@@ -196,7 +196,7 @@ def peft_config(config: AdapterConfig, model: ModelConfig, base: str | None) -> 
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "modules_to_save": saved or None,
-        "ensure_weight_tying": bool(model.tie_word_embeddings and config.saved(ENDS)),
+        "ensure_weight_tying": bool(model.tie_word_embeddings and config.select_saved_modules(EMBEDDING_AND_HEAD)),
         "bias": "none",
         "lora_bias": False,
         "fan_in_fan_out": False,
@@ -220,8 +220,8 @@ def misread_layers(config: AdapterConfig, model: ModelConfig) -> list[str]:
         return []
     expert_names = EXPERT_NAMES_OF_PEFT.get(family.model_type, frozenset())
     misread = []
-    for name in config.adapted(adaptable_shapes(model)):
-        if not is_parameter(name) and name.rpartition(".")[2] in expert_names:
+    for name in config.select_layers(adaptable_shapes(model)):
+        if not is_expert_or_router(name) and name.rpartition(".")[2] in expert_names:
             misread.append(name)
     return misread
 
@@ -300,7 +300,7 @@ def _patterns(patterns: Mapping[str, Any], otherwise: float, outer: Mapping[str,
     is_unchanged = True
     pattern_by_layer = {}
     for name, peft_name in outer.items():
-        value = by_pattern(patterns, name, otherwise)
+        value = value_by_pattern(patterns, name, otherwise)
         matching_values = {other for pattern, other in patterns.items() if matches_suffix(pattern, peft_name)}
         if (matching_values or {otherwise}) != {value}:
             is_unchanged = False
@@ -348,14 +348,14 @@ def _read_config(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
     names: list[str] = []
     with suppress(UserError):  # reported when the tensors are read
         names = [name.removeprefix(PREFIX) for name in tensors.stored_shapes(directory)]
-    is_of_tower = any(out_of_tower(name) != name or is_in_vision_tower(name) for name in names)
+    is_of_tower = any(from_tower_name(name) != name or is_in_vision_tower(name) for name in names)
     config = _config_of_fields(fields, is_of_tower=is_of_tower)
     if isinstance(config.target, str) and config.layers is not None:
         problems.append(
             f"{file}: layers_to_transform goes with a list of target_modules, not with a pattern: set it null"
         )
     # Embeddings and the head may be trained in full (modules_to_save), but not adapted.
-    ends = [end for end in ENDS if config.targets(end) and not config.saved([end])]
+    ends = [end for end in EMBEDDING_AND_HEAD if config.is_targeted(end) and not config.select_saved_modules([end])]
     if config.target != ALL_LINEAR and config.layers is None and ends:
         problems.append(
             f"{file}: target_modules means {' and '.join(ends)}, and dtrain adapts linear layers of the decoder only: "
@@ -397,7 +397,7 @@ def _contradictions(section: Mapping[str, Any], config: AdapterConfig) -> list[s
         section: The keys of `lora` that the recipe sets.
         config: The adapter of the file.
     """
-    from_recipe = AdapterConfig.of(section)
+    from_recipe = AdapterConfig.from_values(section)
     defaults = AdapterConfig()
     problems = []
     for field, peft_name in _PEFT_NAMES.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtrain.adapters.config import AdapterConfig, shapes_of
+from dtrain.adapters.config import AdapterConfig, adapter_parameter_shapes
 from dtrain.base.errors import UserError
 from dtrain.base.files import real, replace_text
 from dtrain.base.json_files import read_json
@@ -34,8 +34,8 @@ class StoredAdapter:
 
     def __init__(self, directory: Path, model: CausalLM):
         self.directory, self.model, self.config = directory, model, read_adapter_config(directory)
-        self.adapted = self.config.adapted(adaptable_shapes(model.config))
-        self.whole = tuple(self.config.saved(linear_shapes(model.config)))
+        self.adapted = self.config.select_layers(adaptable_shapes(model.config))
+        self.whole = tuple(self.config.select_saved_modules(linear_shapes(model.config)))
         self.parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         wanted = adapter_shapes(self.config, model.config, self.parameters)
         self.files = adapter_weights(directory, wanted, model.config)
@@ -45,8 +45,8 @@ class StoredAdapter:
         """Shapes of the model's own parameters and of its adapters', by name."""
         shapes = dict(self.parameters)
         for name, layer in self.adapted.items():
-            for part in self.model.config.parts(name):
-                own = shapes_of(self.parameters[f"{part}.weight"], layer.rank, dora=True)
+            for part in self.model.config.model_modules(name):
+                own = adapter_parameter_shapes(self.parameters[f"{part}.weight"], layer.rank, dora=True)
                 shapes |= {f"{part}.{parameter}": shape for parameter, shape in own.items()}
         return shapes
 
@@ -65,7 +65,7 @@ class StoredAdapter:
         module, _, parameter = name.rpartition(".")
         if self.saves(name):
             return self.read(name).to(dtype)
-        layer = self.adapted.get(self.model.config.whole(module))
+        layer = self.adapted.get(self.model.config.file_module(module))
         if parameter != "weight" or layer is None:
             return base().to(dtype)
         a, b = self.read(f"{module}.lora_A"), self.read(f"{module}.lora_B")
@@ -121,7 +121,7 @@ class StoredAdapter:
             raise UserError(
                 f"{option}: the adapter has {has}, which a reader of plain LoRA has no place for: export it --merged"
             )
-        if self.config.adapted_parameters(self.adapted):
+        if self.config.select_parameters(self.adapted):
             raise UserError(
                 f"{option}: a reader of plain LoRA has no place for adapters of experts: export it --merged"
             )

@@ -5,23 +5,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dtrain.adapters.config import (
-    ENDS,
+    EMBEDDING_AND_HEAD,
     AdapterConfig,
-    in_tower,
+    adapter_parameter_shapes,
+    from_tower_name,
     is_adapter,
     is_in_vision_tower,
     is_stack,
-    out_of_tower,
-    shapes_of,
+    to_tower_name,
 )
 from dtrain.base.errors import UserError, first_few
 from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
 from dtrain.checkpoint.huggingface.file_rows import adapter_shape_in_file, fused_weights, locate_parts
-from dtrain.models.common.config import STACKS, ModelConfig
+from dtrain.models.common.config import EXPERT_STACKS, ModelConfig
 
 _PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
-_FIRST, _SECOND = STACKS
+_FIRST, _SECOND = EXPERT_STACKS
 
 
 def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str]:
@@ -29,19 +29,21 @@ def peft_names(name: str, config: AdapterConfig, model: ModelConfig) -> list[str
     trained whole; none for another. A tied embedding is written under two."""
 
     def outer(inner: str) -> str:
-        return PREFIX + (in_tower(inner) if model.is_text_tower else inner)
+        return PREFIX + (to_tower_name(inner) if model.is_text_tower else inner)
 
     module, _, parameter = name.rpartition(".")
-    module = model.whole(module)
+    module = model.file_module(module)
     if is_adapter(name):
         if is_stack(module):
             # PEFT wraps a module once for each of its parameters that it adapts, the first one innermost.
             parent, _, stack = module.rpartition(".")
-            module = f"{parent}.base_layer" if stack == _FIRST and config.adapted([f"{parent}.{_SECOND}"]) else parent
+            module = (
+                f"{parent}.base_layer" if stack == _FIRST and config.select_layers([f"{parent}.{_SECOND}"]) else parent
+            )
         kind = "lora_magnitude_vector" if parameter == "lora_magnitude" else f"{parameter}.weight"
         return [outer(f"{module}.{kind}")]
-    both = list(ENDS) if model.tie_word_embeddings and module in ENDS else [module]
-    return [outer(f"{saved_module}.{parameter}") for saved_module in both] if config.saved(both) else []
+    both = list(EMBEDDING_AND_HEAD) if model.tie_word_embeddings and module in EMBEDDING_AND_HEAD else [module]
+    return [outer(f"{saved_module}.{parameter}") for saved_module in both] if config.select_saved_modules(both) else []
 
 
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -107,9 +109,9 @@ def _rows_of_another_vocabulary(stored: Mapping[str, tuple[int, ...]], model: Mo
     PEFT saves both, whether or not `modules_to_save` names them, where `resize_token_embeddings` was called.
     """
     for name, shape in stored.items():
-        module = out_of_tower(name.removeprefix(PREFIX)).removesuffix(".weight")
+        module = from_tower_name(name.removeprefix(PREFIX)).removesuffix(".weight")
         is_another = shape[1:] == (model.hidden_size,) and shape[0] != model.vocab_size
-        if module in ENDS and is_another:
+        if module in EMBEDDING_AND_HEAD and is_another:
             return shape[0]
     return None
 
@@ -140,8 +142,8 @@ def adapter_shapes(
 
     shapes = adaptable_shapes(model)
     wanted = {fused.name: locate_parts(fused, fused.name, parameters)[0] for fused in fused_weights(model, parameters)}
-    for name, layer in config.adapted(shapes).items():
-        for part, shape in shapes_of(shapes[name], layer.rank, config.dora).items():
+    for name, layer in config.select_layers(shapes).items():
+        for part, shape in adapter_parameter_shapes(shapes[name], layer.rank, config.dora).items():
             wanted[f"{name}.{part}"] = adapter_shape_in_file(f"{name}.{part}", shape)
     return {outer: shape for name, shape in wanted.items() for outer in peft_names(name, config, model)}
 

@@ -128,7 +128,7 @@ def _head(plan: Plan) -> str:
     size = f"{_millions(plan.total_parameters)} parameters"
     if plan.trained_parameters < plan.total_parameters:
         of_what = "" if recipe.lora is None else ", an adapter"
-        is_stored_so = plan.spec.model_config.unquantized is not None
+        is_stored_so = plan.spec.model_config.unquantized_modules is not None
         if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_so):
             of_what += ", of a base in nf4"
         size += f", {_millions(plan.trained_parameters)} of them trained{of_what}"

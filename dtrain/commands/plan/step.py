@@ -113,9 +113,9 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
         gradients=observer.gradient_bytes,
         state=updater.device_state_bytes(),
         lightest=weights.smallest_rank_bytes,
-        host=memory.bytes,
+        host=memory.allocated_bytes,
         visiting=updater.host_state_bytes(),
-        offloaded=memory.copied // micro_batches,
+        offloaded=memory.copied_bytes // micro_batches,
     )
     if tracer.on_host:
         held["rows"] = observer.host_bytes + bytes_of(rows.pixels)

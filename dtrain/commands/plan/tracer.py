@@ -392,16 +392,16 @@ class PlannedMemory(HostMemory):
     def __init__(self, timeline: MemoryTimeline, is_pinned: bool):
         super().__init__()
         self._timeline, self._is_pinned = timeline, is_pinned
-        self.is_given_back = not is_pinned
+        self.releases_buffers = not is_pinned
 
-    def moves(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         return tensor.is_meta
 
-    def taken(self, size: int) -> int:
+    def buffer_size(self, size: int) -> int:
         """Override `HostMemory.taken`: as of `PinnedMemory` if it is pinned."""
         return 1 << (size - 1).bit_length() if self._is_pinned else size
 
-    def new(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
         # The tracer sees `torch.empty`, and assigns the storage to the timeline's part of that moment.
         timeline = self._timeline
         part_before = timeline.part

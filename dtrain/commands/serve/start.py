@@ -132,10 +132,10 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     name = arguments.name or str(arguments.directory)
     hosts = {"localhost", "127.0.0.1", "[::1]", arguments.host.lower(), host}
     service: Service | ClassifyService
-    if model.config.labels is not None:
+    if model.config.num_labels is not None:
         _refuse_unread(arguments)
         pairs = PairEncoder(tokenizer, template, max_length=length)
-        names = names_of(tokenizer.directory / CONFIG, model.config.labels)
+        names = names_of(tokenizer.directory / CONFIG, model.config.num_labels)
         service = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
         what, beside = f"{name}, {len(names)} output{'s' if len(names) > 1 else ''}", ""
         path, body = "/classify", '{"input": "Hello"}'

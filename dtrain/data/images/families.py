@@ -14,7 +14,7 @@ from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import CONFIG
 from dtrain.data.images.processor import ImageProcessor, ImageTokens, Layout
 from dtrain.data.text.tokenizer import TOKEN_TABLES
-from dtrain.models.common.config_fields import Fields, is_number, shown
+from dtrain.models.common.config_fields import Fields, format_value, is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,8 @@ def read_processor(directory: str | Path, max_pixels: int | None = None) -> Imag
     name = kind.removesuffix("Fast").removesuffix("Pil") if isinstance(kind, str) else ""  # transformers' variants
     if name not in _READERS:
         raise UserError(
-            f"{files.file}: image_processor_type {shown(kind)} is not implemented; there are: {', '.join(_READERS)}"
+            f"{files.file}: image_processor_type {format_value(kind)} is not implemented; "
+            f"there are: {', '.join(_READERS)}"
         )
     return _READERS[name](files, max_pixels)
 
@@ -84,10 +85,10 @@ class ProcessorFiles:
         kind's defaults."""
         for key in ("do_resize", "do_rescale", "do_normalize", "resample", "rescale_factor"):
             if key in self.fields and self.fields.get(key) is None:  # to transformers false, or another default
-                self.fields.problem(f"{key} is null; give it a value, or leave it out")
+                self.fields.add_problem(f"{key} is null; give it a value, or leave it out")
         for key in ("do_resize", "do_rescale"):
             if not self.fields.flag(key, True):
-                self.fields.problem(f"{key} is false, and dtrain always does it; set it to true")
+                self.fields.add_problem(f"{key} is false, and dtrain always does it; set it to true")
         normalise = self.fields.flag("do_normalize", normalise)
         return {
             "resample": self._resample(resample),
@@ -101,8 +102,8 @@ class ProcessorFiles:
         if value is None or (isinstance(value, int) and value in _RESAMPLES):
             return default if value is None else _RESAMPLES[value]
         name = _OTHER_RESAMPLES.get(value) if isinstance(value, int) else None
-        self.fields.problem(
-            f"resample {shown(value)}{f' ({name})' if name else ''} is not implemented; there are: "
+        self.fields.add_problem(
+            f"resample {format_value(value)}{f' ({name})' if name else ''} is not implemented; there are: "
             + ", ".join(f"{number} ({mode})" for number, mode in _RESAMPLES.items())
         )
         return default
@@ -116,8 +117,8 @@ class ProcessorFiles:
             if zero or 0 not in channels:
                 red, green, blue = map(float, channels)
                 return red, green, blue
-        self.fields.problem(
-            f"{key} {shown(value)}: must be a number {'' if zero else 'above 0 '}for each of 3 channels"
+        self.fields.add_problem(
+            f"{key} {format_value(value)}: must be a number {'' if zero else 'above 0 '}for each of 3 channels"
         )
         return default
 
@@ -140,7 +141,7 @@ class ProcessorFiles:
         """Return the id of image tokens by config.json."""
         key = "image_token_index" if self.model.get("image_token_id") is None else "image_token_id"
         if self.model.get(key) is None:
-            self.model.problem("image_token_id is missing; it says which tokens stand for images")
+            self.model.add_problem("image_token_id is missing; it says which tokens stand for images")
             return 0
         return self.model.integer(key, minimum=0)
 
@@ -155,7 +156,9 @@ class ProcessorFiles:
         the processor has as `key`."""
         written = place.get(other)
         if written is not None and written != value:
-            place.problem(f"{other} is {shown(written)}, and {key} of the image processor {value}; they must be equal")
+            place.add_problem(
+                f"{other} is {format_value(written)}, and {key} of the image processor {value}; they must be equal"
+            )
 
 
 def too_low(max_pixels: int, least: int, why: str) -> UserError:
@@ -254,7 +257,7 @@ def _pixel_bounds(fields: Fields) -> tuple[int, int]:
     if size is None:
         size = {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS}
     if not isinstance(size, dict):
-        fields.problem("size must be an object with shortest_edge and longest_edge")
+        fields.add_problem("size must be an object with shortest_edge and longest_edge")
         return 1, 1
     bounds = Fields(
         {
@@ -265,7 +268,7 @@ def _pixel_bounds(fields: Fields) -> tuple[int, int]:
     )
     least, most = bounds.integer("min_pixels"), bounds.integer("max_pixels")
     if least > most:
-        fields.problem(f"min_pixels {least} is above max_pixels {most}")
+        fields.add_problem(f"min_pixels {least} is above max_pixels {most}")
     return least, most
 
 
@@ -304,7 +307,7 @@ def _read_gemma3(files: ProcessorFiles, max_pixels: int | None) -> Gemma3Process
     files.must_equal("size", size, files.vision, "image_size")
     files.must_equal("image_seq_length", count, files.model, "mm_tokens_per_image")
     if size % patch:
-        fields.problem(f"size {size} is not a multiple of the tower's patch_size {patch}")
+        fields.add_problem(f"size {size} is not a multiple of the tower's patch_size {patch}")
     values = files.values("bilinear", _GEMMA3_MEAN, _GEMMA3_MEAN)
     begin, image, end = files.image_texts("<start_of_image>", "<image_soft_token>", "<end_of_image>")
     tokens = ImageTokens(begin, f"\n\n{begin}", image, f"{end}\n\n", files.image_token_id())
@@ -320,7 +323,7 @@ def _gemma3_side(fields: Fields) -> int:
         return 224
     edges = (size.get("height"), size.get("width")) if isinstance(size, dict) else (None, None)
     if edges[0] != edges[1] or edges[0] is None:
-        fields.problem(f"size {shown(size)}: must have an equal height and width")
+        fields.add_problem(f"size {format_value(size)}: must have an equal height and width")
         return 224
     return Fields({"size": edges[0]}, fields.problems).integer("size")
 
@@ -366,7 +369,7 @@ def _read_gemma4(files: ProcessorFiles, max_pixels: int | None) -> Gemma4Process
     patch, kernel = files.integer_of_tower("patch_size", 16), files.integer_of_tower("pooling_kernel_size", 3)
     budget = fields.integer("max_soft_tokens", 280)
     if budget not in BUDGETS:
-        fields.problem(f"max_soft_tokens {budget} is not one of {', '.join(map(str, BUDGETS))}")
+        fields.add_problem(f"max_soft_tokens {budget} is not one of {', '.join(map(str, BUDGETS))}")
     values = files.values("bicubic", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), normalise=False)
     begin, image, end = files.image_texts("<|image>", "<|image|>", "<image|>")
     tokens = ImageTokens(image, begin, image, end, files.image_token_id())

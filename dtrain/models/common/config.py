@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FULL",
-    "KeyHeads",
+    "KVHeads",
     "LINEAR",
     "LatentAttention",
     "LinearAttention",
     "ModelConfig",
-    "PerLayer",
+    "PerLayerEmbeddings",
     "Rope",
     "RouterSettings",
     "SIGMOID",
@@ -25,13 +25,16 @@ __all__ = [
     "SOFTMAX",
 ]
 
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, and what they join
+EXPERT_STACKS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}  # of experts, and what they join
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LINEAR = "linear_attention"
 SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
-VISION_PARTS = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")
+VISION_MODULES = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")
 """Children of a multimodal model's `model` that belong to its vision tower, over all families."""
 
 
@@ -46,30 +49,30 @@ def is_in_vision_tower(name: str) -> bool:
     """
     first, _, rest = name.partition(".")
     child = rest.partition(".")[0]
-    return first == "model" and child in VISION_PARTS
+    return first == "model" and child in VISION_MODULES
 
 
 @dataclass(frozen=True)
 class LinearAttention:
     """The sizes of layers of linear attention. width: of the convolution, in tokens."""
 
-    key_heads: int
-    value_heads: int
+    num_key_heads: int
+    num_value_heads: int
     key_dim: int
     value_dim: int
-    width: int
+    conv_width: int
 
     @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
+    def total_key_dim(self) -> int:
+        return self.num_key_heads * self.key_dim
 
     @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
+    def total_value_dim(self) -> int:
+        return self.num_value_heads * self.value_dim
 
     @property
-    def state(self) -> int:  # elements of one row's
-        return self.value_heads * self.key_dim * self.value_dim
+    def state_size(self) -> int:  # elements of one row's
+        return self.num_value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -91,24 +94,24 @@ class LatentAttention:
 
     q_rank: int | None
     kv_rank: int
-    nope: int
-    rope: int
-    value: int
-    interleaved: bool = True
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    is_interleaved: bool = True
 
     @property
-    def query(self) -> int:
+    def query_dim(self) -> int:
         """Elements of a head of queries and keys."""
-        return self.nope + self.rope
+        return self.nope_dim + self.rope_dim
 
-    def parameters(self, hidden: int, heads: int) -> int:
+    def num_parameters(self, hidden: int, heads: int) -> int:
         """Return the number of weights in the projections of a layer."""
         if self.q_rank is None:
-            of_queries = hidden * heads * self.query
+            of_queries = hidden * heads * self.query_dim
         else:
-            of_queries = self.q_rank * (hidden + heads * self.query)
-        of_keys = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.value)
-        return of_queries + of_keys + heads * self.value * hidden
+            of_queries = self.q_rank * (hidden + heads * self.query_dim)
+        of_keys = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return of_queries + of_keys + heads * self.value_dim * hidden
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,16 @@ class RouterSettings:
         scale: Factor of the weights.
     """
 
-    normed: bool
-    score: str = SOFTMAX
-    groups: int = 1
-    top_groups: int = 1
+    is_normalized: bool
+    score_function: str = SOFTMAX
+    num_groups: int = 1
+    num_top_groups: int = 1
     has_selection_bias: bool = False
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsConfig:
     """The experts of sparse layers. count: of a layer; top: of a token; inner: each one's MLP size; router: how they
     are chosen; layers: the sparse ones' numbers; shared: the MLP size of an expert of all tokens, 0 for none;
     has_shared_gate: whether a gate multiplies that expert; stacked: whether files have a layer's experts as two
@@ -143,45 +146,45 @@ class Experts:
     router and experts have biases; turned: whether files have a stack's matrices transposed, gate and up joined row by
     row in turn; clamp: a clamped gate's gain and limit."""
 
-    count: int
-    top: int
-    inner: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
     router: RouterSettings
     layers: tuple[int, ...]
-    shared: int = 0
+    shared_intermediate_size: int = 0
     has_shared_gate: bool = True
-    stacked: bool = False
-    beside: bool = False
-    biased: bool = False
-    turned: bool = False
+    is_stacked: bool = False
+    has_dense_mlp: bool = False
+    has_biases: bool = False
+    is_transposed: bool = False
     clamp: tuple[float, float] | None = None
 
     @property
-    def share(self) -> float:
+    def active_fraction(self) -> float:
         """The share of a layer's experts that a token goes to."""
-        return self.top / self.count
+        return self.top_k / self.num_experts
 
 
 @dataclass(frozen=True)
-class KeyHeads:
+class KVHeads:
     """The heads of keys and values of layers of one kind. size: of a head of keys and of queries; value_size: of a
     head of values; tied: whether keys and values come from one projection."""
 
     count: int
-    size: int
-    value_size: int
-    tied: bool = False
+    head_dim: int
+    value_dim: int
+    is_tied: bool = False
 
-    def elements(self, tp: int = 1) -> int:
+    def num_elements(self, tp: int = 1) -> int:
         """Return the elements of a token's keys and values on one of `tp` ranks, each of which has at least a head."""
-        return max(1, self.count // tp) * (self.size + self.value_size)
+        return max(1, self.count // tp) * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
-class PerLayer:
+class PerLayerEmbeddings:
     """A second table of embeddings, of which every layer has `size` columns. vocab: its rows."""
 
-    vocab: int
+    vocab_size: int
     size: int
 
 
@@ -207,13 +210,13 @@ class ModelConfig:
     ropes: dict[str, Rope]  # by layer type
     attention_scale: float  # what q·k is multiplied by
     attention_gate: bool = False  # whether q_proj gives a gate of attention's output beside the queries
-    linear: LinearAttention | None = None  # of LINEAR layers
-    latent: LatentAttention | None = None  # of all layers, in a family that has it
-    key_heads: Mapping[str, KeyHeads] = field(default_factory=dict)  # by layer type
-    shared_layers: int = 0  # the last layers, which read the keys and values of an earlier one of their type
-    shared_width: int = 1  # times intermediate_size: the MLPs of those
-    per_layer: PerLayer | None = None
-    experts: Experts | None = None  # of layers whose MLP is a mixture
+    linear_attention: LinearAttention | None = None  # of LINEAR layers
+    latent_attention: LatentAttention | None = None  # of all layers, in a family that has it
+    kv_heads_by_type: Mapping[str, KVHeads] = field(default_factory=dict)  # by layer type
+    num_kv_shared_layers: int = 0  # the last layers, which read the keys and values of an earlier one of their type
+    kv_shared_mlp_factor: int = 1  # times intermediate_size: the MLPs of those
+    per_layer_embeddings: PerLayerEmbeddings | None = None
+    experts: ExpertsConfig | None = None  # of layers whose MLP is a mixture
     qkv_bias: bool = False
     o_bias: bool = False
     has_sinks: bool = False  # whether each query head has a score that takes part in its softmax (`attention.blocks`)
@@ -229,127 +232,133 @@ class ModelConfig:
     dtype: str | None = None  # of the weights in the files, such as "bfloat16"
     is_text_tower: bool = False  # one part of a multimodal checkpoint
     vision: "VisionConfig | None" = None  # of the tower that is built beside the text's
-    bidirectional: tuple[str, ...] = ()  # types of layers in which the tokens of an image see one another
-    unquantized: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
+    bidirectional_types: tuple[str, ...] = ()  # types of layers in which the tokens of an image see one another
+    unquantized_modules: tuple[str, ...] | None = None  # modules that a checkpoint in 4 bits leaves as they were
     # A layer's module in the files -> the model's modules whose rows it joins, in order; the others are alike.
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    unnamed: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
+    fused_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unnamed_modules: tuple[str, ...] = ()  # modules of the model whose parameters the files name as their parent's
     num_nextn_predict_layers: int = 0  # behind the last layer of the files, which dtrain does not train
-    labels: int | None = None  # outputs of the head `score`, which a classifier has in place of the vocabulary's
+    num_labels: int | None = None  # outputs of the head `score`, which a classifier has in place of the vocabulary's
     has_new_head: bool = False  # whether the files are of a language model, and have no such head
 
-    def parts(self, name: str) -> list[str]:
+    def model_modules(self, name: str) -> list[str]:
         """The model's modules that the module `name` of the files is: itself, or those whose rows it joins; of experts
         those of one of their stacks."""
         parent, _, module = name.rpartition(".")
         if self.experts is not None and parent.endswith((".experts", ".router")):
-            if self.experts.beside and ".sparse." not in parent:
+            if self.experts.has_dense_mlp and ".sparse." not in parent:
                 parent = ".sparse.".join(parent.rsplit(".", 1))
-            return [f"{parent}.{part}" for part in STACKS.get(module, (module,))]
-        return [f"{parent}.{part}" for part in self.fused[module]] if module in self.fused else [name]
+            return [f"{parent}.{part}" for part in EXPERT_STACKS.get(module, (module,))]
+        return [f"{parent}.{part}" for part in self.fused_modules[module]] if module in self.fused_modules else [name]
 
-    def whole(self, name: str) -> str:
+    def file_module(self, name: str) -> str:
         """The module of the files that the model's module `name` is, or is a part of; of experts the stack, as
         transformers names it."""
         parent, _, module = name.rpartition(".")
         if self.experts is not None and (parent.endswith(".experts") or name.endswith(".router.proj")):
             parent = parent.replace(".sparse.", ".")
-            return f"{parent}.{next((stack for stack, parts in STACKS.items() if module in parts), module)}"
-        return next((f"{parent}.{fused}" for fused, parts in self.fused.items() if module in parts), name)
+            return f"{parent}.{next((stack for stack, parts in EXPERT_STACKS.items() if module in parts), module)}"
+        return next((f"{parent}.{fused}" for fused, parts in self.fused_modules.items() if module in parts), name)
 
     @cached_property
-    def most_positions(self) -> int | None:
+    def max_document_length(self) -> int | None:
         """Tokens of a document beyond which the files mean another rotary table (LongRoPE's, see `Rope`); None: any."""
         scaled = any(rope.kind == "longrope" for rope in self.ropes.values())
         return self.max_position_embeddings if scaled else None
 
     @property
-    def expert_count(self) -> int | None:
-        return None if self.experts is None else self.experts.count
+    def num_experts(self) -> int | None:
+        return None if self.experts is None else self.experts.num_experts
 
     @property
-    def linear_key_heads(self) -> int | None:
-        return None if self.linear is None else self.linear.key_heads
+    def num_linear_key_heads(self) -> int | None:
+        return None if self.linear_attention is None else self.linear_attention.num_key_heads
 
-    def heads_of(self, kind: str) -> KeyHeads:
-        return self.key_heads.get(kind) or KeyHeads(self.num_key_value_heads, self.head_dim, self.head_dim)
+    def kv_heads_of(self, kind: str) -> KVHeads:
+        return self.kv_heads_by_type.get(kind) or KVHeads(self.num_key_value_heads, self.head_dim, self.head_dim)
 
-    def rotary_size(self, kind: str) -> int:
+    def rotary_dim(self, kind: str) -> int:
         """Return the elements of a head for which rotary tables are made."""
-        return self.heads_of(kind).size if self.latent is None else self.latent.rope
+        return self.kv_heads_of(kind).head_dim if self.latent_attention is None else self.latent_attention.rope_dim
 
     @property
     def kv_heads(self) -> dict[str, int]:
         """Numbers of key heads by the type of layers with attention."""
         kinds = dict.fromkeys(kind for kind in self.layer_types if kind != LINEAR)
-        return {kind: self.heads_of(kind).count for kind in kinds}
+        return {kind: self.kv_heads_of(kind).count for kind in kinds}
 
     def attention_shapes(self, tp: int = 1) -> list[dict[str, Any]]:
         """Return the sizes of attention on one of `tp` ranks, for each number of key heads and size of a head: what a
         proof of a kernel takes by these names."""
         window = self.sliding_window if SLIDING in self.layer_types else None
         shared = {"heads": self.num_attention_heads // tp, "window": window, "sinks": self.has_sinks}
-        kinds = dict.fromkeys(self.heads_of(kind) for kind in self.kv_heads)
+        kinds = dict.fromkeys(self.kv_heads_of(kind) for kind in self.kv_heads)
         shapes = []
         for heads in kinds:
-            sizes = {"key_heads": max(1, heads.count // tp), "head_dim": heads.size, "value_dim": heads.value_size}
+            sizes = {"key_heads": max(1, heads.count // tp), "head_dim": heads.head_dim, "value_dim": heads.value_dim}
             shapes.append({**sizes, **shared})
         return shapes
 
     @cached_property
-    def key_sources(self) -> tuple[int, ...]:
+    def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads: itself, or the last one of its type that has some."""
-        own = self.num_hidden_layers - self.shared_layers
+        own = self.num_hidden_layers - self.num_kv_shared_layers
         last = {kind: index for index, kind in enumerate(self.layer_types[:own])}
         return tuple(index if index < own else last[kind] for index, kind in enumerate(self.layer_types))
 
     @cached_property
-    def kept_heads(self) -> tuple[KeyHeads, ...]:
+    def cached_kv_heads(self) -> tuple[KVHeads, ...]:
         """Heads of keys and values of each layer that keeps its own."""
-        own = (kind for index, kind in enumerate(self.layer_types) if self.key_sources[index] == index)
-        return tuple(self.heads_of(kind) for kind in own if kind != LINEAR)
+        own = (kind for index, kind in enumerate(self.layer_types) if self.kv_sources[index] == index)
+        return tuple(self.kv_heads_of(kind) for kind in own if kind != LINEAR)
 
     def is_sparse(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
 
-    def has_mlp(self, layer: int) -> bool:
+    def has_dense_mlp(self, layer: int) -> bool:
         """Return whether a layer, by its number, has an MLP that all tokens go through."""
-        return self.experts is None or self.experts.beside or layer not in self.experts.layers
+        return self.experts is None or self.experts.has_dense_mlp or layer not in self.experts.layers
 
     @property
-    def inner_sizes(self) -> set[int]:
+    def mlp_sizes(self) -> set[int]:
         """Inner sizes of the MLPs that there are, experts among them."""
-        dense = {self.inner_size(layer) for layer in range(self.num_hidden_layers) if self.has_mlp(layer)}
-        sparse = () if self.experts is None else (self.experts.inner, self.experts.shared)
+        dense = {self.mlp_size(layer) for layer in range(self.num_hidden_layers) if self.has_dense_mlp(layer)}
+        sparse = () if self.experts is None else (self.experts.intermediate_size, self.experts.shared_intermediate_size)
         return dense | {size for size in sparse if size}
 
-    def inner_size(self, layer: int) -> int:
-        own = self.num_hidden_layers - self.shared_layers
-        return self.intermediate_size * (self.shared_width if layer >= own else 1)
+    def mlp_size(self, layer: int) -> int:
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        return self.intermediate_size * (self.kv_shared_mlp_factor if layer >= own else 1)
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Number of parameters in the matrices; norms and biases are left out."""
         hidden, widths, latent = self.hidden_size, 0, 0
-        for index, (kind, source) in enumerate(zip(self.layer_types, self.key_sources, strict=True)):
+        for index, (kind, source) in enumerate(zip(self.layer_types, self.kv_sources, strict=True)):
             if self.experts is not None and self.is_sparse(index):
-                widths += self.experts.count * (3 * self.experts.inner + 1)
-                widths += 3 * self.experts.shared + bool(self.experts.shared and self.experts.has_shared_gate)
-            if self.has_mlp(index):
-                widths += 3 * self.inner_size(index)
-            if kind == LINEAR and self.linear is not None:
-                widths += 2 * self.linear.keys + 3 * self.linear.values + 2 * self.linear.value_heads
+                widths += self.experts.num_experts * (3 * self.experts.intermediate_size + 1)
+                widths += 3 * self.experts.shared_intermediate_size + bool(
+                    self.experts.shared_intermediate_size and self.experts.has_shared_gate
+                )
+            if self.has_dense_mlp(index):
+                widths += 3 * self.mlp_size(index)
+            if kind == LINEAR and self.linear_attention is not None:
+                widths += (
+                    2 * self.linear_attention.total_key_dim
+                    + 3 * self.linear_attention.total_value_dim
+                    + 2 * self.linear_attention.num_value_heads
+                )
                 continue
-            if self.latent is not None:
-                latent += self.latent.parameters(hidden, self.num_attention_heads)
+            if self.latent_attention is not None:
+                latent += self.latent_attention.num_parameters(hidden, self.num_attention_heads)
                 continue
-            heads = self.heads_of(kind)
-            keys = 0 if source != index else (2 - heads.tied) * heads.count
-            widths += heads.size * ((2 + self.attention_gate) * self.num_attention_heads + keys)
+            heads = self.kv_heads_of(kind)
+            keys = 0 if source != index else (2 - heads.is_tied) * heads.count
+            widths += heads.head_dim * ((2 + self.attention_gate) * self.num_attention_heads + keys)
         vocabulary = (2 - self.tie_word_embeddings) * self.vocab_size * hidden
-        if self.labels is not None:
-            vocabulary = (self.vocab_size + self.labels) * hidden
-        if self.per_layer is not None:
-            widths += 3 * self.num_hidden_layers * self.per_layer.size
-            vocabulary += self.per_layer.vocab * self.num_hidden_layers * self.per_layer.size
+        if self.num_labels is not None:
+            vocabulary = (self.vocab_size + self.num_labels) * hidden
+        if self.per_layer_embeddings is not None:
+            widths += 3 * self.num_hidden_layers * self.per_layer_embeddings.size
+            vocabulary += self.per_layer_embeddings.vocab_size * self.num_hidden_layers * self.per_layer_embeddings.size
         return hidden * widths + latent + vocabulary

@@ -1,6 +1,6 @@
 """Reading the fields of a config.json: typed, with every problem collected, and nothing passed over in silence.
 
-`unquantized` reads the `quantization_config` of bitsandbytes' checkpoints.
+`read_unquantized_modules` reads the `quantization_config` of bitsandbytes' checkpoints.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any, Self
 from dtrain.base.name_patterns import pattern_error
 
 # Fields that config.json files carry and that change no number of a causal decoder's training.
-HARMLESS = frozenset(
+IGNORED_FIELDS = frozenset(
     """
     architectures model_type transformers_version name_or_path _name_or_path _commit_hash auto_map torch_dtype dtype
     use_cache output_attentions output_hidden_states return_dict use_return_dict torchscript use_bfloat16 is_decoder
@@ -34,8 +34,8 @@ HARMLESS = frozenset(
 )
 
 # The largest that a whole number may be, by its field; others end at LARGEST. Ten times and more what is published.
-LARGEST = 2**31 - 1
-SIZES = {
+MAX_INTEGER = 2**31 - 1
+MAX_SIZES = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
@@ -67,7 +67,7 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def over(self, defaults: Mapping[str, Any]) -> Self:
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """The same fields, with `defaults` where one is missing or null."""
         set_here = {key: value for key, value in self._values.items() if value is not None or key not in defaults}
         return self._with({**defaults, **set_here})
@@ -81,10 +81,10 @@ class Fields:
         fields._used = self._used
         return fields
 
-    def problem(self, text: str) -> None:
+    def add_problem(self, text: str) -> None:
         self.problems.append(self._prefix + text)
 
-    def known(self, *keys: str) -> None:
+    def ignore(self, *keys: str) -> None:
         """Mark `keys` as fields that are none of ours."""
         self._used.update(keys)
 
@@ -93,10 +93,10 @@ class Fields:
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value, most = self._or_default(key, default), SIZES.get(key, LARGEST)
+        value, most = self._or_default(key, default), MAX_SIZES.get(key, MAX_INTEGER)
         fits = isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= most
         words = f": must be a whole number of at least {minimum} and at most {most}"
-        return self._if_it(fits, key, value, minimum, words)
+        return self._checked(fits, key, value, minimum, words)
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
         """Return what `integer` does; None where there is neither a field nor a default."""
@@ -109,7 +109,7 @@ class Fields:
         value = self._or_default(key, default)
         fits = is_number(value) and (least < value <= most or (zero and value == 0))  # NaN is neither
         words = f": must be a number above {least:g} and at most {most:g}{', or 0' if zero else ''}"
-        return float(self._if_it(fits, key, value, most, words))
+        return float(self._checked(fits, key, value, most, words))
 
     def optional_number(self, key: str, *, zero: bool = False) -> float | None:
         """Return what `number` does; None where there is no field."""
@@ -117,26 +117,26 @@ class Fields:
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._or_default(key, default)
-        return self._if_it(isinstance(value, bool), key, value, default, ": must be true or false")
+        return self._checked(isinstance(value, bool), key, value, default, ": must be true or false")
 
     def choice(self, key: str, choices: tuple[str, ...], default: str | None) -> str:
         value = self._or_default(key, default)
         words = f" is not implemented; there are: {', '.join(choices)}"
-        return self._if_it(value in choices, key, value, choices[0], words)
+        return self._checked(value in choices, key, value, choices[0], words)
 
-    def token(self, key: str, default: int | None = None) -> int | None:
+    def token_id(self, key: str, default: int | None = None) -> int | None:
         """A token id, of a list the first; null is none, and only a missing field takes the default."""
         value: Any = self.get(key) if key in self else default
         if isinstance(value, list):
             value = value[0] if value else None
-        return self._if_it(_is_token(value), key, value, None, ": must be a token id")
+        return self._checked(_is_token(value), key, value, None, ": must be a token id")
 
-    def tokens(self, key: str) -> tuple[int, ...]:
+    def token_ids(self, key: str) -> tuple[int, ...]:
         value = self.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if all(map(_is_token, values)):
             return tuple(values)
-        self.problem(f"{key} {shown(value)}: must be a token id or a list of them")
+        self.add_problem(f"{key} {format_value(value)}: must be a token id or a list of them")
         return ()
 
     def dtype(self) -> str | None:
@@ -144,30 +144,32 @@ class Fields:
         value = self.get("dtype") or self.get("torch_dtype")
         name = value.removeprefix("torch.") if isinstance(value, str) else value
         if name is not None and name not in DTYPES:
-            self.problem(f"dtype {shown(value)} is not read; there are: {', '.join(DTYPES)}")
+            self.add_problem(f"dtype {format_value(value)} is not read; there are: {', '.join(DTYPES)}")
         return None if name == "auto" else name
 
     def must_be_off(self, key: str, reason: str) -> None:
         if self.get(key):
-            self.problem(f"{key} {shown(self._values[key])}: {reason}")
+            self.add_problem(f"{key} {format_value(self._values[key])}: {reason}")
 
     def refuse_the_rest(self) -> None:
         """Add a problem for every field not asked for, unless it is harmless or switched off."""
         for key, value in self._values.items():
-            if key not in self._used and key not in HARMLESS and value:
-                name = shown(key)[1:-1]
-                self.problem(f"{name} {shown(value)}: not a field that dtrain knows; it may change the numbers")
+            if key not in self._used and key not in IGNORED_FIELDS and value:
+                name = format_value(key)[1:-1]
+                self.add_problem(
+                    f"{name} {format_value(value)}: not a field that dtrain knows; it may change the numbers"
+                )
 
     def _or_default(self, key: str, default: Any) -> Any:
         value = self.get(key)
         if value is None and default is None:
-            self.problem(f"{key} is missing")
+            self.add_problem(f"{key} is missing")
         return default if value is None else value
 
-    def _if_it(self, fits: bool, key: str, value: Any, otherwise: Any, words: str) -> Any:
+    def _checked(self, fits: bool, key: str, value: Any, otherwise: Any, words: str) -> Any:
         """Return `value` if it fits; else what to go on with, `otherwise`, and a problem of these words."""
         if not fits and value is not None:
-            self.problem(f"{key} {shown(value)}{words}")
+            self.add_problem(f"{key} {format_value(value)}{words}")
         return value if fits else otherwise
 
 
@@ -176,10 +178,10 @@ def is_number(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and -MAX_INTEGER <= value <= MAX_INTEGER
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """The value in a message, cut to one line."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -201,7 +203,7 @@ def _is_unpacked(values: dict[str, Any]) -> bool:
     return values.get("quant_method") == "mxfp4" or (is_fp8 and is_plain)
 
 
-def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
+def read_unquantized_modules(section: Any, problems: list[str]) -> tuple[str, ...] | None:
     """The patterns of modules that a checkpoint with this section, in 4 bits, holds as they were; None of one that is
     read as bfloat16. What dtrain does not read is added to `problems`: everything but bitsandbytes' nf4, mxfp4, and fp8
     in blocks."""
@@ -210,13 +212,13 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
         return None
     kind, storage = values.get("bnb_4bit_quant_type", "fp4"), values.get("bnb_4bit_quant_storage") or "uint8"
     if values.get("quant_method") != "bitsandbytes" or not values.get("load_in_4bit", values.get("_load_in_4bit")):
-        problems.append(f"quantization_config {shown(section)}: {_READABLE_FORMATS}{_other_format_hint(values)}")
+        problems.append(f"quantization_config {format_value(section)}: {_READABLE_FORMATS}{_other_format_hint(values)}")
     elif kind != "nf4":
         problems.append(
-            f"quantization_config has bnb_4bit_quant_type {shown(kind)}: {_READABLE_FORMATS}{_USE_ORIGINAL}"
+            f"quantization_config has bnb_4bit_quant_type {format_value(kind)}: {_READABLE_FORMATS}{_USE_ORIGINAL}"
         )
     elif storage not in ("uint8", "torch.uint8"):
-        problems.append(f"quantization_config has bnb_4bit_quant_storage {shown(storage)}: only uint8 is read")
+        problems.append(f"quantization_config has bnb_4bit_quant_storage {format_value(storage)}: only uint8 is read")
     patterns = values.get("llm_int8_skip_modules") or []
     if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
         problems.append("quantization_config llm_int8_skip_modules: must be a list of names or regular expressions")
@@ -224,7 +226,7 @@ def unquantized(section: Any, problems: list[str]) -> tuple[str, ...] | None:
     return tuple(patterns)
 
 
-def is_skipped(patterns: Iterable[str], name: str) -> bool:
+def is_unquantized(patterns: Iterable[str], name: str) -> bool:
     """Return whether the module of this name is left as it was, as transformers matches names: a pattern is the name's
     beginning up to a dot, as it stands or as a regular expression, or its end."""
     return any(re.fullmatch(_from_start(pattern), name) or name.endswith(pattern) for pattern in patterns)

@@ -18,12 +18,19 @@ from torch import Tensor, nn
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.visibility import Visibility
 from dtrain.base.batch import PADDING_DOCUMENT
-from dtrain.models.common.config import LINEAR, SLIDING, KeyHeads, ModelConfig, Rope
-from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, gated, rotate, rounded, tables
+from dtrain.models.common.config import LINEAR, SLIDING, KVHeads, ModelConfig, Rope
+from dtrain.models.common.functions import (
+    ACTIVATIONS,
+    RMSNorm,
+    apply_rotary,
+    gated_activation,
+    rotary_tables,
+    round_scale,
+)
 from dtrain.models.common.linear import Linear, WrapperSettings
 from dtrain.models.common.micro_batch import (
     AdapterContext,
-    Cached,
+    DecodingCache,
     Images,
     LayerContext,
     MicroBatchContext,
@@ -85,21 +92,23 @@ class Attention(Mixer):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        heads = config.heads_of(config.layer_types[index])
+        heads = config.kv_heads_of(config.layer_types[index])
         self.index = index
-        self.head_dim = heads.size
+        self.head_dim = heads.head_dim
         self.scale = config.attention_scale
         self.add_projections(config, heads)
 
-    def add_projections(self, config: ModelConfig, heads: KeyHeads) -> None:
+    def add_projections(self, config: ModelConfig, heads: KVHeads) -> None:
         """Add the projections, and norms of heads."""
-        hidden, query = config.hidden_size, config.num_attention_heads * heads.size
+        hidden, query = config.hidden_size, config.num_attention_heads * heads.head_dim
         self.q_proj = Linear(hidden, query, bias=config.qkv_bias)
-        self.k_proj, self.v_proj = (Linear(hidden, heads.count * heads.size, bias=config.qkv_bias) for _ in range(2))
+        self.k_proj, self.v_proj = (
+            Linear(hidden, heads.count * heads.head_dim, bias=config.qkv_bias) for _ in range(2)
+        )
         self.k_proj.key_heads = self.v_proj.key_heads = heads.count
         self.o_proj = Linear(query, hidden, bias=config.o_bias)
-        self.q_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
-        self.k_norm = self.qk_norm(heads.size, config.rms_norm_eps) if self.qk_norm else None
+        self.q_norm = self.qk_norm(heads.head_dim, config.rms_norm_eps) if self.qk_norm else None
+        self.k_norm = self.qk_norm(heads.head_dim, config.rms_norm_eps) if self.qk_norm else None
 
     def project(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> q [B, S, H, hd], k and v [B, S, kv, hd], and what else `project_queries` gives"""
@@ -110,19 +119,19 @@ class Attention(Mixer):
     def project_queries(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """[B, S, D], entered -> q [B, S, H, hd], and what else a family's `forward` takes after the values"""
         q = self.q_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
-        return (self.turn(q, self.q_norm, rotary),)
+        return (self.norm_and_rotate(q, self.q_norm, rotary),)
 
     def project_keys(self, hidden: Tensor, rotary: Rotary, adapters: AdapterContext | None) -> tuple[Tensor, ...]:
         """[B, S, D], entered -> k and v [B, S, kv, hd]"""
         k = self.k_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(hidden, adapters).unflatten(-1, (-1, self.head_dim))
-        return self.turn(k, self.k_norm, rotary), v
+        return self.norm_and_rotate(k, self.k_norm, rotary), v
 
-    def turn(self, x: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
+    def norm_and_rotate(self, x: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
         """Queries or keys [B, S, heads, hd], normed and rotated by their positions."""
-        return rotate(x if norm is None else norm(x), *rotary[:2])
+        return apply_rotary(x if norm is None else norm(x), *rotary[:2])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Cached | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: DecodingCache | None = None) -> Tensor:
         """Map what `project` gives to [B, S, H · hd], for `o_proj`; mask: the kernel's form of it."""
         if cache is not None:
             return cache.attend(self.index, q, k, v, self.scale, sinks=self.sinks()).flatten(2)
@@ -151,17 +160,17 @@ class GatedMLP(Block):
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]"""
         x = self.enter(x)
-        mixed = gated(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        mixed = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
         return self.down_proj(mixed, adapters)
 
 
-class KeysBeforeQueries(Protocol):
+class KeysFirstProjection(Protocol):
     """An order of the projections in which keys of other ranks travel while queries are projected."""
 
-    def under(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
-        """Return, for one forward with `mask`, what replaces `Layer.before`, and the cache that attends."""
+    def start_exchange(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
+        """Return, for one forward with `mask`, what replaces `Layer.before_attention`, and the cache that attends."""
 
-    def compiled_by(self, compiled: Callable[..., Any]) -> "KeysBeforeQueries":
+    def compile_with(self, compiled: Callable[..., Any]) -> "KeysFirstProjection":
         """Return the same with its two functions compiled."""
 
 
@@ -178,14 +187,14 @@ class Layer(nn.Module):
     self_attn: Attention
     input_layernorm: RMSNorm
     regions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    keys_first: KeysBeforeQueries | None = None
+    keys_first: KeysFirstProjection | None = None
     is_sparse = False
 
     @property
     def mixer(self) -> Mixer:
         return self.self_attn
 
-    def before(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
+    def before_attention(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
         """Project the layer's input for its mixer, as the mixer's `project`.
 
         Args:
@@ -195,7 +204,7 @@ class Layer(nn.Module):
         """
         return self.mixer.project(self.input_layernorm(hidden), rotary, adapters)
 
-    def after(
+    def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
         """Compute the layer's output, [B, S, D].
@@ -211,9 +220,13 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """hidden [B, S, D] -> [B, S, D]"""
         mask, cache, adapters = context.mask, context.cache, context.adapters
-        before, after = self.regions if self.regions is not None and cache is None else (self.before, self.after)
+        before, after = (
+            self.regions
+            if self.regions is not None and cache is None
+            else (self.before_attention, self.after_attention)
+        )
         if self.keys_first is not None and cache is None:
-            before, cache = self.keys_first.under(mask)
+            before, cache = self.keys_first.start_exchange(mask)
         # Attention is called inside the argument list: a local name would keep its output alive during the MLP.
         if self.is_sparse:
             return after(hidden, adapters, self.mixer(*before(hidden, adapters, *context.rotary), mask, cache), context)
@@ -238,28 +251,28 @@ class PreNormLayer(Layer):
         self.self_attn = self.attention(config, index)
 
     def add_mlp(self, config: ModelConfig, index: int) -> None:
-        self.mlp: Block = GatedMLP(config, config.inner_size(index))
+        self.mlp: Block = GatedMLP(config, config.mlp_size(index))
 
-    def after(
+    def after_attention(
         self, hidden: Tensor, adapters: AdapterContext | None, attended: Tensor, context: LayerContext | None = None
     ) -> Tensor:
-        """Override `Layer.after`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
+        """Override `Layer.after_attention`: hidden [B, S, D], attended [B, S, H · hd] -> [B, S, D]"""
         hidden = hidden + self.mixer.output(attended, adapters)
         del attended  # the MLP needs its memory
         return hidden + self.feed_forward(self.post_attention_layernorm(hidden), adapters, context)
 
     def feed_forward(self, normed: Tensor, adapters: AdapterContext | None, context: LayerContext | None) -> Tensor:
-        """Compute the MLP, [B, S, D] -> [B, S, D]. The contexts are those of `Layer.after`."""
+        """Compute the MLP, [B, S, D] -> [B, S, D]. The contexts are those of `Layer.after_attention`."""
         return self.mlp(normed, adapters)
 
 
 class Decoder(Stack):
     """Token ids to hidden states after the final norm. `embed_scale` multiplies the embeddings. flash_delta computes
-    linear attention where it is not None; why it is, delta_note says."""
+    linear attention where it is not None; why it is, no_flash_delta_reason says."""
 
     kernel: Kernel
     flash_delta: "FlashDelta | None" = None
-    delta_note: str = ""
+    no_flash_delta_reason: str = ""
     vision: "tuple[()] | tuple[VisionTower]" = ()
 
     def __init__(
@@ -272,7 +285,7 @@ class Decoder(Stack):
         super().__init__()
         self.config = config
         self.embed_scale = embed_scale
-        self.rotary_sizes = {kind: config.rotary_size(kind) for kind in config.layer_types}
+        self.rotary_sizes = {kind: config.rotary_dim(kind) for kind in config.layer_types}
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = norm(config.hidden_size, config.rms_norm_eps)
@@ -281,19 +294,19 @@ class Decoder(Stack):
         """Override `Stack.states`: ids [B, S] -> [B, S, D]"""
         is_bare = context.cache is not None and context.cache.skips_hooks
         look_up = self.embed_tokens.forward if is_bare else self.embed_tokens
-        hidden = self._embedded(look_up(input_ids))  # [B, S, D]
+        hidden = self._scale_embeddings(look_up(input_ids))  # [B, S, D]
         placed = None
         if context.images is not None:
             if not self.vision:
                 raise ValueError("images, and this model was built without its vision tower")
             cp_group = self.kernel.group if context.cache is None else None
-            of_tower = None if context.adapters is None else context.adapters.of_patches()
-            placed = self.vision[0].placed(context.images, hidden.shape[1], self.tp, cp_group, of_tower)
+            of_tower = None if context.adapters is None else context.adapters.for_vision_tower()
+            placed = self.vision[0].place_features(context.images, hidden.shape[1], self.tp, cp_group, of_tower)
             hidden = placed.insert(hidden)
         layer_contexts = self.layer_contexts(input_ids, context, hidden.dtype)
-        return self.norm(self.through(hidden, input_ids, layer_contexts, is_bare, placed))
+        return self.norm(self.run_layers(hidden, input_ids, layer_contexts, is_bare, placed))
 
-    def through(
+    def run_layers(
         self,
         hidden: Tensor,
         input_ids: Tensor,
@@ -307,13 +320,13 @@ class Decoder(Stack):
             hidden: The embeddings.
             input_ids: Their ids, [B, S], which sequence parallel does not cut.
             layer_contexts: The context of each layer.
-            is_bare: Whether modules are called without their hooks (`Cached.skips_hooks`).
+            is_bare: Whether modules are called without their hooks (`DecodingCache.skips_hooks`).
             placed: Features of images.
         """
         for index, (layer, context) in enumerate(zip(self.layers, layer_contexts, strict=True)):
             hidden = (layer.forward if is_bare else layer)(hidden, context)
             if placed is not None:
-                hidden = placed.add(index, hidden)
+                hidden = placed.add_deepstack(index, hidden)
         return hidden
 
     def layer_contexts(self, input_ids: Tensor, context: MicroBatchContext, dtype: torch.dtype) -> list[LayerContext]:
@@ -341,7 +354,7 @@ class Decoder(Stack):
 
     def _positions(self, input_ids: Tensor, context: MicroBatchContext) -> Tensor:
         """Return the positions, [B or 1, S]."""
-        length, most = input_ids.shape[1], self.config.most_positions
+        length, most = input_ids.shape[1], self.config.max_document_length
         if context.cache is not None:
             return context.cache.positions
         if context.position_ids is not None:
@@ -364,7 +377,7 @@ class Decoder(Stack):
         for kind in dict.fromkeys(self.config.layer_types):
             rope = self.config.ropes[kind], self.rotary_sizes[kind]
             if rope not in made:
-                made[rope] = self.turns(*rope, positions, dtype, frequencies)
+                made[rope] = self.make_rotary(*rope, positions, dtype, frequencies)
             by_type[kind] = made[rope]
         return by_type
 
@@ -388,7 +401,7 @@ class Decoder(Stack):
                 masks[kind] = None
                 continue
             window = config.sliding_window if kind == SLIDING else None
-            sees_ends = ends is not None and kind in config.bidirectional
+            sees_ends = ends is not None and kind in config.bidirectional_types
             if keys is not None and (sees_ends or packing is None or not kernel.takes_packing):
                 key_positions, key_documents = keys
                 visibility = Visibility(
@@ -422,7 +435,7 @@ class Decoder(Stack):
         num_rows, length = input_ids.shape
         return (torch.arange(length, device=input_ids.device) < context.num_tokens).expand(num_rows, -1)
 
-    def add_vision(self, tower: "VisionTower") -> None:
+    def attach_vision_tower(self, tower: "VisionTower") -> None:
         """Give the decoder a vision tower, whose children are its own from now on, by their names."""
         for name, child in tower.named_children():
             self.add_module(name, child)
@@ -433,15 +446,15 @@ class Decoder(Stack):
     def takes_packing(self) -> bool:
         return self.kernel.takes_packing or self.flash_delta is not None
 
-    def turns(
+    def make_rotary(
         self, rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None
     ) -> Rotary:
         """`tables` of positions [B or 1, S], for layers with this rope; a family may add what else these take."""
-        return tables(rope, head_dim, positions, dtype, held)
+        return rotary_tables(rope, head_dim, positions, dtype, held)
 
-    def _embedded(self, hidden: Tensor) -> Tensor:
+    def _scale_embeddings(self, hidden: Tensor) -> Tensor:
         """[B, S, D] as they were looked up -> as the first layer takes them"""
-        return hidden if self.embed_scale is None else hidden * rounded(self.embed_scale, hidden.dtype)
+        return hidden if self.embed_scale is None else hidden * round_scale(self.embed_scale, hidden.dtype)
 
 
 class CausalLM(ParallelModel):
@@ -459,10 +472,10 @@ class CausalLM(ParallelModel):
     model: Decoder
     adapters: WrapperSettings | None = None  # shared by the wrappers of the layers
     routing: "Routing | None" = None  # what sparse layers share
-    initial: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    initial_values: Mapping[str, str] = {"*norm.weight": "ones", "*.bias": "zeros", "*": "normal"}
     initial_buffers: Mapping[str, float] = {"*.e_score_correction_bias": 0.0, "*": 1.0}
     vision_tower: "type[VisionTower] | None" = None  # of a family that takes images
-    uncompiled: str | None = None  # why layers that were to be compiled are not
+    uncompiled_reason: str | None = None  # why layers that were to be compiled are not
     layer: Callable[[ModelConfig, int], nn.Module] = PreNormLayer  # of a family without a decoder of its own
 
     @classmethod
@@ -477,12 +490,14 @@ class CausalLM(ParallelModel):
         self.model = decoder or Decoder(config, type(self).layer)
         if config.vision is not None and self.vision_tower is not None:
             tower = self.vision_tower(config.vision)
-            self.model.add_vision(tower)
-            self.initial = {f"model.{pattern}": kind for pattern, kind in tower.starting_values()} | {**self.initial}
-        if config.labels is None:
+            self.model.attach_vision_tower(tower)
+            self.initial_values = {f"model.{pattern}": kind for pattern, kind in tower.initial_patterns()} | {
+                **self.initial_values
+            }
+        if config.num_labels is None:
             self.lm_head = VocabHead(config.hidden_size, config.vocab_size, bias=False)
         else:
-            self.score = ScoreHead(config.hidden_size, config.labels, bias=False)
+            self.score = ScoreHead(config.hidden_size, config.num_labels, bias=False)
         names = [name for name, _ in self.named_modules()]
         of_tower = {f"model.{pattern}": style for tower in self.model.vision for pattern, style in tower.plan().items()}
         styles = {**self.plan, **of_tower, "score": "score_head"}
@@ -494,7 +509,7 @@ class CausalLM(ParallelModel):
 
     @property
     def head(self) -> VocabHead | ScoreHead:
-        return self.lm_head if self.config.labels is None else self.score
+        return self.lm_head if self.config.num_labels is None else self.score
 
     def tie_weights(self) -> None:
         """Make every parameter in `tied_parameters` the parameter that it shares.
@@ -517,7 +532,7 @@ class CausalLM(ParallelModel):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         seq_ids: Tensor | None = None,
-        cache: Cached | None = None,
+        cache: DecodingCache | None = None,
         images: Images | None = None,
         adapters: AdapterContext | None = None,
     ) -> Tensor:
@@ -540,19 +555,19 @@ class CausalLM(ParallelModel):
 
         Args:
             hidden: Hidden states after the final norm, [..., D].
-            is_bare: Whether the head is called without its hooks (`Cached.skips_hooks`).
+            is_bare: Whether the head is called without its hooks (`DecodingCache.skips_hooks`).
 
         Returns:
             [..., V], or [..., labels] of a classifier.
         """
         logits = (self.head.forward if is_bare else self.head)(hidden)
-        cap = self.config.final_logit_softcapping if self.config.labels is None else None
+        cap = self.config.final_logit_softcapping if self.config.num_labels is None else None
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def next_logits(
         self,
         input_ids: Tensor,
-        cache: Cached,
+        cache: DecodingCache,
         images: Images | None = None,
         record: RoutingRecord | None = None,
         adapters: AdapterContext | None = None,
@@ -562,7 +577,7 @@ class CausalLM(ParallelModel):
         Under FSDP this is a registered forward method.
 
         Args:
-            input_ids: Tokens that are read with `cache`, [B, S]. `cache.last` selects one of each row.
+            input_ids: Tokens that are read with `cache`, [B, S]. `cache.last_index` selects one of each row.
             cache: KV cache.
             images: Images among the tokens.
             record: Filled by the sparse layers. None if nobody reads it.
@@ -574,8 +589,8 @@ class CausalLM(ParallelModel):
         routing = None if record is None else MicroBatchRouting(record=record)
         context = MicroBatchContext(cache=cache, images=images, routing=routing, adapters=adapters)
         hidden = self.model(input_ids, context)  # [B, S, D]
-        if cache.last is not None:
-            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last, None]
+        if cache.last_index is not None:
+            hidden = hidden[torch.arange(hidden.shape[0], device=hidden.device), cache.last_index, None]
         return gather_vocabulary(self.logits(hidden[:, 0], cache.skips_hooks))
 
     def with_head(self, fn: Callable[[Tensor, Tensor], Any], input_ids: Tensor, context: MicroBatchContext) -> Any:

@@ -14,12 +14,12 @@ class TextFlops(NamedTuple):
     """Training FLOPs of a model's text. token: of a token; pair: of a token and one of its document, in the layers that
     see whole documents; windowed_pair: of such a pair within the window, in the layers that have one."""
 
-    token: float
-    pair: float
-    windowed_pair: float
+    per_token: float
+    per_pair: float
+    per_windowed_pair: float
 
 
-def text_flops(model: CausalLM) -> TextFlops:
+def get_text_flops(model: CausalLM) -> TextFlops:
     """Return the training FLOPs of `model`: 6·N of a token, 6·Σ over layers of H·(hd + hd_v) of a pair; 4 for a frozen
     parameter, whose gradient is not computed. Of experts those count that a token goes to. A vision tower's are
     `vision.flops.flops_per_patch`.
@@ -35,26 +35,28 @@ def text_flops(model: CausalLM) -> TextFlops:
     lookups += [parameter for tower in model.model.vision for parameter in tower.parameters()]
     left_out = set(map(id, lookups))
     products = [parameter for parameter in model.parameters() if id(parameter) not in left_out]
-    share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.share)
+    share = {} if config.experts is None else dict.fromkeys(expert_parameters(model), config.experts.active_fraction)
     of_token = sum(
-        weights_in(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
+        num_weights(parameter) * (6 if parameter.requires_grad else 4) * share.get(parameter, 1)
         for parameter in products
     )
-    states = 0 if config.linear is None else config.layer_types.count(LINEAR) * config.linear.state
+    states = (
+        0 if config.linear_attention is None else config.layer_types.count(LINEAR) * config.linear_attention.state_size
+    )
     per_element = 6.0 * config.num_attention_heads
-    heads = [(kind, config.heads_of(kind)) for kind in config.layer_types if kind != LINEAR]
-    sizes = [(kind, per_element * (each.size + each.value_size)) for kind, each in heads]
+    heads = [(kind, config.kv_heads_of(kind)) for kind in config.layer_types if kind != LINEAR]
+    sizes = [(kind, per_element * (each.head_dim + each.value_dim)) for kind, each in heads]
     windowed = sum(size for kind, size in sizes if kind == SLIDING)
     return TextFlops(of_token + 18.0 * states, sum(size for _, size in sizes) - windowed, windowed)
 
 
 def flops_per_token(model: CausalLM, seq_len: int) -> float:
-    """Return the training FLOPs per token of `model` for a document of `seq_len` tokens, by `text_flops`."""
-    flops, window = text_flops(model), model.config.sliding_window or seq_len
-    return flops.token + seq_len * flops.pair + min(seq_len, window) * flops.windowed_pair
+    """Return the training FLOPs per token of `model` for a document of `seq_len` tokens, by `get_text_flops`."""
+    flops, window = get_text_flops(model), model.config.sliding_window or seq_len
+    return flops.per_token + seq_len * flops.per_pair + min(seq_len, window) * flops.per_windowed_pair
 
 
-def weights_in(parameter: Tensor) -> int:
+def num_weights(parameter: Tensor) -> int:
     """Return how many weights of a model the parameter, [any shape], is: two for a byte of codes, none for scales
     (`adapters.nf4`)."""
     return parameter.numel() * {torch.uint8: 2, torch.int32: 0}.get(parameter.dtype, 1)

@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps) if x.is_cuda else _RmsNorm.apply(x, weight, eps)
 
 
-def unit_rms(x: Tensor, eps: float) -> Tensor:
+def normalize_rms(x: Tensor, eps: float) -> Tensor:
     """Return x [..., D] over its root mean square, computed in max(float32, x's dtype), in x's dtype."""
     return rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), None, eps).to(x.dtype)
 
@@ -72,7 +72,7 @@ class RMSNorm(LocalParameters):
         weight = self.local("weight")
         if wide == x.dtype == weight.dtype:
             return rms_norm(x, weight, self.eps)
-        return weight * unit_rms(x, self.eps)
+        return weight * normalize_rms(x, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -104,7 +104,7 @@ ACTIVATIONS = {
 }
 
 
-def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) · up (GLU variants, arXiv:2002.05202). gate, up: [..., F]."""
     return _Gated.apply(gate, up, activation)
 
@@ -124,7 +124,7 @@ class _Gated(torch.autograd.Function):
         return ctx.activation.backward(grad * up, gate), up_grad, None
 
 
-def clamped(gate: Tensor, up: Tensor, gain: float, limit: float) -> Tensor:
+def clamped_gated_activation(gate: Tensor, up: Tensor, gain: float, limit: float) -> Tensor:
     """g · sigmoid(gain · g) · (u + 1), g = min(gate, limit), u = up held between -limit and limit: the gate of gpt-oss.
     gate, up: [..., F]."""
     return _Clamped.apply(gate, up, gain, limit)
@@ -150,13 +150,13 @@ class _Clamped(torch.autograd.Function):
         return slope.masked_fill_(gate > ctx.limit, 0), up_grad, None, None
 
 
-def frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
+def rotary_frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
     """[head_dim / 2] radians per position in `dtype` (float32 or float64), on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").to(dtype) / head_dim
     powers = rope.theta**exponents
     plain = 1.0 / powers
     if rope.kind == "proportional":
-        plain[int(rope.share * head_dim // 2) :] = 0  # these stay as they are
+        plain[int(rope.rotary_fraction * head_dim // 2) :] = 0  # these stay as they are
     if rope.kind in ("linear", "proportional"):
         return plain / rope.factor
     if rope.kind == "llama3":
@@ -164,7 +164,7 @@ def frequencies(rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, powers, head_dim)
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.factors, dtype=dtype, device="cpu") * powers)
+        return 1.0 / (torch.tensor(rope.pair_factors, dtype=dtype, device="cpu") * powers)
     return plain
 
 
@@ -196,7 +196,7 @@ def _yarn(rope: Rope, powers: Tensor, head_dim: int) -> Tensor:
     return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def tables(
+def rotary_tables(
     rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype, held: dict[Any, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """cos and sign·sin, each [B or 1, S, 1, turned] in `dtype`, for positions [B or 1, S], or [B or 1, S, 3] by the
@@ -204,9 +204,9 @@ def tables(
     ones. Computed in max(float32, dtype). held: where the frequencies on the device stay for the next call, of like
     sizes."""
     wide, held = torch.promote_types(dtype, torch.float32), {} if held is None else held
-    turned = head_dim if rope.kind == "proportional" else int(head_dim * rope.share)
+    turned = head_dim if rope.kind == "proportional" else int(head_dim * rope.rotary_fraction)
     if (rope, turned) not in held:
-        held[rope, turned] = frequencies(rope, turned, wide).to(positions.device, non_blocking=True)
+        held[rope, turned] = rotary_frequencies(rope, turned, wide).to(positions.device, non_blocking=True)
     by_pair = positions[..., None] if positions.dim() == 2 else _by_pair(rope, positions, turned // 2, held)
     angles = by_pair.to(wide) * held[rope, turned]  # [B, S, turned / 2]
     cos, sin = angles.cos() * rope.table_scale, angles.sin() * rope.table_scale
@@ -223,15 +223,15 @@ def _by_pair(rope: Rope, positions: Tensor, pairs: int, held: dict[Any, Tensor])
     return positions.index_select(-1, held[axes])
 
 
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """x [B, S, H, hd] with its halves (x1, x2) turned: (x1·cos − x2·sin, x2·cos + x1·sin); those of its first
     dimensions where the tables are for these alone."""
     turned = cos.shape[-1]
     if turned < x.shape[-1]:
-        return torch.cat([rotate(x[..., :turned], cos, signed_sin), x[..., turned:]], -1)
+        return torch.cat([apply_rotary(x[..., :turned], cos, signed_sin), x[..., turned:]], -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
-def rounded(scale: float, dtype: torch.dtype) -> float:
+def round_scale(scale: float, dtype: torch.dtype) -> float:
     """Return the factor of embeddings rounded to `dtype`, as checkpoints were trained: 50.6 is 50.5 in bfloat16."""
     return torch.tensor(scale, dtype=dtype, device="cpu").item()

@@ -27,13 +27,13 @@ class KeysFirst:
         self.layer, self.attention = layer, layer.self_attn
         self.keys, self.queries = compiled(self._keys), compiled(self._queries)
 
-    def compiled_by(self, compiled: Compiler) -> "KeysFirst":
+    def compile_with(self, compiled: Compiler) -> "KeysFirst":
         return KeysFirst(self.layer, compiled)
 
-    def under(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
+    def start_exchange(self, mask: Any) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
         """Return what a layer calls in place of `before`, and what attends in place of its kernel and `mask`: once."""
         exchange = KeyExchange(self, mask)
-        return exchange.before, exchange
+        return exchange.before_attention, exchange
 
     def _keys(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
         """hidden [B, S, D] -> as projections take it, and k and v [B, S, kv, hd]"""
@@ -50,14 +50,14 @@ class KeyExchange:
     """Keys and values of one layer and forward, on their way to all ranks from `before` until `wait`."""
 
     def __init__(self, of: KeysFirst, mask: Any):
-        self.of, self.kernel, self.mask = of, of.attention.kernel, mask
+        self.projection, self.kernel, self.mask = of, of.attention.kernel, mask
         self.wait: Gathering  # for keys and values as `Kernel.over` takes them
 
-    def before(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
-        """Compute as `Layer.before`, and begin the exchange in between."""
-        entered, k, v = self.of.keys(hidden, adapters, *rotary)
+    def before_attention(self, hidden: Tensor, adapters: AdapterContext | None, *rotary: Tensor) -> tuple[Tensor, ...]:
+        """Compute as `Layer.before_attention`, and begin the exchange in between."""
+        entered, k, v = self.projection.keys(hidden, adapters, *rotary)
         self.wait = self.kernel.begin_gather(k, v, self.mask)
-        q, *more = self.of.queries(entered, adapters, *rotary)
+        q, *more = self.projection.queries(entered, adapters, *rotary)
         return q, k, v, *more
 
     def attend(
@@ -77,5 +77,7 @@ class KeyExchange:
 def project_keys_first(model: CausalLM) -> None:
     """Have the layers of `model` project keys first, where they project as `Attention` does. No collective."""
     for layer in cast(list[Layer], model.model.layers):
-        is_plain = type(layer).before is Layer.before and type(layer.mixer).project is Attention.project
+        is_plain = (
+            type(layer).before_attention is Layer.before_attention and type(layer.mixer).project is Attention.project
+        )
         layer.keys_first = KeysFirst(layer) if is_plain else None

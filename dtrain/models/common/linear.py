@@ -29,18 +29,18 @@ class WeightStorage(Protocol):
     def product(self, x: Tensor, bias: Tensor | None, read: ReadParameter) -> Tensor:
         """Return x · Wᵀ + bias, [.., in] -> [.., out]."""
 
-    def matrix(self, read: ReadParameter) -> Tensor:
+    def dense_weight(self, read: ReadParameter) -> Tensor:
         """Return W [out, in] as a dense tensor in the dtype of computation."""
 
 
-class PlainWeight:
+class DenseWeight:
     """Storage of W in one parameter, `weight` [out, in]."""
 
     def product(self, x: Tensor, bias: Tensor | None, read: ReadParameter) -> Tensor:
         """Override `WeightStorage.product`: [.., in] -> [.., out]."""
         return F.linear(x, read("weight"), bias)
 
-    def matrix(self, read: ReadParameter) -> Tensor:
+    def dense_weight(self, read: ReadParameter) -> Tensor:
         """Return the parameter `weight`, [out, in]."""
         return read("weight")
 
@@ -83,7 +83,7 @@ class Linear(LocalParameters, nn.Linear):
         key_heads: Number of key heads, in a projection to keys or values.
     """
 
-    weight_storage: WeightStorage = PlainWeight()
+    weight_storage: WeightStorage = DenseWeight()
     wrapper: LinearWrapper | None = None
     tp: TensorParallel | None = None
     sequence_tp: TensorParallel | None = None
@@ -105,7 +105,7 @@ class Linear(LocalParameters, nn.Linear):
         """Compute x · Wᵀ + bias without the wrapper, [..., in] -> [..., out]."""
         return self.weight_storage.product(x, bias, self.local)
 
-    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def dense_weight(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return W as a dense tensor in the dtype of computation.
 
         Args:
@@ -116,5 +116,5 @@ class Linear(LocalParameters, nn.Linear):
             [out, in].
         """
         if part is None:
-            return self.weight_storage.matrix(self.local)
-        return self.weight_storage.matrix(lambda name: part(getattr(self, name)))
+            return self.weight_storage.dense_weight(self.local)
+        return self.weight_storage.dense_weight(lambda name: part(getattr(self, name)))

@@ -1,7 +1,7 @@
 """Everything that belongs to one micro-batch's forward, passed down as an argument.
 
-`MicroBatchContext` contains the parts: `Cached` is the interface of a KV cache, `Images` has the images of the rows,
-whose features replace embeddings, and `AdapterContext` is the part that adapters read.
+`MicroBatchContext` contains the parts: `DecodingCache` is the interface of a KV cache, `Images` has the images of the
+rows, whose features replace embeddings, and `AdapterContext` is the part that adapters read.
 
 Nothing about a micro-batch is stored on a module. So several micro-batches may be in flight: two forwards may be
 followed by their two backwards in any order, as in a pipeline schedule, with the same gradients as one after the other.
@@ -73,7 +73,7 @@ Rotary = tuple[Tensor, ...]  # cosine and sine tables, and further tensors that 
 PADDING_POSITION = 2**30
 
 
-class Cached(Protocol):
+class DecodingCache(Protocol):
     """The interface that a model's forward reads and writes in place of its own kernel and masks.
 
     positions: [B or 1, S], the rotary positions of the tokens, but for images that have their own. last: [B], which of
@@ -83,7 +83,7 @@ class Cached(Protocol):
     """
 
     positions: Tensor
-    last: Tensor | None
+    last_index: Tensor | None
     rotary_frequencies: dict[Any, Tensor]
     skips_hooks: bool
 
@@ -97,8 +97,8 @@ class Cached(Protocol):
         is_stored: bool = False,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. held: whether `layer` has kept k and v already in
-        this forward, and another layer reads them. sinks [H]: as kernels take them."""
+        """q [B, S, H, hd], k and v [B, S, kv, hd] → [B, S, H, hd]. is_stored: whether `layer` has kept k and v already
+        in this forward, and another layer reads them. sinks [H]: as kernels take them."""
         ...
 
     def linear_mask(self, width: int) -> "LinearMask | None":
@@ -106,7 +106,7 @@ class Cached(Protocol):
         ...
 
     def read_states(self, layer: int) -> tuple[Tensor, ...]:
-        """Return what `keep` was last given of each row in this layer of linear attention, [B, ..] each."""
+        """Return what `write_states` was last given of each row in this layer of linear attention, [B, ..] each."""
         ...
 
     def write_states(self, layer: int, *states: Tensor) -> None:
@@ -149,7 +149,7 @@ class Images:
 
     pixels: Tensor
     grids: Sequence[Grid]
-    index: Tensor
+    feature_index: Tensor
     rotary_ids: Tensor | None = None
     ends: Tensor | None = None
     dp: RankImages | None = None
@@ -158,12 +158,14 @@ class Images:
         """Return the images of rows with `missing` more tokens of text at their ends."""
         rotary_ids = None if self.rotary_ids is None else F.pad(self.rotary_ids, (0, 0, 0, missing))
         ends = None if self.ends is None else F.pad(self.ends, (0, missing), value=2**30)
-        return replace(self, index=F.pad(self.index, (0, missing), value=-1), rotary_ids=rotary_ids, ends=ends)
+        return replace(
+            self, feature_index=F.pad(self.feature_index, (0, missing), value=-1), rotary_ids=rotary_ids, ends=ends
+        )
 
     @cached_property
     def digest(self) -> str:
         """Hash of all values: images of equal digests have equal features in equal places."""
-        tensors = self.pixels, self.index, self.rotary_ids, self.ends
+        tensors = self.pixels, self.feature_index, self.rotary_ids, self.ends
         shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
         whole = hashlib.sha256(repr(([tuple(grid) for grid in self.grids], shapes)).encode())
         for tensor in tensors:
@@ -178,7 +180,7 @@ class PlacedFeatures:
     int64 under sequence parallel, else [B, S]. is_image: [B, S] bool, of all tokens."""
 
     features: Features
-    index: Tensor
+    feature_index: Tensor
     is_image: Tensor
 
     def insert(self, hidden: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ class PlacedFeatures:
             return hidden + tokens.sum()  # a graph for the tower's part of the collectives
         return torch.where(self._has_feature, self._by_token(tokens, hidden), hidden)
 
-    def add(self, layer: int, hidden: Tensor) -> Tensor:
+    def add_deepstack(self, layer: int, hidden: Tensor) -> Tensor:
         """Return the output [B, S, D] of a decoder layer, with what the tower adds to it at image tokens."""
         added = self.features.deepstack.get(layer)
         if added is None:
@@ -199,10 +201,10 @@ class PlacedFeatures:
 
     @property
     def _has_feature(self) -> Tensor:
-        return (self.index >= 0)[..., None]  # [B, S, 1]
+        return (self.feature_index >= 0)[..., None]  # [B, S, 1]
 
     def _by_token(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        return rows.to(hidden.dtype)[self.index.clamp(min=0)]  # [B, S, D]
+        return rows.to(hidden.dtype)[self.feature_index.clamp(min=0)]  # [B, S, D]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +227,7 @@ class AdapterContext:
             return self
         return replace(self, dropout_tokens=F.pad(self.dropout_tokens, (0, missing)))
 
-    def of_patches(self) -> "AdapterContext":
+    def for_vision_tower(self) -> "AdapterContext":
         """Return the context for a vision tower, whose inputs are patches of images and have no dropout."""
         return replace(self, dropout_tokens=None)
 
@@ -254,7 +256,7 @@ class MicroBatchContext:
     seq_ids: Tensor | None = None
     packing: "Packing | None" = None
     images: Images | None = None
-    cache: Cached | None = None
+    cache: DecodingCache | None = None
     routing: MicroBatchRouting | None = None
     adapters: AdapterContext | None = None
     num_tokens: int | None = None
@@ -278,7 +280,7 @@ class MicroBatchContext:
             num_tokens=num_tokens,
         )
 
-    def of_another_model(self) -> "MicroBatchContext":
+    def for_another_model(self) -> "MicroBatchContext":
         """Return the same rows for another model, such as a teacher: its own router and adapters, no dropout."""
         return replace(self, routing=None, adapters=None)
 
@@ -298,7 +300,7 @@ class LayerContext:
 
     rotary: Rotary
     mask: Any
-    cache: Cached | None = None
+    cache: DecodingCache | None = None
     is_real: Tensor | None = None
     routing: MicroBatchRouting | None = None
     adapters: AdapterContext | None = None

@@ -4,9 +4,9 @@ text tower. Imports no torch."""
 from dataclasses import replace
 from typing import Any
 
-from dtrain.models.common.config import FULL, SLIDING, Experts, ModelConfig, RouterSettings
-from dtrain.models.common.config_fields import Fields, shown
-from dtrain.models.common.rope_config import KINDS, Sections, read_rope
+from dtrain.models.common.config import FULL, SLIDING, ExpertsConfig, ModelConfig, RouterSettings
+from dtrain.models.common.config_fields import Fields, format_value
+from dtrain.models.common.rope_config import ROPE_KINDS, Sections, read_rope
 
 # transformers' names of activations, and ours.
 _ACTIVATIONS = {
@@ -27,7 +27,7 @@ vision_end_token_id projector_hidden_act vision_feature_layer multimodal_project
 class ModelFields(Fields):
     """The fields of a model's config.json, or of its text_config."""
 
-    def common(
+    def read_common(
         self,
         architecture: str,
         *,
@@ -44,21 +44,21 @@ class ModelFields(Fields):
         # A missing key takes the family's default, null means one for each query head.
         kv_heads = self.integer("num_key_value_heads", heads if "num_key_value_heads" in self else kv_heads or heads)
         if heads % kv_heads:
-            self.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+            self.add_problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if head_dim is None and self.get("head_dim") is None and hidden % heads:
-            self.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+            self.add_problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         head_dim = self.integer("head_dim", head_dim or max(hidden // heads, 1))
         if head_dim % 2:
-            self.problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
+            self.add_problem(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
         vocab = self.integer("vocab_size")
-        pad = self.token("pad_token_id", pad)
+        pad = self.token_id("pad_token_id", pad)
         if pad is not None and not -vocab <= pad < vocab:
-            self.problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
+            self.add_problem(f"pad_token_id {pad} outside of the vocabulary of {vocab}")
         for key in ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
             self.must_be_off(key, "dropout is not implemented; set it to 0.0")
         self.must_be_off("use_bidirectional_attention", "only causal attention is implemented")
         if self.get("is_causal") not in (None, True):
-            self.problem(f"is_causal {shown(self.get('is_causal'))}: only causal attention is implemented")
+            self.add_problem(f"is_causal {format_value(self.get('is_causal'))}: only causal attention is implemented")
         biases = {} if bias is None else dict.fromkeys(("qkv_bias", "o_bias"), self.flag("attention_bias", bias))
         return biases | {
             "architecture": architecture,
@@ -76,17 +76,17 @@ class ModelFields(Fields):
             "initializer_range": self.number("initializer_range", 0.02, zero=True, most=100.0) or 0.02,
             "tie_word_embeddings": self.flag("tie_word_embeddings", tie),
             "attention_scale": head_dim**-0.5,
-            "bos_token_id": self.token("bos_token_id"),
-            "eos_token_ids": self.tokens("eos_token_id"),
+            "bos_token_id": self.token_id("bos_token_id"),
+            "eos_token_ids": self.token_ids("eos_token_id"),
             "pad_token_id": pad,
             "dtype": self.dtype(),
         }
 
-    def with_one_rope(
+    def build_config(
         self,
         share: float | None = None,
         scales_queries: bool = False,
-        kinds: tuple[str, ...] = KINDS,
+        kinds: tuple[str, ...] = ROPE_KINDS,
         sections: Sections | None = None,
         **values: Any,
     ) -> ModelConfig:
@@ -94,7 +94,9 @@ class ModelFields(Fields):
         of `read_rope`), once no field is left over. Without `layer_types` all layers see the window, or all tokens."""
         if "layer_types" not in values:
             window, count = values.setdefault("sliding_window", None), values["num_hidden_layers"]
-            values["layer_types"] = self.layer_types(count, [FULL if window is None else SLIDING] * count, fixed=True)
+            values["layer_types"] = self.read_layer_types(
+                count, [FULL if window is None else SLIDING] * count, fixed=True
+            )
         positions, head_dim = values["max_position_embeddings"], values["head_dim"]
         rope = read_rope(self, positions, head_dim, share, scales_queries, kinds, sections)
         if rope.kind == "longrope":
@@ -102,7 +104,7 @@ class ModelFields(Fields):
         self.refuse_the_rest()
         return ModelConfig(**values, ropes=dict.fromkeys(values["layer_types"], rope))
 
-    def layer_types(
+    def read_layer_types(
         self, count: int, default: list[str], fixed: bool = False, kinds: tuple[str, str] = (FULL, SLIDING)
     ) -> tuple[str, ...]:
         """`layer_types` as written, or the default; where the family fixes them, what is written must agree."""
@@ -110,16 +112,18 @@ class ModelFields(Fields):
         if written is None:
             return tuple(default)
         if not isinstance(written, list) or not all(kind in kinds for kind in written):
-            self.problem(f"layer_types {shown(written)}: entries must be {' or '.join(kinds)}")
+            self.add_problem(f"layer_types {format_value(written)}: entries must be {' or '.join(kinds)}")
         elif len(written) != count:
-            self.problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
+            self.add_problem(f"layer_types has {len(written)} entries for num_hidden_layers {count}")
         elif fixed and written != default:
-            self.problem(f"layer_types {shown(written)}: in this architecture every layer is {default[0]} here")
+            self.add_problem(
+                f"layer_types {format_value(written)}: in this architecture every layer is {default[0]} here"
+            )
         else:
             return tuple(written)
         return tuple(default)
 
-    def experts(
+    def read_experts(
         self,
         count: int | None,
         top: int | None,
@@ -128,66 +132,74 @@ class ModelFields(Fields):
         layers: tuple[int, ...],
         top_key: str = "num_experts_per_tok",
         **more: Any,
-    ) -> Experts | None:
+    ) -> ExpertsConfig | None:
         """Read the experts of the sparse `layers`; count, top: the family's own defaults; None: there are no experts,
         or no such layer."""
         named = [self.integer(key, count, minimum=0) for key in ("num_local_experts", "num_experts") if key in self]
         if len({*named}) > 1:
-            self.problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
+            self.add_problem(f"num_local_experts {named[0]} and num_experts {named[1]} are two names of one number")
         count, top = named[0] if named else self.integer("num_experts", count, minimum=0), self.integer(top_key, top)
-        self.known("num_experts", "num_local_experts", "router_aux_loss_coef")
+        self.ignore("num_experts", "num_local_experts", "router_aux_loss_coef")
         self.must_be_off("output_router_logits", "moe.balance adds a balance loss")
         if 0 < count < top:
-            self.problem(f"{top_key} {top} of {count} experts")
-        if count and layers and router.groups > 1:
+            self.add_problem(f"{top_key} {top} of {count} experts")
+        if count and layers and router.num_groups > 1:
             self._check_groups(count, top, router)
-        return Experts(count, top, inner, router, layers, **more) if count and layers else None
+        return ExpertsConfig(count, top, inner, router, layers, **more) if count and layers else None
 
     def _check_groups(self, count: int, top: int, router: RouterSettings) -> None:
         """Check that groups of experts are of one size, and that those chosen have enough experts."""
-        size = count // router.groups
-        if count % router.groups or size < 2:
-            self.problem(f"n_group {router.groups} of {count} experts: must divide them into groups of two or more")
-        elif router.top_groups > router.groups or router.top_groups * size < top:
-            chosen = f"topk_group {router.top_groups} of {router.groups} groups of {size} experts"
-            self.problem(f"{chosen}: a token goes to {top} experts")
+        size = count // router.num_groups
+        if count % router.num_groups or size < 2:
+            self.add_problem(
+                f"n_group {router.num_groups} of {count} experts: must divide them into groups of two or more"
+            )
+        elif router.num_top_groups > router.num_groups or router.num_top_groups * size < top:
+            chosen = f"topk_group {router.num_top_groups} of {router.num_groups} groups of {size} experts"
+            self.add_problem(f"{chosen}: a token goes to {top} experts")
 
-    def window(self) -> int | None:
+    def read_window(self) -> int | None:
         """Read the window: null is none; transformers takes an absent key for 4096, in every family that has one."""
         return self.optional_integer("sliding_window", None if "sliding_window" in self else 4096)
 
-    def used_window(self, layer_types: tuple[str, ...], window: int | None) -> int | None:
+    def check_window(self, layer_types: tuple[str, ...], window: int | None) -> int | None:
         if SLIDING not in layer_types:
             return None
         if window is None:
-            self.problem("layer_types has sliding_attention, but no sliding_window is set")
+            self.add_problem("layer_types has sliding_attention, but no sliding_window is set")
         return window
 
-    def text_tower(self, architecture: str, model: Any, vision: bool = False) -> ModelConfig:
+    def read_text_tower(self, architecture: str, model: Any, vision: bool = False) -> ModelConfig:
         """Return what `model`, a `TextTower`, reads of `text_config`, as part of a multimodal model; vision: with what
         its vision tower reads."""
         config = self._text_tower(architecture, model)
         if not vision:
             return config
         if model.vision_tower is None:
-            self.problem("images: dtrain trains this architecture on text only")
+            self.add_problem("images: dtrain trains this architecture on text only")
             return config
         return replace(config, vision=model.vision_tower.read(self, config.hidden_size))
 
     def _text_tower(self, architecture: str, model: Any) -> ModelConfig:
-        self.known(*_OTHER_PARTS)
+        self.ignore(*_OTHER_PARTS)
         text = self.get("text_config") or {}
-        if not text and model.may_be_flat:
+        if not text and model.allows_flat_config:
             return replace(model.read(self), architecture=architecture, is_text_tower=True)
         if not isinstance(text, dict):
-            self.problem(f"text_config {shown(text)} is no object")
+            self.add_problem(f"text_config {format_value(text)} is no object")
             text = {}
         # The files' own end-of-turn tokens stand at the top, beside those of the text model.
         outer = {key: self.get(key) for key in ("eos_token_id", "torch_dtype", "dtype") if self.get(key) is not None}
-        tied = None if self.get("tie_word_embeddings") is None else self.flag("tie_word_embeddings", model.is_tied)
+        tied = (
+            None
+            if self.get("tie_word_embeddings") is None
+            else self.flag("tie_word_embeddings", model.is_tied_by_default)
+        )
         if tied is not None and text.get("tie_word_embeddings", tied) != tied:
-            self.problem("tie_word_embeddings is not the same at the top and in text_config")
+            self.add_problem("tie_word_embeddings is not the same at the top and in text_config")
         self.refuse_the_rest()
         inner = ModelFields({**text, **outer}, self.problems, prefix="text_config.")
-        config = model.read(inner.over({"tie_word_embeddings": model.is_tied if tied is None else tied}))
+        config = model.read(
+            inner.with_defaults({"tie_word_embeddings": model.is_tied_by_default if tied is None else tied})
+        )
         return replace(config, architecture=architecture, is_text_tower=True)

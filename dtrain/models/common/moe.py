@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.models.common.config import SIGMOID, ModelConfig
-from dtrain.models.common.config import Experts as Sizes
+from dtrain.models.common.config import ExpertsConfig as Sizes
 from dtrain.models.common.decoder import GatedMLP, PreNormLayer
-from dtrain.models.common.functions import ACTIVATIONS, clamped, gated
-from dtrain.models.common.linear import Linear, PlainWeight, ReadParameter
+from dtrain.models.common.functions import ACTIVATIONS, clamped_gated_activation, gated_activation
+from dtrain.models.common.linear import DenseWeight, Linear, ReadParameter
 from dtrain.models.common.micro_batch import AdapterContext, LayerContext
 from dtrain.models.common.routing import MicroBatchRouting, Routing
 from dtrain.parallel.experts import Experts, collect_token_rows, counts_to_list, repeat_token_rows
@@ -49,7 +49,7 @@ SPARSE_PLAN = {
 class ExpertStorage(Protocol):
     """Storage of an expert layer's stack of weights W [E, out, in] in the layer's parameters."""
 
-    def grouped(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
+    def grouped_product(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
         """Return each row's product with the matrix of its expert.
 
         Args:
@@ -61,7 +61,7 @@ class ExpertStorage(Protocol):
             [m, out].
         """
 
-    def matrix(self, read: ReadParameter) -> Tensor:
+    def dense_weight(self, read: ReadParameter) -> Tensor:
         """Return W [E, out, in] as a dense tensor in the dtype of computation."""
 
 
@@ -107,8 +107,8 @@ class OutputWrapper(Protocol):
 class SelectionBias(LocalParameters):
     """The bias of each expert's score by which a router chooses, [E]. It has no gradient and is not trained.
 
-    Files have it as the router's own (`ModelConfig.unnamed`). It keeps float32, because a step of bfloat16 is larger
-    than the differences that it is there for.
+    Files have it as the router's own (`ModelConfig.unnamed_modules`). It keeps float32, because a step of bfloat16 is
+    larger than the differences that it is there for.
     """
 
     keeps_full_precision = True
@@ -133,15 +133,15 @@ class Router(LocalParameters):
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(sizes.count, config.hidden_size))
-        self.register_parameter("bias", nn.Parameter(torch.empty(sizes.count)) if sizes.biased else None)
-        self.top, self.settings = sizes.top, sizes.router
-        self.selection = SelectionBias(sizes.count) if sizes.router.has_selection_bias else None
+        self.weight = nn.Parameter(torch.empty(sizes.num_experts, config.hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(sizes.num_experts)) if sizes.has_biases else None)
+        self.top_k, self.settings = sizes.top_k, sizes.router
+        self.selection = SelectionBias(sizes.num_experts) if sizes.router.has_selection_bias else None
 
     def logits(self, x: Tensor, adapters: AdapterContext | None) -> Tensor:
         """Compute the logits, [T, D] -> [T, E]."""
         weight, bias = self.local("weight"), None if self.bias is None else self.local("bias")
-        if self.settings.score == SIGMOID:
+        if self.settings.score_function == SIGMOID:
             wide = torch.promote_types(x.dtype, torch.float32)
             out = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
         else:
@@ -162,16 +162,16 @@ class Router(LocalParameters):
             The experts, [T, k] int64, ascending; their weights, [T, k] in the dtype of `x`; and the scores of all
             experts divided by their sum, [T, E] in float32 or better.
         """
-        chosen, weights, shares = self.routed(x, choose, adapters)
+        chosen, weights, shares = self.route_tokens(x, choose, adapters)
         return chosen, weights.to(x.dtype), shares
 
-    def routed(
+    def route_tokens(
         self, x: Tensor, choose: Choose | None, adapters: AdapterContext | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute as `forward`, with weights [T, k] that are not rounded to the dtype of `x`."""
         logits = self.logits(x, adapters)
         wide = torch.promote_types(x.dtype, torch.float32)
-        if self.settings.score == SIGMOID:
+        if self.settings.score_function == SIGMOID:
             scores = logits.to(wide).sigmoid()
             shares = scores / (scores.sum(-1, keepdim=True) + _NO_SCORE)
         else:
@@ -179,9 +179,9 @@ class Router(LocalParameters):
         chosen = self.select(scores.detach())
         chosen = chosen if choose is None else choose(chosen)
         weights = scores.gather(1, chosen)
-        if self.settings.normed:
+        if self.settings.is_normalized:
             total = weights.sum(-1, keepdim=True)
-            if self.settings.score == SIGMOID:
+            if self.settings.score_function == SIGMOID:
                 total = total + _NO_SCORE
             weights = weights / total
         if self.settings.scale != 1.0:
@@ -197,22 +197,22 @@ class Router(LocalParameters):
         """
         if self.selection is not None:
             scores = scores + self.selection.e_score_correction_bias
-        groups = self.settings.groups
+        groups = self.settings.num_groups
         if groups > 1:
             by_group = scores.unflatten(1, (groups, -1))  # [T, groups, E / groups]
             best_two = by_group.topk(2, dim=-1).values.sum(-1)
             is_left = torch.zeros_like(best_two, dtype=torch.bool)
-            is_left.scatter_(1, largest_scores(best_two, self.settings.top_groups), True)
+            is_left.scatter_(1, select_top_k(best_two, self.settings.num_top_groups), True)
             scores = by_group.masked_fill(~is_left[..., None], -torch.inf).flatten(1)
-        return largest_scores(scores, self.top)
+        return select_top_k(scores, self.top_k)
 
 
-class PlainStack(PlainWeight):
+class DenseStack(DenseWeight):
     """Storage of W in one parameter, `weight` [E, out, in]."""
 
-    def grouped(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
-        """Override `ExpertStorage.grouped`: [m, in] -> [m, out]."""
-        return grouped(x, read("weight"), counts)
+    def grouped_product(self, x: Tensor, counts: Tensor, read: ReadParameter) -> Tensor:
+        """Override `ExpertStorage.grouped_product`: [m, in] -> [m, out]."""
+        return grouped_product(x, read("weight"), counts)
 
 
 class ExpertLinear(LocalParameters):
@@ -226,7 +226,7 @@ class ExpertLinear(LocalParameters):
         out_features: Size of the output.
     """
 
-    weight_storage: ExpertStorage = PlainStack()
+    weight_storage: ExpertStorage = DenseStack()
     wrapper: OutputWrapper | None = None
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool = False):
@@ -246,18 +246,18 @@ class ExpertLinear(LocalParameters):
         Returns:
             [m, out].
         """
-        out = self.weight_storage.grouped(x, counts, self.local)
+        out = self.weight_storage.grouped_product(x, counts, self.local)
         out = out if self.bias is None else torch.addmm(out, _owners(counts, x), self.local("bias"))
         return out if self.wrapper is None else self.wrapper(self, x, out, adapters, counts)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} of {self.in_features} -> {self.out_features}"
 
-    def matrix(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return W [E, out, in] as a dense tensor, as `Linear.matrix` does."""
+    def dense_weight(self, part: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return W [E, out, in] as a dense tensor, as `Linear.dense_weight` does."""
         if part is None:
-            return self.weight_storage.matrix(self.local)
-        return self.weight_storage.matrix(lambda name: part(getattr(self, name)))
+            return self.weight_storage.dense_weight(self.local)
+        return self.weight_storage.dense_weight(lambda name: part(getattr(self, name)))
 
 
 class GatedExperts(Experts):
@@ -265,13 +265,13 @@ class GatedExperts(Experts):
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
-        self.count = sizes.count
-        self.gate_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
-        self.up_proj = ExpertLinear(sizes.count, config.hidden_size, sizes.inner, sizes.biased)
-        self.down_proj = ExpertLinear(sizes.count, sizes.inner, config.hidden_size, sizes.biased)
-        self.gated = partial(gated, activation=ACTIVATIONS[config.hidden_act])
+        self.count = sizes.num_experts
+        self.gate_proj = ExpertLinear(sizes.num_experts, config.hidden_size, sizes.intermediate_size, sizes.has_biases)
+        self.up_proj = ExpertLinear(sizes.num_experts, config.hidden_size, sizes.intermediate_size, sizes.has_biases)
+        self.down_proj = ExpertLinear(sizes.num_experts, sizes.intermediate_size, config.hidden_size, sizes.has_biases)
+        self.gated = partial(gated_activation, activation=ACTIVATIONS[config.hidden_act])
         if sizes.clamp is not None:
-            self.gated = partial(clamped, gain=sizes.clamp[0], limit=sizes.clamp[1])
+            self.gated = partial(clamped_gated_activation, gain=sizes.clamp[0], limit=sizes.clamp[1])
 
     def forward(self, rows: Tensor, counts: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """Compute rows with their experts, on the experts' ranks.
@@ -303,20 +303,20 @@ class SparseMLP(Block):
         layer: Number of this layer among the sparse layers.
     """
 
-    routing: Routing  # set, as `layer`, by `share_routing`
+    routing: Routing  # set, as `layer`, by `connect_routing`
     layer: int
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
         super().__init__()
         self.gate = Router(config, sizes)
         self.experts = GatedExperts(config, sizes)
-        self.has_shared = sizes.shared > 0
+        self.has_shared = sizes.shared_intermediate_size > 0
         if self.has_shared:
             self.add_shared(config, sizes)
 
     def add_shared(self, config: ModelConfig, sizes: Sizes) -> None:
         """Add the modules of the expert that all tokens go to. A family may name them otherwise."""
-        self.shared_expert = GatedMLP(config, sizes.shared)
+        self.shared_expert = GatedMLP(config, sizes.shared_intermediate_size)
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def shared(self, hidden: Tensor, adapters: AdapterContext | None) -> Tensor:
@@ -344,11 +344,11 @@ class SparseMLP(Block):
         choose = None if micro_batch is None else partial(micro_batch.choose, self.layer)
         chosen, weights, shares = self.route(x, choose, adapters)
         num_real_tokens = None if micro_batch is None else micro_batch.num_real_tokens
-        order, counts = by_expert(chosen, self.experts.count, is_real, num_real_tokens)
+        order, counts = sort_by_expert(chosen, self.experts.count, is_real, num_real_tokens)
         if micro_batch is not None:
             micro_batch.record.counts[self.layer] = counts
             weights = self.routing.add_balance_gradient(self.layer, weights, shares, chosen, micro_batch)
-        results = self.experts(repeat_token_rows(self.seen(x), order, chosen.shape[1]), counts, adapters)
+        results = self.experts(repeat_token_rows(self.expert_input(x), order, chosen.shape[1]), counts, adapters)
         own = collect_token_rows(results, order, *chosen.shape)  # [T, k, D]
         mixed = torch.bmm(weights[:, None], own).view_as(hidden)
         if self.has_shared:
@@ -359,12 +359,12 @@ class SparseMLP(Block):
         """Call the router with x [T, D]. Arguments and results as of `Router.forward`."""
         return cast(tuple[Tensor, Tensor, Tensor], self.gate(x, choose, adapters))
 
-    def seen(self, x: Tensor) -> Tensor:
+    def expert_input(self, x: Tensor) -> Tensor:
         """Return what experts see of x, [T, D]; a family may norm it."""
         return x
 
 
-def share_routing(model: nn.Module, num_experts: int) -> Routing:
+def connect_routing(model: nn.Module, num_experts: int) -> Routing:
     """Number the sparse layers of `model` and give them one `Routing`, which is returned."""
     sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
     routing = Routing(num_experts, len(sparse))
@@ -373,7 +373,7 @@ def share_routing(model: nn.Module, num_experts: int) -> Routing:
     return routing
 
 
-def largest_scores(scores: Tensor, top: int) -> Tensor:
+def select_top_k(scores: Tensor, top: int) -> Tensor:
     """Return the indexes of the largest scores of each token. Ties go to the lower index.
 
     Args:
@@ -399,7 +399,7 @@ def largest_scores(scores: Tensor, top: int) -> Tensor:
     return keys.topk(top, sorted=False).indices.sort(-1).values
 
 
-def by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+def sort_by_expert(chosen: Tensor, count: int, real: Tensor | None, tokens: int | None = None) -> tuple[Tensor, Tensor]:
     """Sort the choices of tokens by expert.
 
     Args:
@@ -440,7 +440,7 @@ class SparseLayer(PreNormLayer):
         return cast(Tensor, self.mlp(normed, context.is_real, context.routing, adapters))
 
 
-def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each row by the matrix of its expert, with gradients of `x` and `weight`.
 
     Args:
@@ -454,7 +454,7 @@ def grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return cast(Tensor, _Grouped.apply(x, weight, counts))
 
 
-def products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: bool = False) -> Tensor:
+def expert_products(x: Tensor, stack: ExpertMatrices, counts: Tensor, *, back: bool = False) -> Tensor:
     """Multiply each row by the matrix of its expert, without autograd.
 
     A stack in 4 bits is dequantised at once for a fused product, and otherwise one matrix at a time.
@@ -483,13 +483,13 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        return products(x, weight, counts)
+        return expert_products(x, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, counts = ctx.saved_tensors
         grad = grads[0].contiguous()
-        of_x = products(grad, weight, counts, back=True) if ctx.needs_input_grad[0] else None
+        of_x = expert_products(grad, weight, counts, back=True) if ctx.needs_input_grad[0] else None
         of_weight = None
         if ctx.needs_input_grad[1] and _is_fused(x, weight):
             of_weight = F.grouped_mm(grad.t(), x, offs=counts.cumsum(0, dtype=torch.int32))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtrain.models.common.config_fields import Fields, is_number, shown
+from dtrain.models.common.config_fields import Fields, format_value, is_number
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rope:
 
     kind: str = "default"
     theta: float = 10_000.0
-    share: float = 1.0
+    rotary_fraction: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -54,11 +54,11 @@ class Rope:
     table_scale: float = 1.0
     score_scale: float = 1.0
     query_beta: float = 0.0
-    factors: tuple[float, ...] = ()
+    pair_factors: tuple[float, ...] = ()
     sections: Sections | None = None
 
 
-KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # of every family that says no other
 
 
 def read_rope(
@@ -67,7 +67,7 @@ def read_rope(
     head_dim: int,
     share: float | None = None,
     scales_queries: bool = False,
-    kinds: tuple[str, ...] = KINDS,
+    kinds: tuple[str, ...] = ROPE_KINDS,
     sections: Sections | None = None,
 ) -> Rope:
     """The rope of a model whose layers all share it. share: the family's default of partial_rotary_factor, none where
@@ -75,41 +75,45 @@ def read_rope(
     sections: the family's default of mrope_section, and its order."""
     written = fields.get("rope_parameters")
     written = fields.get("rope_scaling") or written or {}
-    theta = read_base(fields, "rope_theta", 10_000.0)
+    theta = read_theta(fields, "rope_theta", 10_000.0)
     original = fields.optional_integer("original_max_position_embeddings")
     share = _share(fields, share)
-    rope = rope_of(fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries)
+    rope = read_rope_object(
+        fields, "rope_parameters", written, theta, max_positions, kinds, original, share, scales_queries
+    )
     if sections is not None:
         sizes = written.get("mrope_section", sections.sizes) if isinstance(written, dict) else sections.sizes
         if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(type(size) is int for size in sizes)):
-            fields.problem(f"mrope_section {shown(sizes)}: must be three numbers of pairs")
+            fields.add_problem(f"mrope_section {format_value(sizes)}: must be three numbers of pairs")
             sizes = sections.sizes
         rope = replace(rope, sections=replace(sections, sizes=tuple(sizes)))
-    turned = int(head_dim * rope.share)
-    if rope.kind == "longrope" and len(rope.factors) != turned // 2:
-        fields.problem(f"short_factor has {len(rope.factors)} numbers for the {turned // 2} pairs that are rotated")
+    turned = int(head_dim * rope.rotary_fraction)
+    if rope.kind == "longrope" and len(rope.pair_factors) != turned // 2:
+        fields.add_problem(
+            f"short_factor has {len(rope.pair_factors)} numbers for the {turned // 2} pairs that are rotated"
+        )
     if turned < 2 or turned % 2:
-        fields.problem(
-            f"partial_rotary_factor {rope.share} of head_dim {head_dim} is {turned} dimensions, and "
+        fields.add_problem(
+            f"partial_rotary_factor {rope.rotary_fraction} of head_dim {head_dim} is {turned} dimensions, and "
             "rotary embeddings need pairs"
         )
     return rope
 
 
 def read_ropes_by_kind(
-    fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...] = KINDS
+    fields: Fields, max_positions: int, thetas: dict[str, float], kinds: tuple[str, ...] = ROPE_KINDS
 ) -> dict[str, Rope]:
     """The ropes of full layers, to which `rope_scaling` belongs, and of sliding ones; thetas: their bases."""
     full = next(iter(thetas))
     nested = fields.get("rope_parameters") or {}
     if not isinstance(nested, dict) or set(nested) - set(thetas):
-        fields.problem(f"rope_parameters {shown(nested)}: must be nested under {' and '.join(thetas)}")
+        fields.add_problem(f"rope_parameters {format_value(nested)}: must be nested under {' and '.join(thetas)}")
         nested = {}
     scaling, written = fields.get("rope_scaling") or {}, {kind: nested.get(kind) or {} for kind in thetas}
     if isinstance(written[full], dict) and isinstance(scaling, dict):
         written[full] = {**written[full], **scaling}
     return {
-        kind: rope_of(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
+        kind: read_rope_object(fields, f"rope_parameters.{kind}", written[kind], theta, max_positions, kinds)
         for kind, theta in thetas.items()
     }
 
@@ -119,16 +123,16 @@ def _share(fields: Fields, default: float | None) -> float | None:
     if default is not None:
         return fields.number("partial_rotary_factor", default, most=1.0)
     if (partial := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        fields.problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
+        fields.add_problem(f"partial_rotary_factor {partial}: only whole heads are rotated in this architecture")
     return None
 
 
-def read_base(fields: Fields, key: str, default: float) -> float:
+def read_theta(fields: Fields, key: str, default: float) -> float:
     """A base of 1 would turn all pairs alike, and YaRN divides by its logarithm."""
     return fields.number(key, default, least=1.0, most=1e15)
 
 
-def rope_of(
+def read_rope_object(
     fields: Fields,
     where: str,
     written: Any,
@@ -142,23 +146,23 @@ def rope_of(
     """The rope that the object `written` under the key `where` describes; theta: its base where it names none;
     original: the length that another key of the file says; the rest as in `read_rope`."""
     if not isinstance(written, dict):
-        fields.problem(f"{where} {shown(written)} is no object")
+        fields.add_problem(f"{where} {format_value(written)} is no object")
         return Rope()
     inner = Fields(written, fields.problems, prefix=where + ".")
-    inner.known("type", "original_max_position_embeddings")
-    inner.known("mrope_section", "mrope_interleaved")  # of `Sections`
+    inner.ignore("type", "original_max_position_embeddings")
+    inner.ignore("mrope_section", "mrope_interleaved")  # of `Sections`
     kind = inner.get("rope_type") or written.get("type") or "default"
     kind = "default" if kind == "mrope" and "mrope_section" in written else kind
     kind = "longrope" if kind == "su" and "longrope" in kinds else kind  # its first name
     if kind not in kinds:
-        fields.problem(f"{where}: rope type {shown(kind)} is not implemented; there are: {', '.join(kinds)}")
+        fields.add_problem(f"{where}: rope type {format_value(kind)} is not implemented; there are: {', '.join(kinds)}")
         return Rope()
-    theta = read_base(inner, "rope_theta", theta)
+    theta = read_theta(inner, "rope_theta", theta)
     share = _share(inner, share)
     length = 0
     if kind in ("llama3", "yarn", "longrope") or scales_queries:
         length = original or inner.integer("original_max_position_embeddings", max_positions)
-    values: dict[str, Any] = {} if share is None else {"share": share}
+    values: dict[str, Any] = {} if share is None else {"rotary_fraction": share}
     if kind != "default":
         # Some leave the factor to the two lengths: DeepSeek's YaRN, and Phi.
         ratio = max_positions / max(length, 1)
@@ -167,7 +171,7 @@ def rope_of(
     if kind == "llama3":
         values |= {key: inner.number(key) for key in ("low_freq_factor", "high_freq_factor")}
         if values["high_freq_factor"] <= values["low_freq_factor"]:
-            inner.problem("high_freq_factor must be greater than low_freq_factor")
+            inner.add_problem("high_freq_factor must be greater than low_freq_factor")
     if kind == "yarn":
         values["beta_fast"] = inner.number("beta_fast", 32.0, zero=True) or 32.0  # 0 is read as unset
         values["beta_slow"] = inner.number("beta_slow", 1.0, zero=True) or 1.0
@@ -176,12 +180,12 @@ def rope_of(
         weight = inner.get("mscale_all_dim")
         values["score_scale"] = _magnitude(values["factor"], weight) if is_number(weight) else 1.0
     if kind == "longrope":
-        values["factors"] = _factors(inner, "short_factor")
-        if len(_factors(inner, "long_factor")) != len(values["factors"]):
-            inner.problem("short_factor and long_factor are not of one length")
+        values["pair_factors"] = _factors(inner, "short_factor")
+        if len(_factors(inner, "long_factor")) != len(values["pair_factors"]):
+            inner.add_problem("short_factor and long_factor are not of one length")
         values["table_scale"] = _attention_factor(inner, kind, values["factor"], length)
     if scales_queries:
-        inner.known("max_position_embeddings")
+        inner.ignore("max_position_embeddings")
         values["query_beta"] = inner.number("llama_4_scaling_beta", zero=True)
     inner.refuse_the_rest()
     return Rope(kind=kind, theta=theta, original_max_positions=length, **values)
@@ -208,6 +212,6 @@ def _factors(fields: Fields, key: str) -> tuple[float, ...]:
     written = fields.get(key)
     numbers = written if isinstance(written, list) else [written]
     if not all(is_number(number) and 0 < number <= 1e6 for number in numbers):
-        fields.problem(f"{key} {shown(written)}: must be a list of numbers above 0 and at most 1e+06")
+        fields.add_problem(f"{key} {format_value(written)}: must be a list of numbers above 0 and at most 1e+06")
         return ()
     return tuple(map(float, numbers))

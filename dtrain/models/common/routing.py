@@ -52,14 +52,14 @@ class RoutingRecord:
     stores the same value again, so nothing is counted twice.
 
     Attributes:
-        notes_choices: Whether `choices` is filled.
+        records_choices: Whether `choices` is filled.
         counts: Tokens of this rank by expert, [E] int64.
         balance_losses: The layer's balance loss, a scalar.
         replays: Replayed choices that the router would have made otherwise, and all replayed choices, [2] int64.
         choices: The router's own choices for each token, [T, k] int16.
     """
 
-    notes_choices: bool = False
+    records_choices: bool = False
     counts: dict[int, Tensor] = field(default_factory=dict)
     balance_losses: dict[int, Tensor] = field(default_factory=dict)
     replays: dict[int, Tensor] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class MicroBatchRouting:
         Returns:
             The experts, ascending, [T, k] int64.
         """
-        if self.record.notes_choices:
+        if self.record.records_choices:
             self.record.choices[layer] = own.to(torch.int16)
         if self.replayed_experts is None:
             return own
@@ -181,7 +181,7 @@ class Routing:
         ranks = 1 if self.tp is None else self.tp.size()
         return cast(Tensor, _AddGradient.apply(weights, shares, factors * (balance.gradient_scale / ranks)))
 
-    def measures(self, totals: Tensor) -> dict[str, Tensor]:
+    def metrics(self, totals: Tensor) -> dict[str, Tensor]:
         """Return metrics of steps from `RoutingTotals.flat` summed over all ranks.
 
         Args:
@@ -193,7 +193,7 @@ class Routing:
         """
         num_counts = self.num_layers * self.num_experts
         counts, replays = totals[:num_counts], totals[num_counts:]
-        measured = loads(counts.unflatten(0, (self.num_layers, self.num_experts)))
+        measured = load_metrics(counts.unflatten(0, (self.num_layers, self.num_experts)))
         if len(replays):
             measured["router_replay_differs"] = replays[0] / replays[1].clamp(min=1)
         return measured
@@ -242,7 +242,7 @@ class _AddGradient(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0], None
 
 
-def loads(counts: Tensor) -> dict[str, Tensor]:
+def load_metrics(counts: Tensor) -> dict[str, Tensor]:
     """Return how unevenly experts are used, the mean over layers of each figure, [..].
 
     Args:

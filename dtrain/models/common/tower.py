@@ -13,11 +13,11 @@ class TextTower(CausalLM):
     files; may_be_flat: whether they may have the fields of `text_config` beside the others.
     """
 
-    tower_names: tuple[str, ...]
-    head_names: tuple[str, ...] = ("lm_head.",)
-    carried: tuple[str, ...]
-    is_tied = False
-    may_be_flat = False
+    tower_prefixes: tuple[str, ...]
+    head_prefixes: tuple[str, ...] = ("lm_head.",)
+    carried_patterns: tuple[str, ...]
+    is_tied_by_default = False
+    allows_flat_config = False
 
     def text_name(self, name: str) -> str:
         """Return what the files of the text model alone call parameter `name`."""
@@ -30,15 +30,18 @@ class TextTower(CausalLM):
         if not self.config.is_text_tower:
             return [name]
         if name.startswith("lm_head."):
-            return [head + name.removeprefix("lm_head.") for head in self.head_names]
-        return [tower + name.removeprefix("model.") for tower in self.tower_names]
+            return [head + name.removeprefix("lm_head.") for head in self.head_prefixes]
+        return [tower + name.removeprefix("model.") for tower in self.tower_prefixes]
 
     @property
     def carried_checkpoint_names(self) -> tuple[str, ...]:
         if not self.config.is_text_tower or self.config.vision is None or self.vision_tower is None:
-            return self.carried if self.config.is_text_tower else ()
-        built = [re.escape(prefix) for prefixes in self.vision_tower.prefixes.values() for prefix in prefixes]
-        return (*(f"(?!{'|'.join(built)})(?:{pattern})" for pattern in self.carried), *self.vision_tower.carried)
+            return self.carried_patterns if self.config.is_text_tower else ()
+        built = [re.escape(prefix) for prefixes in self.vision_tower.file_prefixes.values() for prefix in prefixes]
+        return (
+            *(f"(?!{'|'.join(built)})(?:{pattern})" for pattern in self.carried_patterns),
+            *self.vision_tower.carried_patterns,
+        )
 
     def _vision_part(self, name: str) -> str | None:
         """Return the name within its vision tower of a parameter; None of the text's."""

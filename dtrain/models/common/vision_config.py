@@ -29,16 +29,16 @@ class VisionConfig:
     theta: float = 10_000.0  # the base of rotary positions, in a tower that has some
 
     @property
-    def values(self) -> int:
+    def values_per_patch(self) -> int:
         """The values of a patch."""
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
-    def tokens(self, grid: Grid) -> int:
+    def num_tokens(self, grid: Grid) -> int:
         """Return how many tokens an image of `grid` becomes."""
         frames, rows, columns = grid
         return frames * (rows // self.pool) * (columns // self.pool)
 
-    def reach(self, layer: int, patches: int) -> int:
+    def attended_patches(self, layer: int, patches: int) -> int:
         """Return to how many patches a patch attends in the `layer` of this number, of an image of `patches`."""
         return patches
 
@@ -56,6 +56,8 @@ class VisionConfig:
                 raise ValueError(f"an image of {grid[1]} x {grid[2]} patches: {problem}")
         frames = [(rows, columns) for count, rows, columns in grids for _ in range(count)]
         patches = sum(rows * columns for rows, columns in frames)
-        if tuple(shape) != (patches, self.values):
-            raise ValueError(f"pixels {tuple(shape)} of images with {patches} patches of {self.values} values")
+        if tuple(shape) != (patches, self.values_per_patch):
+            raise ValueError(
+                f"pixels {tuple(shape)} of images with {patches} patches of {self.values_per_patch} values"
+            )
         return frames

@@ -18,17 +18,17 @@ from torch.distributed.tensor import Partial
 from dtrain.base.batch import Grid, RowImages
 from dtrain.base.name_patterns import matched
 from dtrain.models.common.config import Rope
-from dtrain.models.common.config_fields import Fields, shown
-from dtrain.models.common.functions import ACTIVATIONS, frequencies, gated
+from dtrain.models.common.config_fields import Fields, format_value
+from dtrain.models.common.functions import ACTIVATIONS, gated_activation, rotary_frequencies
 from dtrain.models.common.micro_batch import AdapterContext, Features, Images, PlacedFeatures
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.common.rope_config import read_base
+from dtrain.models.common.rope_config import read_theta
 from dtrain.models.common.vision_config import Frame, VisionConfig
-from dtrain.models.vision.dealt import dealt_features
+from dtrain.models.vision.image_balancing import encode_balanced
 from dtrain.parallel.collectives import all_reduce_in_backward
 from dtrain.parallel.tensor import LocalParameters, TensorParallel
 
-Turns = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
+RotaryTables = tuple[Tensor, Tensor]  # cosines and signed sines, as `rotate` takes them
 
 
 class VisionTower(nn.Module):
@@ -37,18 +37,19 @@ class VisionTower(nn.Module):
     A tower's children, and all names below them, are those that Hugging Face's model has below `model.`. Built on meta
     by its config; starting values and files fill it.
 
-    initial: as `CausalLM.initial`; initial_buffers: buffer pattern -> value. projector: patterns (fnmatch) of the
-    parameters that `train.vision=projector` trains; lookups: of tables that no product has. prefixes: how a name begins
-    -> how it begins in files, the likeliest first. carried: patterns (re.fullmatch) of tensors that no feature needs.
+    initial: as `CausalLM.initial_values`; initial_buffers: buffer pattern -> value. projector: patterns (fnmatch) of
+    the parameters that `train.vision=projector` trains; lookups: of tables that no product has. prefixes: how a name
+    begins -> how it begins in files, the likeliest first. carried: patterns (re.fullmatch) of tensors that no feature
+    needs.
     """
 
     config: VisionConfig
-    initial: Mapping[str, str]
+    initial_values: Mapping[str, str]
     initial_buffers: Mapping[str, float] = {}
-    projector: tuple[str, ...]
-    lookups: tuple[str, ...] = ()
-    prefixes: Mapping[str, tuple[str, ...]]
-    carried: tuple[str, ...] = ()
+    projector_patterns: tuple[str, ...]
+    lookup_patterns: tuple[str, ...] = ()
+    file_prefixes: Mapping[str, tuple[str, ...]]
+    carried_patterns: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, outer: ModelFields, hidden_size: int) -> VisionConfig:
@@ -59,12 +60,12 @@ class VisionTower(nn.Module):
     @classmethod
     def file_names(cls, name: str) -> list[str]:
         """Return the names that parameter or buffer `name` may have in files, the likeliest first."""
-        own = next(own for own in cls.prefixes if name.startswith(own))
-        return [prefix + name.removeprefix(own) for prefix in cls.prefixes[own]]
+        own = next(own for own in cls.file_prefixes if name.startswith(own))
+        return [prefix + name.removeprefix(own) for prefix in cls.file_prefixes[own]]
 
-    def starting_values(self) -> Iterator[tuple[str, str]]:
+    def initial_patterns(self) -> Iterator[tuple[str, str]]:
         """Yield the patterns of `initial`, each with the name of a child at its beginning, and their values."""
-        for pattern, value in self.initial.items():
+        for pattern, value in self.initial_values.items():
             if pattern.startswith("*"):
                 yield from ((f"{child}.{pattern}", value) for child, _ in self.named_children())
             else:
@@ -76,12 +77,12 @@ class VisionTower(nn.Module):
         return dict.fromkeys(modules, "summed")
 
     @cached_property
-    def sums_over_tp(self) -> bool:
+    def reduces_over_tp(self) -> bool:
         """Return whether the gradients of all parameters are summed over tp; for after a plan is applied."""
         views = [module.local_views for module in self.modules() if isinstance(module, LocalParameters)]
         return all(isinstance(view.grad, Partial) for of_module in views for view in of_module.values())
 
-    def placed(
+    def place_features(
         self,
         images: Images,
         length: int,
@@ -90,15 +91,15 @@ class VisionTower(nn.Module):
         adapters: AdapterContext | None = None,
     ) -> PlacedFeatures:
         """Return the features of images that several ranks hold, and where they stand among the `length` tokens of a
-        row that this rank embeds. adapters: as of `forward`. Collectives as of `dealt_features`; under sequence
+        row that this rank embeds. adapters: as of `forward`. Collectives as of `encode_balanced`; under sequence
         parallel, where that deals nothing over tp, an all-reduce backward."""
-        features, is_image = dealt_features(self, images, tp, cp, adapters), images.index >= 0
+        features, is_image = encode_balanced(self, images, tp, cp, adapters), images.feature_index >= 0
         if tp is None or not tp.sequence_parallel:
-            return PlacedFeatures(features, images.index, is_image)
-        if not self.sums_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
+            return PlacedFeatures(features, images.feature_index, is_image)
+        if not self.reduces_over_tp:  # a rank's tokens give it a part of the features' gradients, which are summed
             deepstack = {layer: all_reduce_in_backward(added, tp.group) for layer, added in features.deepstack.items()}
             features = Features(all_reduce_in_backward(features.tokens, tp.group), deepstack)
-        return PlacedFeatures(features, images.index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
+        return PlacedFeatures(features, images.feature_index[:, tp.rank * length : (tp.rank + 1) * length], is_image)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -122,7 +123,7 @@ class VisionTower(nn.Module):
             return self.encode(pixels, self.config.frames(pixels.shape, grids), adapters)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float | None = None) -> Tensor:
     """Return attention of every patch to those of its own segment, [P, H, hd].
 
     q: [P, H, hd]; k, v: [P, kv, hd], H a multiple of kv. lengths: of the segments, whose sum is P; neighbours of equal
@@ -177,11 +178,11 @@ def axial_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dt
     """Return the angles of two-dimensional rotary positions (arXiv:2104.09864, once for each axis), [P, 2, hd/4] in
     max(float32, dtype). positions: [P, 2]; hd a multiple of 4."""
     wide = torch.promote_types(dtype, torch.float32)
-    steps = frequencies(Rope(theta=theta), head_dim // 2, wide).to(positions.device, non_blocking=True)  # [hd/4]
+    steps = rotary_frequencies(Rope(theta=theta), head_dim // 2, wide).to(positions.device, non_blocking=True)  # [hd/4]
     return positions[..., None].to(wide) * steps
 
 
-def turns_of(angles: Tensor) -> Turns:
+def rotary_tables_of_angles(angles: Tensor) -> RotaryTables:
     """Return the tables of `rotate`, [P, 1, ..., 2n], for angles [P, ..., n]."""
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
@@ -195,7 +196,7 @@ class LayerNorm(LocalParameters, nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.local("weight"), self.local("bias"), self.eps)
 
 
-class Table(LocalParameters, nn.Embedding):
+class PositionTable(LocalParameters, nn.Embedding):
     """Learned vectors of positions, [positions, D]."""
 
     def forward(self, index: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[P, D] -> [P, D]"""
-        inner = gated(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
+        inner = gated_activation(self.gate_proj(x, adapters), self.up_proj(x, adapters), self.activation)
         return self.down_proj(inner, adapters)
 
 
@@ -245,7 +246,7 @@ def vision_fields(outer: ModelFields) -> ModelFields:
     """Return the fields of `vision_config`, whose problems are those of `outer`."""
     written = outer.get("vision_config")
     if written is not None and not isinstance(written, dict):
-        outer.problem(f"vision_config {shown(written)} is no object")
+        outer.add_problem(f"vision_config {format_value(written)} is no object")
     return ModelFields(written if isinstance(written, dict) else {}, outer.problems, prefix="vision_config.")
 
 
@@ -256,14 +257,14 @@ def read_activation(fields: ModelFields, key: str, default: str) -> str:
 def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> float:
     """Return the base of two-dimensional rotary positions, by `rope_parameters` or `rope_theta`."""
     if head_dim % 4:
-        fields.problem(f"heads of {head_dim}: rotary positions of two axes need a multiple of 4")
-    theta, written = read_base(fields, "rope_theta", default), fields.get("rope_parameters") or {}
+        fields.add_problem(f"heads of {head_dim}: rotary positions of two axes need a multiple of 4")
+    theta, written = read_theta(fields, "rope_theta", default), fields.get("rope_parameters") or {}
     if not isinstance(written, dict):
-        fields.problem(f"rope_parameters {shown(written)} is no object")
+        fields.add_problem(f"rope_parameters {format_value(written)} is no object")
         return theta
     inner = Fields(written, fields.problems, prefix="vision_config.rope_parameters.")
     inner.choice("rope_type", ("axial", "default"), "axial")
-    theta = read_base(inner, "rope_theta", theta)
+    theta = read_theta(inner, "rope_theta", theta)
     inner.refuse_the_rest()
     return theta
 
@@ -271,7 +272,7 @@ def read_axial_theta(fields: ModelFields, head_dim: int, default: float) -> floa
 def split_heads(fields: ModelFields, hidden: int, heads: int) -> int:
     """Return the size of each of `heads` heads."""
     if hidden % heads:
-        fields.problem(f"hidden_size {hidden} is not a multiple of {heads} heads")
+        fields.add_problem(f"hidden_size {hidden} is not a multiple of {heads} heads")
     return max(hidden // heads, 1)
 
 
@@ -288,14 +289,14 @@ def flops_per_patch(tower: VisionTower, patches: int) -> float:
     for name, module in _children_first("", tower):
         own = {f"{name}.{key}": parameter for key, parameter in module.named_parameters(recurse=False)}
         for path, parameter in own.items():
-            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or matched([path], tower.lookups):
+            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or matched([path], tower.lookup_patterns):
                 continue
             products = 1 + goes_on + parameter.requires_grad
-            share = config.pool**2 if matched([path], tower.projector) else 1
+            share = config.pool**2 if matched([path], tower.projector_patterns) else 1
             total += 2.0 * products * parameter.numel() / share
         goes_on = goes_on or any(parameter.requires_grad for parameter in own.values())
         if (index := layers.get(id(module))) is not None:
-            attention = 4.0 * config.num_attention_heads * config.head_dim * config.reach(index, patches)
+            attention = 4.0 * config.num_attention_heads * config.head_dim * config.attended_patches(index, patches)
             total += attention * (3 if goes_on else 1)
     return total
 
@@ -307,7 +308,7 @@ class ImageFlops:
         self.tower = tower
         self._by_patches: dict[int, float] = {}
 
-    def of(self, images: RowImages) -> float:
+    def total(self, images: RowImages) -> float:
         """Return the FLOPs for the images of a micro-batch, each different one once."""
         places = [[(row, image) for image in range(len(grids))] for row, grids in enumerate(images.grids)]
         keys: Sequence[Sequence[Hashable]] = places if images.keys is None else images.keys

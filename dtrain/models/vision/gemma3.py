@@ -21,12 +21,12 @@ from dtrain.models.vision.common import (
     Frame,
     LayerNorm,
     PatchProjection,
-    Table,
+    PositionTable,
     VisionConfig,
     VisionTower,
-    attend,
     pool_squares,
     read_activation,
+    segment_attention,
     split_heads,
     vision_fields,
 )
@@ -52,7 +52,7 @@ class SiglipEmbeddings(nn.Module):
         super().__init__()
         shape = (config.num_channels, config.patch_size, config.patch_size)
         self.patch_embedding = PatchProjection(config.hidden_size, shape, bias=True)
-        self.position_embedding = Table(config.side**2, config.hidden_size)
+        self.position_embedding = PositionTable(config.side**2, config.hidden_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[P, values] -> [P, D]"""
@@ -75,7 +75,7 @@ class SiglipAttention(nn.Module):
             projection(hidden, adapters).unflatten(-1, (self.heads, -1))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )  # [P, H, hd]
-        return self.out_proj(attend(q, k, v, lengths).flatten(1), adapters)
+        return self.out_proj(segment_attention(q, k, v, lengths).flatten(1), adapters)
 
 
 class SiglipMLP(nn.Module):
@@ -144,9 +144,9 @@ class Gemma3Vision(VisionTower):
     """Tower and projector of Gemma 3. Patches come row by row; their values by channel, row and column."""
 
     config: Gemma3VisionConfig
-    initial = {"multi_modal_projector.*": "zeros", "*norm*.weight": "ones", "*.bias": "zeros", "*": "normal"}
-    projector = ("multi_modal_projector.*",)
-    prefixes = {
+    initial_values = {"multi_modal_projector.*": "zeros", "*norm*.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    projector_patterns = ("multi_modal_projector.*",)
+    file_prefixes = {
         "vision_tower.": (
             "vision_tower.vision_model.",  # transformers 4's
             "vision_tower.",  # 5's
@@ -155,7 +155,7 @@ class Gemma3Vision(VisionTower):
         ),
         "multi_modal_projector.": ("multi_modal_projector.", "model.multi_modal_projector."),
     }
-    carried = (r"(model\.)?vision_tower\.(vision_model\.)?head\..*",)
+    carried_patterns = (r"(model\.)?vision_tower\.(vision_model\.)?head\..*",)
 
     def __init__(self, config: Gemma3VisionConfig):
         super().__init__()
@@ -166,15 +166,15 @@ class Gemma3Vision(VisionTower):
     @classmethod
     def read(cls, outer: ModelFields, hidden_size: int) -> Gemma3VisionConfig:
         fields, tokens = vision_fields(outer), outer.integer("mm_tokens_per_image", 256)
-        fields.known("vision_use_head", "projection_dim")  # of a head that Gemma 3 does not read
+        fields.ignore("vision_use_head", "projection_dim")  # of a head that Gemma 3 does not read
         fields.must_be_off("attention_dropout", "dropout is not implemented; set it to 0.0")
         hidden, heads = fields.integer("hidden_size", 768), fields.integer("num_attention_heads", 12)
         image, patch = fields.integer("image_size", 224), fields.integer("patch_size", 16)
         side, tokens_side = image // patch, isqrt(tokens)
         if image % patch:
-            fields.problem(f"image_size {image} is not a multiple of patch_size {patch}")
+            fields.add_problem(f"image_size {image} is not a multiple of patch_size {patch}")
         elif tokens_side**2 != tokens or side % tokens_side:
-            outer.problem(
+            outer.add_problem(
                 f"mm_tokens_per_image {tokens}: must be a square whose side divides the {side} patches of one"
             )
             tokens_side = 1

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.functions import rotate, unit_rms
+from dtrain.models.common.functions import apply_rotary, normalize_rms
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
@@ -24,16 +24,16 @@ from dtrain.models.vision.common import (
     Features,
     Frame,
     GatedMLP,
-    Turns,
+    RotaryTables,
     VisionConfig,
     VisionTower,
-    attend,
     axial_angles,
     patch_positions,
     pool_squares,
     read_activation,
     read_axial_theta,
-    turns_of,
+    rotary_tables_of_angles,
+    segment_attention,
     vision_fields,
 )
 from dtrain.parallel.tensor import LocalParameters
@@ -85,7 +85,7 @@ class Gemma4PatchEmbedder(LocalParameters):
 
     def __init__(self, config: Gemma4VisionConfig):
         super().__init__()
-        self.input_proj = Linear(config.values, config.hidden_size, bias=False)
+        self.input_proj = Linear(config.values_per_patch, config.hidden_size, bias=False)
         self.position_embedding_table = nn.Parameter(torch.empty(2, config.table_size, config.hidden_size))
 
     def forward(self, pixels: Tensor, positions: Tensor, adapters: AdapterContext | None = None) -> Tensor:
@@ -110,7 +110,7 @@ class Gemma4VisionAttention(nn.Module):
         self.k_norm = OlmoRMSNorm(self.head_dim, self.eps)
 
     def forward(
-        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+        self, hidden: Tensor, turns: RotaryTables, lengths: Sequence[int], adapters: AdapterContext | None = None
     ) -> Tensor:
         """hidden [P, D], turns [P, 1, 2, hd/2], lengths of the images -> [P, D]"""
         q, k, v = (
@@ -118,11 +118,11 @@ class Gemma4VisionAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )  # [P, H or kv, hd]
         q, k = (
-            rotate(x.unflatten(-1, (2, -1)), *turns).flatten(-2)  # an axis turns half of a head
+            apply_rotary(x.unflatten(-1, (2, -1)), *turns).flatten(-2)  # an axis turns half of a head
             for x in (self.q_norm(q), self.k_norm(k))
         )
-        v = unit_rms(v, self.eps)
-        return self.o_proj(attend(q, k, v, lengths, scale=1.0).flatten(1), adapters)
+        v = normalize_rms(v, self.eps)
+        return self.o_proj(segment_attention(q, k, v, lengths, scale=1.0).flatten(1), adapters)
 
 
 class Gemma4VisionLayer(nn.Module):
@@ -139,7 +139,7 @@ class Gemma4VisionLayer(nn.Module):
         self.post_feedforward_layernorm = OlmoRMSNorm(size, eps)
 
     def forward(
-        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+        self, hidden: Tensor, turns: RotaryTables, lengths: Sequence[int], adapters: AdapterContext | None = None
     ) -> Tensor:
         """hidden [P, D], turns [P, 1, 2, hd/2], lengths of the images -> [P, D]"""
         attended = self.self_attn(self.input_layernorm(hidden), turns, lengths, adapters)
@@ -167,7 +167,7 @@ class Gemma4VisionModel(nn.Module):
         positions = patch_positions(frames).flip(1).to(pixels.device, non_blocking=True)  # [P, 2]
         hidden = self.patch_embedder(pixels, positions, adapters)
         angles = axial_angles(positions, config.head_dim, config.theta, hidden.dtype)  # [P, 2, hd/4]
-        cos, sin = turns_of(angles)
+        cos, sin = rotary_tables_of_angles(angles)
         turns = cos.to(hidden.dtype), sin.to(hidden.dtype)
         lengths = [rows * columns for rows, columns in frames]
         for layer in self.encoder.layers:
@@ -195,18 +195,18 @@ class Gemma4Embedder(nn.Module):
 
     def forward(self, features: Tensor, adapters: AdapterContext | None = None) -> Tensor:
         """[T, D] -> [T, E]"""
-        return self.embedding_projection(unit_rms(features, self.eps), adapters)
+        return self.embedding_projection(normalize_rms(features, self.eps), adapters)
 
 
 class Gemma4Vision(VisionTower):
     """Tower and embedder of Gemma 4. Patches come row by row; their values, from 0 to 1, by row, column and channel."""
 
     config: Gemma4VisionConfig
-    initial = {"*norm.weight": "ones", "*position_embedding_table": "ones", "*": "normal"}
+    initial_values = {"*norm.weight": "ones", "*position_embedding_table": "ones", "*": "normal"}
     initial_buffers = {"*_min": -inf, "*_max": inf, "*.std_bias": 0.0, "*.std_scale": 1.0}
-    projector = ("embed_vision.*",)
-    lookups = ("*.position_embedding_table",)
-    prefixes = {"vision_tower.": ("model.vision_tower.",), "embed_vision.": ("model.embed_vision.",)}
+    projector_patterns = ("embed_vision.*",)
+    lookup_patterns = ("*.position_embedding_table",)
+    file_prefixes = {"vision_tower.": ("model.vision_tower.",), "embed_vision.": ("model.embed_vision.",)}
 
     def __init__(self, config: Gemma4VisionConfig):
         super().__init__()
@@ -218,11 +218,11 @@ class Gemma4Vision(VisionTower):
     def read(cls, outer: ModelFields, hidden_size: int) -> Gemma4VisionConfig:
         fields = vision_fields(outer)
         # The processor's, and what the tower does not read.
-        fields.known("default_output_length", "global_head_dim", "max_position_embeddings", "attention_bias")
+        fields.ignore("default_output_length", "global_head_dim", "max_position_embeddings", "attention_bias")
         fields.must_be_off("attention_dropout", "dropout is not implemented; set it to 0.0")
         heads, keys = (fields.integer(key, 12) for key in ("num_attention_heads", "num_key_value_heads"))
         if heads % keys:
-            fields.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {keys}")
+            fields.add_problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {keys}")
         head_dim = fields.integer("head_dim", 64)
         config = Gemma4VisionConfig(
             hidden_size=fields.integer("hidden_size", 768),

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.models.common.config_fields import shown
-from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, rotate
+from dtrain.models.common.config_fields import format_value
+from dtrain.models.common.functions import ACTIVATIONS, RMSNorm, apply_rotary
 from dtrain.models.common.linear import Linear
 from dtrain.models.common.micro_batch import AdapterContext
 from dtrain.models.common.model_fields import ModelFields
@@ -29,17 +29,17 @@ from dtrain.models.vision.common import (
     GatedMLP,
     LayerNorm,
     PatchProjection,
-    Table,
-    Turns,
+    PositionTable,
+    RotaryTables,
     VisionConfig,
     VisionTower,
-    attend,
     axial_angles,
     patch_positions,
     read_activation,
     read_axial_theta,
+    rotary_tables_of_angles,
+    segment_attention,
     split_heads,
-    turns_of,
     vision_fields,
 )
 
@@ -83,12 +83,12 @@ class QwenAttention(nn.Module):
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+        self, hidden: Tensor, turns: RotaryTables, lengths: Sequence[int], adapters: AdapterContext | None = None
     ) -> Tensor:
         """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
         q, k, v = self.qkv(hidden, adapters).unflatten(-1, (3, self.heads, -1)).unbind(1)  # [P, H, hd]
-        q, k = (rotate(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (q, k))
-        return self.proj(attend(q, k, v, lengths).flatten(1), adapters)
+        q, k = (apply_rotary(x.to(turns[0].dtype), *turns).to(x.dtype) for x in (q, k))
+        return self.proj(segment_attention(q, k, v, lengths).flatten(1), adapters)
 
 
 class QwenBlock(nn.Module):
@@ -102,7 +102,7 @@ class QwenBlock(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, hidden: Tensor, turns: Turns, lengths: Sequence[int], adapters: AdapterContext | None = None
+        self, hidden: Tensor, turns: RotaryTables, lengths: Sequence[int], adapters: AdapterContext | None = None
     ) -> Tensor:
         """hidden [P, D], turns [P, 1, hd], lengths of the segments -> [P, D]"""
         hidden = hidden + self.attn(self.norm1(hidden), turns, lengths, adapters)
@@ -113,8 +113,8 @@ class QwenVision(VisionTower):
     """Base of the towers. Patches come square by square, in the order of `patch_positions`; their values by channel,
     frame, row and column. model: the module with the layers."""
 
-    initial = {"*norm*.weight": "ones", "*ln_q.weight": "ones", "*.bias": "zeros", "*": "normal"}
-    projector = ("visual.merger.*", "visual.deepstack_merger_list.*")
+    initial_values = {"*norm*.weight": "ones", "*ln_q.weight": "ones", "*.bias": "zeros", "*": "normal"}
+    projector_patterns = ("visual.merger.*", "visual.deepstack_merger_list.*")
     model: "type[Qwen2_5VLVisionModel | Qwen3VLVisionModel]"
 
     def __init__(self, config: Any):  # that of `model`
@@ -138,7 +138,7 @@ class Qwen2_5VLVisionConfig(VisionConfig):
     window: int
     full_layers: tuple[int, ...]
 
-    def reach(self, layer: int, patches: int) -> int:
+    def attended_patches(self, layer: int, patches: int) -> int:
         """Override `VisionConfig.reach`: of whole windows."""
         return patches if layer in self.full_layers else min(patches, (self.window * self.pool) ** 2)
 
@@ -179,7 +179,7 @@ class Qwen2_5VLVisionModel(nn.Module):
         positions = patch_positions(frames, config.pool).unflatten(0, (-1, square))[order].flatten(0, 1)  # [P, 2]
         order, positions = (index.to(pixels.device, non_blocking=True) for index in (order, positions))
         hidden = self.patch_embed(pixels).unflatten(0, (-1, square))[order].flatten(0, 1)  # [P, D]
-        turns = turns_of(axial_angles(positions, config.head_dim, config.theta, hidden.dtype).flatten(1))
+        turns = rotary_tables_of_angles(axial_angles(positions, config.head_dim, config.theta, hidden.dtype).flatten(1))
         of_windows = [count * square for count in windows]
         of_frames = [rows * columns for rows, columns in frames]
         for index, block in enumerate(self.blocks):
@@ -207,17 +207,17 @@ class Qwen2_5VLVision(QwenVision):
     """Tower of Qwen2.5-VL."""
 
     model = Qwen2_5VLVisionModel
-    prefixes = {"visual.": ("visual.", "model.visual.")}
+    file_prefixes = {"visual.": ("visual.", "model.visual.")}
 
     @classmethod
     def read(cls, outer: ModelFields, hidden_size: int) -> Qwen2_5VLVisionConfig:
         fields = vision_fields(outer)
-        fields.known("tokens_per_second")  # of videos
-        fields.known("in_chans", "spatial_patch_size")  # copies of in_channels and patch_size, which are read
+        fields.ignore("tokens_per_second")  # of videos
+        fields.ignore("in_chans", "spatial_patch_size")  # copies of in_channels and patch_size, which are read
         values = read_qwen(fields, _QWEN2_5_DEFAULTS, hidden_size)
         size, square = fields.integer("window_size", 112), values["pool"] * values["patch_size"]
         if size < square:
-            fields.problem(f"window_size {size} is less than the {square} pixels of a token")
+            fields.add_problem(f"window_size {size} is less than the {square} pixels of a token")
         full = read_indexes(fields, "fullatt_block_indexes", [7, 15, 23, 31])
         fields.refuse_the_rest()
         return Qwen2_5VLVisionConfig(**values, window=max(size // square, 1), full_layers=full)
@@ -271,7 +271,7 @@ class Qwen3VLVisionModel(nn.Module):
         super().__init__()
         self.config = config
         self.patch_embed = QwenPatchEmbed(config, bias=True)
-        self.pos_embed = Table(config.table_side**2, config.hidden_size)
+        self.pos_embed = PositionTable(config.table_side**2, config.hidden_size)
         self.blocks = nn.ModuleList(
             QwenBlock(config, LayerNorm, Qwen3VLMLP(config)) for _ in range(config.num_hidden_layers)
         )
@@ -285,7 +285,7 @@ class Qwen3VLVisionModel(nn.Module):
         positions = patch_positions(frames, config.pool)  # [P, 2]
         hidden = hidden + self.interpolated(positions, frames, hidden.dtype, pixels.device)
         positions = positions.to(pixels.device, non_blocking=True)
-        turns = turns_of(axial_angles(positions, config.head_dim, config.theta, hidden.dtype).flatten(1))
+        turns = rotary_tables_of_angles(axial_angles(positions, config.head_dim, config.theta, hidden.dtype).flatten(1))
         lengths = [rows * columns for rows, columns in frames]
         deepstack: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
@@ -324,7 +324,7 @@ class Qwen3VLVision(QwenVision):
     """Tower of Qwen3-VL."""
 
     model = Qwen3VLVisionModel
-    prefixes = {"visual.": ("model.visual.",)}
+    file_prefixes = {"visual.": ("model.visual.",)}
     has_deepstack = True
 
     @classmethod
@@ -334,12 +334,12 @@ class Qwen3VLVision(QwenVision):
         positions = fields.integer("num_position_embeddings", 2304)
         side = isqrt(positions)
         if side**2 != positions:
-            fields.problem(f"num_position_embeddings {positions}: must be a square")
+            fields.add_problem(f"num_position_embeddings {positions}: must be a square")
         deepstack: tuple[int, ...] = ()
         if cls.has_deepstack:
             deepstack = read_indexes(fields, "deepstack_visual_indexes", [8, 16, 24])
         if deepstack and deepstack[-1] >= values["num_hidden_layers"]:
-            fields.problem(f"deepstack_visual_indexes {[*deepstack]} of {values['num_hidden_layers']} layers")
+            fields.add_problem(f"deepstack_visual_indexes {[*deepstack]} of {values['num_hidden_layers']} layers")
         fields.refuse_the_rest()
         return Qwen3VLVisionConfig(**values, table_side=side, deepstack=deepstack)
 
@@ -355,18 +355,18 @@ def read_indexes(fields: ModelFields, key: str, default: list[int]) -> tuple[int
     written = default if fields.get(key) is None else fields.get(key)
     is_list = isinstance(written, list) and all(type(index) is int and index >= 0 for index in written)
     if not is_list or sorted({*written}) != written:
-        fields.problem(f"{key} {shown(written)}: must be numbers of layers, each once and in order")
+        fields.add_problem(f"{key} {format_value(written)}: must be numbers of layers, each once and in order")
         return ()
     return tuple(written)
 
 
 def read_qwen(fields: ModelFields, defaults: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Return the fields that Qwen's towers read alike; defaults: those in which they differ. hidden_size: E."""
-    fields = fields.over(defaults)
+    fields = fields.with_defaults(defaults)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_heads", 16)
     head_dim, out = split_heads(fields, hidden, heads), fields.integer("out_hidden_size", 3584)
     if out != hidden_size:
-        fields.problem(f"out_hidden_size {out} where the text's hidden_size is {hidden_size}")
+        fields.add_problem(f"out_hidden_size {out} where the text's hidden_size is {hidden_size}")
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from dtrain.adapters.config import (
     ALL_LINEAR,
-    ENDS,
+    EMBEDDING_AND_HEAD,
     AdapterConfig,
-    is_parameter,
-    matches,
+    is_expert_or_router,
+    is_selected,
     parameter_name,
 )
 from dtrain.base.errors import Problem, UserError
@@ -37,7 +37,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
             "same rank"
         )
         problems.append(Problem(key, text, f"Set {key}=null, or lora=null"))
-    if section.path is None and AdapterConfig.of(asdict(section)).parameters:
+    if section.path is None and AdapterConfig.from_values(asdict(section)).parameters:
         problems += _check_adapters_of_experts(section)
     init_from = recipe.checkpoint.init_from
     if section.path is not None and init_from is not None:
@@ -163,13 +163,15 @@ def check_models(inputs: RunInputs) -> list[Problem]:
     problems += _check_saved_experts(section, config, own_parameters)
     # `check_keys` reports the embedding and the head in lora.target.
     has_other_problems = bool(problems) or bool(_check_ends(section))
-    if not has_other_problems and not config.adapted(layers):
-        problems.append(_no_layer_problem(section, has_saved_layers=bool(config.saved(layers))))
+    if not has_other_problems and not config.select_layers(layers):
+        problems.append(_no_layer_problem(section, has_saved_layers=bool(config.select_saved_modules(layers))))
     return problems + _check_ranks(config, layers)
 
 
 def _check_saved_experts(section: Lora, config: AdapterConfig, own_parameters: Sequence[str]) -> list[Problem]:
-    experts = [name for name in config.saved(own_parameters) if ".experts." in name or ".sparse." in name]
+    experts = [
+        name for name in config.select_saved_modules(own_parameters) if ".experts." in name or ".sparse." in name
+    ]
     if not experts:
         return []
     text = (
@@ -221,7 +223,7 @@ def _check_ends(section: Lora) -> list[Problem]:
     names = [section.target] if is_name else section.target
     key = "lora.target"
     problems = []
-    for end in ENDS:
+    for end in EMBEDDING_AND_HEAD:
         short = end.rpartition(".")[2]
         is_saved = any(end.endswith(name) for name in section.modules_to_save)
         is_excluded = bool(section.exclude) and _matches(end, section.exclude)
@@ -243,16 +245,16 @@ def _check_ends(section: Lora) -> list[Problem]:
 
 def _names_of_ends() -> set[str]:
     """Return the full and the short names of the embedding and the head."""
-    return {name for end in ENDS for name in (end, end.rpartition(".")[2])}
+    return {name for end in EMBEDDING_AND_HEAD for name in (end, end.rpartition(".")[2])}
 
 
 def _matches(name: str, wanted: str | Sequence[str]) -> bool:
-    return matches(name, wanted if isinstance(wanted, str) else tuple(wanted))
+    return is_selected(name, wanted if isinstance(wanted, str) else tuple(wanted))
 
 
 def _check_targets(config: AdapterConfig, layers: Sequence[str]) -> list[Problem]:
     """Check that every entry of target and exclude matches a layer."""
-    expert_matrices = [name for name in layers if is_parameter(name)]
+    expert_matrices = [name for name in layers if is_expert_or_router(name)]
     linears = [name for name in layers if name not in expert_matrices]
     problems = _check_expert_targets(config, expert_matrices)
     for key, wanted in (("target", config.target), ("exclude", config.exclude)):
@@ -260,9 +262,9 @@ def _check_targets(config: AdapterConfig, layers: Sequence[str]) -> list[Problem
         entries = [wanted] if isinstance(wanted, str) else list(wanted)
         for entry in entries:
             pattern = entry if is_expression else (entry,)
-            known = [*linears, *ENDS]  # `_check_ends` reports the embedding and the head in lora.target
+            known = [*linears, *EMBEDDING_AND_HEAD]  # `_check_ends` reports the embedding and the head in lora.target
             is_used = is_expression and entry in (ALL_LINEAR, "")
-            if is_used or any(matches(name, pattern) for name in known):
+            if is_used or any(is_selected(name, pattern) for name in known):
                 if key == "exclude":
                     problems += _check_excluded_experts(config, expert_matrices, pattern)
                 continue
@@ -276,7 +278,7 @@ def _check_expert_targets(config: AdapterConfig, expert_matrices: Sequence[str])
     """Check that every entry of lora.target for experts matches some of their matrices."""
     problems = []
     for entry in config.parameters:
-        if replace(config, parameters=(entry,)).adapted(expert_matrices):
+        if replace(config, parameters=(entry,)).select_layers(expert_matrices):
             continue
         fix = "This model has none that take an adapter; leave it out"
         if expert_matrices:
@@ -290,7 +292,7 @@ def _check_excluded_experts(
     config: AdapterConfig, expert_matrices: Sequence[str], pattern: str | tuple[str, ...]
 ) -> list[Problem]:
     """Refuse an entry of lora.exclude that matches experts, which it does not exclude."""
-    matched = [layer for layer in config.adapted(expert_matrices) if matches(layer, pattern)]
+    matched = [layer for layer in config.select_layers(expert_matrices) if is_selected(layer, pattern)]
     if not matched:
         return []
     text = (
@@ -332,7 +334,7 @@ def _short_names(names: Iterable[str]) -> list[str]:
 
 def _check_patterns(config: AdapterConfig, layers: Sequence[str]) -> list[Problem]:
     """Check that every pattern of rank_pattern and alpha_pattern matches a layer with an adapter."""
-    adapted = [parameter_name(name) for name in config.adapted(layers)]
+    adapted = [parameter_name(name) for name in config.select_layers(layers)]
     problems = []
     for key, patterns in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for pattern in patterns:
@@ -347,7 +349,7 @@ def _check_saved_modules(config: AdapterConfig, known: Sequence[str]) -> list[Pr
     key = "lora.modules_to_save"
     problems = []
     for entry in config.modules_to_save:
-        if not replace(config, modules_to_save=(entry,)).saved(known):
+        if not replace(config, modules_to_save=(entry,)).select_saved_modules(known):
             text = f"{key}: {entry} matches no module with weights of its own"
             problems.append(Problem(key, text, _nearest_or_all(entry.rpartition(".")[2], _short_names(known))))
     return problems
@@ -360,7 +362,7 @@ def _check_ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -
     PEFT adapts it too.
     """
     problems: dict[Problem, None] = {}
-    for name, low_rank in config.adapted(layers).items():
+    for name, low_rank in config.select_layers(layers).items():
         short = name.rpartition(".")[2]
         rows, columns = layers[name][-2:]
         largest = min(rows, columns)

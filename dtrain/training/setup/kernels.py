@@ -43,7 +43,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 def check_models(inputs: RunInputs) -> list[Problem]:
     """Check that a kernel for linear attention is not requested for a model without it."""
     config = inputs.readable_config
-    if config is None or config.linear is not None or inputs.recipe.model.linear_attention != "fla":
+    if config is None or config.linear_attention is not None or inputs.recipe.model.linear_attention != "fla":
         return []
     text = "model.linear_attention=fla: this model has no linear attention"
     return [Problem("model.linear_attention", text, "Leave it out")]

@@ -59,7 +59,7 @@ def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key:
         problems.append(Problem("parallel.ep", text, "Install a newer torch"))
     if config.experts is not None and tp > 1:
         problems += _check_whole_rows(inputs)
-    most, length = config.most_positions, recipe.data.max_length
+    most, length = config.max_document_length, recipe.data.max_length
     if most is not None and length > most:
         text = (
             f"data.max_length={length}: the model has LongRoPE, which uses another table of positions beyond {most} "

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from dtrain import models
-from dtrain.adapters.nf4 import block_problems, held_by_nf4, holds_codes
+from dtrain.adapters.nf4 import find_block_problems, has_nf4_weight, nf4_layer_shapes
 from dtrain.base.errors import Problem, RecipeError, UserError, problems_of_error
 from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is_adapter_directory, read_header
 from dtrain.base.name_patterns import unmatched
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
-from dtrain.models.building import on_meta
+from dtrain.models.building import build_on_meta
 from dtrain.parallel.apply import find_plan, match_styles
 from dtrain.policy.build import frozen_pattern_problems, select_trained_parameters
 from dtrain.policy.options import Precision
@@ -66,7 +66,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         return [_adapter_problem(inputs.source.path)]
     config = inputs.source.config
     problems = []
-    is_4bit = config.unquantized is not None
+    is_4bit = config.unquantized_modules is not None
     if is_4bit and recipe.lora is None:
         text = f"model.path={path} has weights in 4 bits, which cannot be trained without an adapter"
         problems.append(Problem("model.path", text, "Set lora={}, or use the original checkpoint"))
@@ -75,7 +75,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         fix = "Set model.init=pretrained, or use the original checkpoint's config.json"
         problems.append(Problem("model.init", text, fix))
     elif not is_4bit and recipe.lora is not None and recipe.lora.quantize == "nf4":
-        problems += block_problems(config, held_by_nf4(config), max(recipe.parallel.tp, 1))
+        problems += find_block_problems(config, nf4_layer_shapes(config), max(recipe.parallel.tp, 1))
     if config.experts is None and recipe.moe.balance > 0:
         text = f"moe.balance={recipe.moe.balance} is for mixtures of experts, and this model has no experts"
         problems.append(Problem("moe.balance", text, "Leave it out"))
@@ -84,7 +84,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         fix = "Set train.tile=none, or train.tile=all to tile attention by groups of heads"
         problems.append(Problem("train.tile", text, fix))
     problems += inputs.method.model_problems(config)
-    built = on_meta(inputs.source.config_with_tower)
+    built = build_on_meta(inputs.source.config_with_tower)
     names = [name for name, _ in built.named_parameters(remove_duplicate=False)]
     for tower in built.model.vision:
         problems += frozen_pattern_problems(recipe.train, tower, names)
@@ -174,8 +174,8 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
     recipe = inputs.recipe
     model = models.build(inputs.model_config(has_images), dtype=precision.master, device="meta")
     select_trained_parameters(model, recipe, precision.compute)
-    coded = [model.config.whole(name) for name, layer in model.named_modules() if holds_codes(layer)]
-    problems = block_problems(model.config, coded, recipe.parallel.tp)
+    coded = [model.config.file_module(name) for name, layer in model.named_modules() if has_nf4_weight(layer)]
+    problems = find_block_problems(model.config, coded, recipe.parallel.tp)
     if problems:
         raise RecipeError(problems)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):

@@ -19,7 +19,7 @@ from dtrain.training.setup.model import weight_problems
 # Fields of a config that may differ between a policy and its reference: they do not change what the model computes.
 _FREE_FIELDS = {
     *("max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"),
-    *("unquantized", "is_text_tower", "num_nextn_predict_layers"),
+    *("unquantized_modules", "is_text_tower", "num_nextn_predict_layers"),
 }
 
 
@@ -53,7 +53,7 @@ def _check_model(inputs: RunInputs, key: str, source: ModelDirectory) -> list[Pr
         fix = f"Set {key}={export}" if export.is_dir() else "Use a model's directory"
         return [Problem(key, f"{named} has no config.json, so it is not a model", fix)]
     config = source.config
-    if config.unquantized is not None:
+    if config.unquantized_modules is not None:
         text = f"{named} has weights in 4 bits, which are supported only at model.path"
         return [Problem(key, text, "Use the original model")]
     trained_config = inputs.readable_config
@@ -75,11 +75,11 @@ def _check_model(inputs: RunInputs, key: str, source: ModelDirectory) -> list[Pr
 
 def _check_reward_head(key: str, named: str, config: ModelConfig) -> list[Problem]:
     """Check that a reward model has a trained head with one output."""
-    if config.labels is None or config.has_new_head:
+    if config.num_labels is None or config.has_new_head:
         fix = "Use a model with a head of one output, as method=reward trains it"
         return [Problem(key, f"{named} is a language model", fix)]
-    if config.labels != 1:
-        text = f"{named}: its head has {config.labels} outputs, and a reward is one number"
+    if config.num_labels != 1:
+        text = f"{named}: its head has {config.num_labels} outputs, and a reward is one number"
         return [Problem(key, text, "Use a model with one output")]
     return []
 

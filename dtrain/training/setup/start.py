@@ -118,7 +118,7 @@ def _check_init_from(inputs: RunInputs) -> list[Problem]:
         text = f"{named} has an adapter, and this run has none"
         problems.append(Problem(key, text, f"Set lora as in that run, or run {export}"))
     config = inputs.readable_config
-    is_stored_in_4bit = config is not None and config.unquantized is not None
+    is_stored_in_4bit = config is not None and config.unquantized_modules is not None
     if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_in_4bit) and not has_adapter:
         text = f"{named} holds full weights, and this run holds those of model.path in 4 bits"
         problems.append(Problem(key, text, f"Run {export}"))
@@ -268,7 +268,7 @@ def _check_adapter(
     if not (adapter / ADAPTER_CONFIG).is_file():
         return
     differing = [key for key, _, _ in config.diff(saved_recipe, recipe) if key == "lora.quantize"]
-    if read_adapter_config(adapter).adapted(adaptable_layers) != config_of_run.adapted(adaptable_layers):
+    if read_adapter_config(adapter).select_layers(adaptable_layers) != config_of_run.select_layers(adaptable_layers):
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
     if differing:
         raise UserError(

@@ -207,5 +207,7 @@ def make_ours(name, theirs):
 def make_pixels(ours, grids, dtype=torch.float64):
     """[P, values] from 0 to 1, random."""
     count = sum(frames * rows * columns for frames, rows, columns in grids)
-    pixels = torch.rand(count, ours.config.values, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    pixels = torch.rand(
+        count, ours.config.values_per_patch, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     return pixels.to(dtype).requires_grad_()

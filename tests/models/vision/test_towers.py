@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from dtrain.models.common.micro_batch import Features
 from dtrain.models.common.model_fields import ModelFields
-from dtrain.models.vision.common import attend, block_order, patch_positions
+from dtrain.models.vision.common import block_order, patch_positions, segment_attention
 from dtrain.models.vision.gemma3 import Gemma3Vision
 from dtrain.models.vision.gemma4 import Gemma4Vision
 from dtrain.models.vision.qwen import Qwen2_5VLVision, Qwen3_5Vision, Qwen3VLVision, window_order
@@ -65,7 +65,7 @@ def test_features_and_gradients_are_transformers(name, dtype):
     else:
         tokens, deepstack = case.tokens(theirs, their_pixels, case.grids)
     assert list(features.deepstack) == list(range(len(deepstack)))
-    assert features.tokens.shape == (sum(map(ours.config.tokens, case.grids)), TEXT_SIZE)
+    assert features.tokens.shape == (sum(map(ours.config.num_tokens, case.grids)), TEXT_SIZE)
     for value, expected in zip(all_of(features), [tokens, *deepstack], strict=True):
         assert value.dtype == dtype and relative(value, expected) < most
     backward(all_of(features))
@@ -94,7 +94,7 @@ def test_an_image_beside_others_is_as_if_alone(name):
 @pytest.mark.parametrize("name", CASES)
 def test_without_an_image_there_are_no_features_and_zero_gradients(name):
     ours = make_ours(name, make_theirs(name, torch.float32))
-    features = ours(torch.zeros(0, ours.config.values), ())
+    features = ours(torch.zeros(0, ours.config.values_per_patch), ())
     assert all(value.shape == (0, TEXT_SIZE) and value.dtype == torch.float32 for value in all_of(features))
     sum(value.sum() for value in all_of(features)).backward()
     for key, parameter in ours.named_parameters():
@@ -189,12 +189,12 @@ def test_layers_and_projector_are_parts_of_the_tower(name):
 def test_images_that_do_not_fit_are_refused(name, grids, words):
     ours = make_ours(name, make_theirs(name))
     with pytest.raises(ValueError, match=words):
-        ours(torch.zeros(sum(rows * columns for _, rows, columns in grids), ours.config.values), grids)
+        ours(torch.zeros(sum(rows * columns for _, rows, columns in grids), ours.config.values_per_patch), grids)
 
 
 def test_pixels_that_are_not_those_of_the_grids_are_refused():
     ours = make_ours("qwen3.5", make_theirs("qwen3.5"))
-    for shape in [(7, ours.config.values), (8, 5), (8, ours.config.values, 1)]:
+    for shape in [(7, ours.config.values_per_patch), (8, 5), (8, ours.config.values_per_patch, 1)]:
         with pytest.raises(ValueError, match="of images with 8 patches of 96 values"):
             ours(torch.zeros(shape), ((1, 2, 4),))
 
@@ -204,7 +204,7 @@ def test_attention_is_that_of_each_segment():
     lengths = (3, 3, 1, 4, 3)
     q, k, v = (torch.randn(14, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     start = 0
-    mixed = attend(q, k, v, lengths, scale=0.3)
+    mixed = segment_attention(q, k, v, lengths, scale=0.3)
     for length in lengths:
         rows = slice(start, start + length)
         for head in range(4):

@@ -17,10 +17,10 @@ from dtrain.adapters.lora import add_adapters
 from dtrain.base.errors import UserError
 from dtrain.memory.activation_checkpointing import checkpoint_activations
 from dtrain.models.building import adaptable_shapes
-from dtrain.models.common.config import VISION_PARTS
+from dtrain.models.common.config import VISION_MODULES
 from dtrain.models.common.flops import flops_per_token
 from dtrain.models.read_config import parse_config
-from dtrain.models.registry import FAMILIES, class_of
+from dtrain.models.registry import FAMILIES, load_class
 from dtrain.models.vision.common import flops_per_patch
 from dtrain.policy.build import select_trained_parameters
 from dtrain.training.setup import adapter
@@ -52,7 +52,7 @@ GRIDS = {"gemma3": [(1, 6, 6)]}
 
 
 def pixels_of(tower, grids):
-    return torch.rand(sum(height * width for _, height, width in grids), tower.config.values)
+    return torch.rand(sum(height * width for _, height, width in grids), tower.config.values_per_patch)
 
 
 class Kept:
@@ -107,7 +107,7 @@ def test_before_a_projector_nothing_is_kept(tmp_path, name, kind):
     checkpoint_activations(model, kind)
     (tower,), grids = model.model.vision, GRIDS.get(name, [(1, 4, 2), (1, 2, 6)])
     features, modules = saved_by_module(tower, pixels_of(tower, grids), grids)
-    parts = {pattern.removesuffix(".*") for pattern in tower.projector}
+    parts = {pattern.removesuffix(".*") for pattern in tower.projector_patterns}
     around = {"visual"} if name == "qwen2.5-vl" else set()  # where tokens are put in the order of the images again
     assert modules and all(path in around or any(path.startswith(part) for part in parts) for path in modules)
     sum(tensor.sum() for tensor in (features.tokens, *features.deepstack.values())).backward()
@@ -139,9 +139,9 @@ def test_text_tokens_cost_what_they_cost_without_a_tower(tmp_path):
 
 
 def test_names_of_vision_are_those_of_the_towers():
-    towers = {class_of(name).vision_tower for name, family in FAMILIES.items() if family.text_tower}
-    parts = {prefix.rstrip(".") for tower in towers - {None} for prefix in tower.prefixes}
-    assert parts == {*VISION_PARTS}
+    towers = {load_class(name).vision_tower for name, family in FAMILIES.items() if family.text_tower}
+    parts = {prefix.rstrip(".") for tower in towers - {None} for prefix in tower.file_prefixes}
+    assert parts == {*VISION_MODULES}
 
 
 CHOICES = {
@@ -213,10 +213,10 @@ def test_a_recipe_is_checked_against_the_tower_s_layers(tmp_path):
 def test_adapters_reach_what_is_named():
     config = parse_config(CASES["gemma3"].config().to_dict() | ARCHITECTURES["gemma3"], vision=True)
     names = adaptable_shapes(config)
-    everywhere = AdapterConfig(rank=2, target=("q_proj",)).adapted(names)
+    everywhere = AdapterConfig(rank=2, target=("q_proj",)).select_layers(names)
     assert {name.split(".")[1] for name in everywhere} == {"layers", "vision_tower"}
-    assert all(name.startswith("model.layers.") for name in AdapterConfig(rank=2).adapted(names))
-    tower_only = AdapterConfig(rank=2, target=r".*vision_tower.*\.(fc1|out_proj)").adapted(names)
+    assert all(name.startswith("model.layers.") for name in AdapterConfig(rank=2).select_layers(names))
+    tower_only = AdapterConfig(rank=2, target=r".*vision_tower.*\.(fc1|out_proj)").select_layers(names)
     assert tower_only and all("vision_tower" in name for name in tower_only)
     model = models.build(config, device="meta")
     add_adapters(model, AdapterConfig(rank=2, target=("q_proj",)))

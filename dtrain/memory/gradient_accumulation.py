@@ -20,7 +20,7 @@ from dtrain.optim.local_shard import (
 )
 
 
-class GradientSums:
+class GradientAccumulator:
     """Gradient sums of a model whose bfloat16 gradients FSDP reduces after each micro-batch.
 
     Call `begin` before each backward and `finish` after the last one of a step. Then `.grad` of each parameter is the
@@ -31,7 +31,7 @@ class GradientSums:
         seed: Seed of the random bits.
 
     Example:
-        sums = GradientSums(model.named_parameters(), seed=0)
+        sums = GradientAccumulator(model.named_parameters(), seed=0)
         for index, micro_batch in enumerate(micro_batches):
             sums.begin(step, index, is_last=index + 1 == len(micro_batches))
             loss(micro_batch).backward()
