@@ -73,12 +73,12 @@ def run(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> RunResul
     `dtrain.base.errors.UserError` for what its user can mend, `Stopped` when a signal ended the run in order, and
     `WorkerFailed`, with the traceback as text, when a process died of anything else.
     """
-    from dtrain.commands.run import plan_beside
+    from dtrain.commands.run import start_background_plan
     from dtrain.launch import launch
     from dtrain.training import preflight
     from dtrain.training.metrics import records
 
-    directory = launch(lambda: preflight.load(recipe, overrides), plan=plan_beside).run.directory
+    directory = launch(lambda: preflight.load(recipe, overrides), plan=start_background_plan).run.directory
     measured: dict[str, int | float] = {}
     for row in records.read_rows(directory / "metrics.jsonl"):
         measured |= row

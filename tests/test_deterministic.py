@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dtrain.base.torch_functions import cumsum, deterministic_algorithms, doubled_sums
-from dtrain.launch.place import RankPlace
 from dtrain.launch.rank import RunJob, run_rank
+from dtrain.launch.rank_info import RankInfo
 from dtrain.parallel.mesh import StopFlag
 from tests.tiny import tiny_recipe
 
@@ -31,7 +31,7 @@ def test_a_run_has_the_mode_and_gives_it_back(tmp_path):
     for value in ("true", "false"):
         recipe = tiny_recipe(tmp_path, f"run.deterministic={value}", name=value)
         environ = {}
-        run_rank(RunJob(recipe, train=note), RankPlace(environ=environ), torch.device("cpu"), StopFlag())
+        run_rank(RunJob(recipe, train=note), RankInfo(environ=environ), torch.device("cpu"), StopFlag())
         assert environ == ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if value == "true" else {})
         assert not torch.are_deterministic_algorithms_enabled()
     assert modes == [(True, False), (False, False)]

@@ -260,7 +260,7 @@ def test_the_environment_is_read_in_one_place():
     # children.py writes, for its own process; worker.py only reports CUDA_VISIBLE_DEVICES, as NeMo-RL's callers expect;
     # mcp.py passes all of it on to the tool servers that it starts.
     passing_on = {"rl/environments/mcp.py"}
-    assert reading <= {"launch/start.py", "commands/plan/children.py", "policy/worker.py"} | passing_on
+    assert reading <= {"launch/start.py", "commands/plan/processes.py", "policy/worker.py"} | passing_on
 
 
 def test_what_needs_no_torch_loads_none():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dtrain.commands.plan.choose import FREE
+from dtrain.commands.plan.choose import FREE_SHARE
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.recipe import models
@@ -39,7 +39,7 @@ def test_every_row_is_planned_and_fits_its_gpus():
     for (gpus, *_), row in planned().items():
         (gpu, _), chosen = plan_recipes.CARDS[gpus], dict(word.split("=") for word in row[3].strip("`").split())
         assert {"micro_batch"} <= chosen.keys() <= names and int(chosen["micro_batch"]) >= 1
-        assert float(row[4].split()[0]) <= GPUS[gpu].memory_gib * (1 - FREE)
+        assert float(row[4].split()[0]) <= GPUS[gpu].memory_gib * (1 - FREE_SHARE)
 
 
 # Tokens of a photo of 1024 × 768: squares of 32 pixels; of 48, as many of the same shape as 280 have room for.

@@ -84,12 +84,14 @@ def test_a_plan_counts_an_unknown_optimizer_as_adamw_and_torchs_own_as_they_are(
         return make_plan(tiny_recipe(tmp_path, *words), 1, GPUS["h100"])
 
     stranger, adamw = planned("optimizer.name=evil.code.Optimizer", "optimizer.kwargs={a: 1}"), planned()
-    assert stranger.step.state == adamw.step.state and stranger.assumed and not adamw.assumed
+    assert (
+        stranger.step.optimizer_state == adamw.step.optimizer_state and stranger.assumptions and not adamw.assumptions
+    )
     adagrad = planned("optimizer.name=torch.optim.Adagrad")
-    assert not adagrad.assumed and adagrad.step.state < adamw.step.state
+    assert not adagrad.assumptions and adagrad.step.optimizer_state < adamw.step.optimizer_state
     for name in ("torch.optim.lr_scheduler.warnings.sys.exit", "torch.optim.Optimizer.step", "torch.hub.load"):
-        assert planned(f"optimizer.name={name}").assumed
-    assert as_json(stranger)["assumed"] == list(stranger.assumed) and stranger.assumed[0] in text(stranger)
+        assert planned(f"optimizer.name={name}").assumptions
+    assert as_json(stranger)["assumed"] == list(stranger.assumptions) and stranger.assumptions[0] in text(stranger)
     assert not harm.exists()
 
 

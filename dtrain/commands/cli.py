@@ -193,13 +193,13 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 def _run(arguments: argparse.Namespace) -> None:
     with stop_signals_handled_by(exit_at_once):  # until the run handles signals itself
-        from dtrain.commands.run import plan_beside
+        from dtrain.commands.run import start_background_plan
         from dtrain.launch import launch
         from dtrain.launch.exits import WorkerFailed
         from dtrain.training import preflight
 
         try:
-            launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=plan_beside)
+            launch(lambda: preflight.load(arguments.recipe, arguments.overrides), plan=start_background_plan)
         except WorkerFailed as error:
             raise UserError(str(error)) from error
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dtrain.commands.plan.background import PlannedPeak
 
 
-def plan_beside(recipe: Recipe, world_size: int, device_type: str) -> "PlannedPeak":
+def start_background_plan(recipe: Recipe, world_size: int, device_type: str) -> "PlannedPeak":
     """Return the plan of `recipe` on `world_size` devices of a type, which is computed once its context is entered."""
     from dtrain.commands.plan.background import PlannedPeak
 

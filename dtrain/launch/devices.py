@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
-from dtrain.launch.place import RankPlace
+from dtrain.launch.rank_info import RankInfo
 from dtrain.recipe.world import AUTO, LARGEST_AUTO, Config, mesh_problems, replace_keys
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
-OTHERS = 0.9  # share of a device that is free, below which others hold memory there
+FREE_SHARE = 0.9  # share of a device that is free, below which others hold memory there
 CPU_PROCESSES = 64  # that a machine of few cores is let start: each has torch in its memory
 BFLOAT16_CAPABILITY = (8, 0)  # compute capability from which on a GPU computes in bfloat16, and has flash attention
 DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
@@ -49,12 +49,12 @@ class DeviceFacts:
         return self.capability >= BFLOAT16_CAPABILITY
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         major, minor = self.capability
         return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
 
 
-def with_processes(recipe: Config) -> Config:
+def resolve_nproc(recipe: Config) -> Config:
     """Return `recipe` with a number for `launch.nproc=auto`: of this machine's CUDA devices as many as can share the
     mesh and the batch, or 1. CUDA is not started."""
     launch, count = recipe.launch, 0  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def _shares(recipe: Any, count: int) -> bool:
     )
 
 
-def choose_device(wanted: str, place: RankPlace) -> "torch.device":
+def choose_device(wanted: str, rank_info: RankInfo) -> "torch.device":
     """Return the device of a rank of this machine. CUDA is not started.
 
     Args:
@@ -91,48 +91,50 @@ def choose_device(wanted: str, place: RankPlace) -> "torch.device":
     """
     import torch
 
-    device_type = choose_device_type("launch.device", wanted, place.environ)
+    device_type = choose_device_type("launch.device", wanted, rank_info.environ)
     if device_type == "cpu":
         if wanted == "auto":
-            _note_unused_gpu(place)
-        _check_cpu_processes(place)
+            _note_unused_gpu(rank_info)
+        _check_cpu_processes(rank_info)
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1 and place.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
+    if count == 1 and rank_info.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
         return torch.device("cuda", 0)
-    if place.local_world_size > count:
-        shown = f" ({VISIBLE_DEVICES}={place.environ[VISIBLE_DEVICES]})" if VISIBLE_DEVICES in place.environ else ""
-        raise UserError(
-            f"{place.local_world_size} processes on a machine with {count} CUDA device{'s' if count > 1 else ''}{shown}"
-            f": set launch.nproc={count}, or launch.device=cpu"
+    if rank_info.local_world_size > count:
+        shown = (
+            f" ({VISIBLE_DEVICES}={rank_info.environ[VISIBLE_DEVICES]})" if VISIBLE_DEVICES in rank_info.environ else ""
         )
-    return torch.device("cuda", place.local_rank)
+        raise UserError(
+            f"{rank_info.local_world_size} processes on a machine with {count} CUDA device{'s' if count > 1 else ''}"
+            f"{shown}: set launch.nproc={count}, or launch.device=cpu"
+        )
+    return torch.device("cuda", rank_info.local_rank)
 
 
-def _note_unused_gpu(place: RankPlace) -> None:
+def _note_unused_gpu(rank_info: RankInfo) -> None:
     """Print on rank 0 why a machine with a GPU uses its CPU, if the reason is known."""
-    reason = hidden_gpu_reason(place.environ)
-    if reason is not None and DRIVER.exists() and place.rank == 0:
+    reason = hidden_gpu_reason(rank_info.environ)
+    if reason is not None and DRIVER.exists() and rank_info.rank == 0:
         print(f"note: launch.device=auto takes the CPU, though this machine has a GPU: {reason}", file=sys.stderr)
 
 
-def _check_cpu_processes(place: RankPlace) -> None:
+def _check_cpu_processes(rank_info: RankInfo) -> None:
     """Refuse more processes on a CPU than its memory and cores are good for."""
     cores = os.cpu_count() or 1
     most = max(CPU_PROCESSES, 4 * cores)
-    if place.local_world_size > most:
+    if rank_info.local_world_size > most:
         plural = "s" if cores > 1 else ""
         raise UserError(
-            f"{place.local_world_size} processes on a CPU with {cores} core{plural}, which has room for {most} at "
+            f"{rank_info.local_world_size} processes on a CPU with {cores} core{plural}, which has room for {most} at "
             f"most: set launch.nproc={cores}"
         )
 
 
-def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
+def start_device(device: "torch.device", rank_info: RankInfo) -> DeviceFacts:
     """Start CUDA on `device`, the default from here on. Raises UserError where the driver does not let it start."""
     import torch
 
-    if not any(name in place.environ for name in ALLOCATOR):
+    if not any(name in rank_info.environ for name in ALLOCATOR):
         # Lengths differ from step to step: segments of fixed size would be left with holes.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
@@ -149,26 +151,28 @@ def start_device(device: "torch.device", place: RankPlace) -> DeviceFacts:
     capability = (properties.major, properties.minor)
     uuid = str(getattr(properties, "uuid", device.index))
     total, free = properties.total_memory, torch.cuda.mem_get_info(device)[0]
-    rest = free if free < OTHERS * total else None
-    return DeviceFacts(place.rank, socket.gethostname(), properties.name, total, capability, uuid, rest)
+    rest = free if free < FREE_SHARE * total else None
+    return DeviceFacts(rank_info.rank, socket.gethostname(), properties.name, total, capability, uuid, rest)
 
 
-def device_of_all(wanted: str, dtype: str, count: int, environ: MutableMapping[str, str]) -> str:
+def resolve_device_type(wanted: str, dtype: str, count: int, environ: MutableMapping[str, str]) -> str:
     """Return the type of the devices that `count` processes of this machine would have, once each has been started
     here. wanted: `launch.device`. Raises UserError."""
-    place = RankPlace(world_size=count, local_world_size=count, environ=environ)
-    device = choose_device(wanted, place)
+    rank_info = RankInfo(world_size=count, local_world_size=count, environ=environ)
+    device = choose_device(wanted, rank_info)
     if device.type == "cuda":
         import torch
 
-        places = [replace(place, rank=rank, local_rank=rank) for rank in range(count)]
-        refusals = problems([start_device(torch.device("cuda", each.rank), each) for each in places], dtype)
+        rank_infos = [replace(rank_info, rank=rank, local_rank=rank) for rank in range(count)]
+        refusals = find_device_problems(
+            [start_device(torch.device("cuda", each.rank), each) for each in rank_infos], dtype
+        )
         if refusals:
             raise UserError("\n".join(refusals))
     return device.type
 
 
-def problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str] | None = None) -> list[str]:
+def find_device_problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str] | None = None) -> list[str]:
     """Return the reasons why a run in `train.dtype` cannot run on the `devices` of its ranks, one line each. kernels:
     those of this torch, `torch.cuda.get_arch_list()`."""
     if kernels is None:
@@ -183,12 +187,12 @@ def _unfit(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -
     for device in {each.capability: each for each in devices}.values():
         if kernels and not _has_kernels(device.capability, kernels):
             reasons.append(
-                f"this torch has no kernels for {device.words}: it is built for {', '.join(kernels)}; install a "
+                f"this torch has no kernels for {device.description}: it is built for {', '.join(kernels)}; install a "
                 "build of torch that names this capability"
             )
         if dtype in ("auto", "bfloat16") and not device.has_bfloat16:
             reasons.append(
-                f"{device.words} does not compute in bfloat16 (train.dtype={dtype}), which takes compute "
+                f"{device.description} does not compute in bfloat16 (train.dtype={dtype}), which takes compute "
                 "capability 8.0: an A100 or later. Set train.dtype=float16 or float32"
             )
     return reasons
@@ -231,7 +235,7 @@ def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
     return reasons
 
 
-def notes(devices: Sequence[DeviceFacts]) -> list[str]:
+def device_notes(devices: Sequence[DeviceFacts]) -> list[str]:
     """Return notes for the user on devices that work together but differ."""
     if len({(device.name, device.memory) for device in devices}) == 1:
         return []
@@ -241,16 +245,16 @@ def notes(devices: Sequence[DeviceFacts]) -> list[str]:
 def _kinds(devices: Sequence[DeviceFacts]) -> str:
     ranks: dict[str, list[int]] = {}
     for device in devices:
-        ranks.setdefault(device.words, []).append(device.rank)
+        ranks.setdefault(device.description, []).append(device.rank)
     shown = (
         f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' if len(of) > 8 else ''}" for words, of in ranks.items()
     )
     return "; ".join(shown)
 
 
-def agree(
+def check_on_all_ranks(
     start: Callable[[], DeviceFacts],
-    place: RankPlace,
+    rank_info: RankInfo,
     store: "dist.Store | None",
     judge: Callable[[Sequence[DeviceFacts]], Sequence[str]],
 ) -> None:
@@ -259,14 +263,14 @@ def agree(
     if store is None:
         refusal = "\n".join(judge([start()]))
     else:
-        prefix = f"devices of attempt {place.attempt}"
+        prefix = f"devices of attempt {rank_info.attempt}"
         try:
             answer = json.dumps(asdict(start()))
         except UserError as error:
             answer = json.dumps(str(error))  # in place of a device
-        store.set(f"{prefix}/{place.rank}", answer)
-        if place.rank == 0:
-            answers = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(place.world_size)]
+        store.set(f"{prefix}/{rank_info.rank}", answer)
+        if rank_info.rank == 0:
+            answers = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(rank_info.world_size)]
             refused = dict.fromkeys(answer for answer in answers if isinstance(answer, str))
             devices = [
                 DeviceFacts(**answer | {"capability": tuple(answer["capability"])}) for answer in answers if not refused

@@ -28,7 +28,7 @@ END_SECONDS = 5.0  # for the main thread to unwind after a second signal
 LOOK_SECONDS = 0.25
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-ENDED = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
+LAUNCHER_GONE = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
 
 
 @contextmanager
@@ -155,7 +155,7 @@ class Report:
         return self.text.strip().splitlines()[-1] if self.kind == "crash" else self.text
 
 
-def cause_of(reports: Sequence[Report], statuses: Mapping[int, int], recipe: Recipe) -> Exception:
+def find_cause(reports: Sequence[Report], statuses: Mapping[int, int], recipe: Recipe) -> Exception:
     """Return the one error to show when ranks of this machine have failed.
 
     One failure causes others, so causes are looked for in this order: a user's mistake, memory, a rank that was killed,
@@ -187,7 +187,7 @@ def cause_of(reports: Sequence[Report], statuses: Mapping[int, int], recipe: Rec
     for report in in_order:
         if report.kind == "stopped":
             return Stopped(report.signum, report.text)
-    ended_by_themselves = [rank for rank, status in statuses.items() if status != ENDED]
+    ended_by_themselves = [rank for rank, status in statuses.items() if status != LAUNCHER_GONE]
     rank = min(ended_by_themselves or statuses)
     return WorkerFailed(
         f"rank {rank} on {host} ended with status {statuses[rank]} without a word{_see_log(recipe, rank)}"

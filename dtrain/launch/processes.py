@@ -35,17 +35,17 @@ from dtrain.base.errors import Stopped, StoppedAtStart, UserError
 from dtrain.base.orphans import end_with
 from dtrain.launch.devices import choose_device
 from dtrain.launch.exits import (
-    ENDED,
+    LAUNCHER_GONE,
     OutOfMemory,
     Report,
     WorkerFailed,
-    cause_of,
+    find_cause,
     on_stop_signals,
     stop_signals_blocked,
     unblock_stop_signals,
 )
-from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import STOPPING, RunJob, open_log, redirect_to, run_rank
+from dtrain.launch.rank import STOPPING, RunJob, open_log, redirect_output, run_rank
+from dtrain.launch.rank_info import RankInfo
 from dtrain.parallel.mesh import StopFlag
 from dtrain.recipe import origins, to_yaml, with_origins_of
 from dtrain.training import load_recipe
@@ -70,7 +70,7 @@ class RankProcesses(SubprocessContext):
         """Return the exit status of each rank; None while it runs."""
         return {rank: handler.proc.poll() for rank, handler in self.subprocess_handlers.items()}
 
-    def forward(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         """Send a signal to the running ranks."""
         for handler in self.subprocess_handlers.values():
             handler.proc.send_signal(signum)  # does nothing if the process has ended
@@ -90,7 +90,7 @@ def run_workers(job: RunJob, environ: Mapping[str, str]) -> None:
     launch = job.recipe.launch
     nproc = launch.processes
     # Only checks that there are devices. With a rank of -1 nothing is printed: rank 0 prints the notes on devices.
-    choose_device(launch.device, RankPlace(-1, -1, nproc, nproc, environ=dict(environ)))
+    choose_device(launch.device, RankInfo(-1, -1, nproc, nproc, environ=dict(environ)))
     signums: list[int] = []
 
     def on_stop_signal(signum: int) -> None:
@@ -145,7 +145,7 @@ def _run_attempt(job: RunJob, directory: Path, attempt: int, signums: list[int])
         raise
     reports = ranks.reports()
     if failed:
-        return cause_of(reports, failed, job.recipe)
+        return find_cause(reports, failed, job.recipe)
     stopped = [report for report in reports if report.kind == "stopped"]
     if not stopped:
         return None
@@ -163,7 +163,7 @@ def _wait(ranks: RankProcesses, signums: list[int]) -> dict[int, int]:
         if failed or not is_any_running:
             return failed
         if signums and not is_forwarded:
-            ranks.forward(signums[0])
+            ranks.send_signal(signums[0])
             is_forwarded = True
         time.sleep(POLL_SECONDS)
 
@@ -214,35 +214,35 @@ def quiet_agent(environ: Mapping[str, str]) -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def work(directory: Path, place: RankPlace) -> None:
+def work(directory: Path, rank_info: RankInfo) -> None:
     """Run one rank in this process, and end the process. Never returns.
 
     The launcher blocks stop signals before it starts this process, so that none ends it before it has handlers.
     """
     settings = json.loads((directory / "job.json").read_text(encoding="utf-8"))
-    end_with(settings["launcher"], ENDED)
-    place = replace(place, started_by=None, file=directory / f"store-{place.attempt}")
+    end_with(settings["launcher"], LAUNCHER_GONE)
+    rank_info = replace(rank_info, started_by=None, file=directory / f"store-{rank_info.attempt}")
     stop = StopFlag()
     status = 0
     recipe = None
     with on_stop_signals(stop.request):
         try:
             unblock_stop_signals()
-            copy = directory / f"recipe-{place.rank}.yaml"
+            copy = directory / f"recipe-{rank_info.rank}.yaml"
             recipe = with_origins_of(load_recipe(copy), settings["origins"])
             copy.unlink()
-            if place.rank > 0:
-                redirect_to(open_log(recipe, place.rank))
+            if rank_info.rank > 0:
+                redirect_output(open_log(recipe, rank_info.rank))
             job = RunJob(recipe, settings["threads"], _imported(settings["train"]), _imported(settings["plan"]))
-            run_rank(job, place, choose_device(recipe.launch.device, place), stop)
+            run_rank(job, rank_info, choose_device(recipe.launch.device, rank_info), stop)
         except BaseException as error:  # the launcher shows it
             # Ranks that stop together end with status 0. Otherwise other ranks may wait for this one: a status other
             # than 0 lets the launcher end them.
             is_orderly = isinstance(error, Stopped) and not isinstance(error, StoppedAtStart)
             status = 0 if is_orderly else 1
-            report = Report.of(error, place.rank, recipe)
-            report.write(place.environ)
-            if place.rank > 0:
+            report = Report.of(error, rank_info.rank, recipe)
+            report.write(rank_info.environ)
+            if rank_info.rank > 0:
                 print(report.text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()

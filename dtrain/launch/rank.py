@@ -29,9 +29,16 @@ from dtrain import __version__
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import free_host_memory, total_memory
-from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
+from dtrain.launch.devices import (
+    DeviceFacts,
+    check_on_all_ranks,
+    choose_device,
+    device_notes,
+    find_device_problems,
+    start_device,
+)
 from dtrain.launch.exits import OutOfMemory, Report, log_file, on_stop_signals
-from dtrain.launch.place import RankPlace
+from dtrain.launch.rank_info import RankInfo
 from dtrain.recipe import Recipe
 from dtrain.recipe.world import AUTO, COMPILE, as_overrides, choose_compile, open_keys, replace_keys, value_of_key
 from dtrain.training import build_method
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dtrain.base.ranks import Ranks
-    from dtrain.launch.meeting import Meeting
+    from dtrain.launch.rendezvous import RendezvousResult
     from dtrain.parallel.mesh import Runtime, StopFlag
 
 
@@ -52,7 +59,7 @@ KEYS_THAT_MAY_DIFFER = ("launch", "metrics", "data.cache_dir", "data.num_workers
 
 Train = Callable[[Recipe, "Runtime"], None]
 
-PlanBeside = Callable[[Recipe, int, str], AbstractContextManager[Any]]
+StartPlan = Callable[[Recipe, int, str], AbstractContextManager[Any]]
 """(recipe, world size, device type) -> the run's plan, computed in a process of its own while the run starts.
 
 It is `commands.plan.background.PlannedPeak`."""
@@ -74,7 +81,7 @@ class RunJob:
     recipe: Recipe
     threads: int | None = None
     train: Train | None = None
-    plan: PlanBeside | None = None
+    plan: StartPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class StartedPlan:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ResolvedSizes:
     """The sizes of a run, the same on all ranks.
 
     Attributes:
@@ -109,10 +116,10 @@ class Sizes:
 
 def run_rank(
     job: RunJob,
-    place: RankPlace,
+    rank_info: RankInfo,
     device: "torch.device",
     stop: "StopFlag",
-    meeting: "Meeting | None" = None,
+    rendezvous: "RendezvousResult | None" = None,
     terminal: int | None = None,
 ) -> None:
     """Set this rank up on `device`, train, and destroy its process group.
@@ -133,25 +140,25 @@ def run_rank(
     """
     set_threads(job.threads)
     with ExitStack() as stack:
-        attempt = place.attempt if meeting is None else meeting.attempt
-        recipe = resumed(job.recipe) if attempt else job.recipe
+        attempt = rank_info.attempt if rendezvous is None else rendezvous.attempt
+        recipe = with_auto_resume(job.recipe) if attempt else job.recipe
         recipe, lines = resolve_compile(recipe, device)
-        plan = start_plan(recipe, job, place, device, stack)
-        store = open_store(place, meeting)
-        use_interfaces(recipe, job, place, device, stack)
-        show_failures(recipe, place, meeting, terminal, stack)
+        plan = start_plan(recipe, job, rank_info, device, stack)
+        store = open_store(rank_info, rendezvous)
+        use_interfaces(recipe, job, rank_info, device, stack)
+        show_failures(recipe, rank_info, rendezvous, terminal, stack)
         if store is not None:
-            refuse_other_recipes(recipe, replace(place, attempt=attempt), store)
-        devices = start_devices(recipe, place, device, attempt, store, plan)
-        sizes = choose_sizes(recipe, place, attempt, store, plan, devices)
+            check_recipes_agree(recipe, replace(rank_info, attempt=attempt), store)
+        devices = start_devices(recipe, rank_info, device, attempt, store, plan)
+        sizes = choose_sizes(recipe, rank_info, attempt, store, plan, devices)
         recipe = sizes.recipe
-        join_process_group(recipe, place, device, store)
-        if meeting is not None:
-            refuse_other_hosts(recipe)
-        stack.enter_context(memory_errors(recipe, place, device))
-        use_deterministic(recipe, place, stack)
-        train(job, place, device, stop, plan, replace(sizes, lines=lines + sizes.lines))
-    leave_process_group(place)
+        join_process_group(recipe, rank_info, device, store)
+        if rendezvous is not None:
+            check_hosts_agree(recipe)
+        stack.enter_context(memory_errors(recipe, rank_info, device))
+        use_deterministic(recipe, rank_info, stack)
+        train(job, rank_info, device, stop, plan, replace(sizes, lines=lines + sizes.lines))
+    leave_process_group(rank_info)
 
 
 def set_threads(threads: int | None) -> None:
@@ -176,7 +183,9 @@ def resolve_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tup
     return chosen, (f"{setting} (auto): {choice.reason}",)
 
 
-def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.device", stack: ExitStack) -> StartedPlan:
+def start_plan(
+    recipe: Recipe, job: RunJob, rank_info: RankInfo, device: "torch.device", stack: ExitStack
+) -> StartedPlan:
     """On rank 0, choose the sizes of a small run on CPUs, or start the plan in a process that `stack` ends.
 
     The process is forked, so this has to come before the process group and before CUDA is started.
@@ -186,12 +195,12 @@ def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.dev
     from dtrain.training.sizing import CPU, describe_machine, sizing_without_plan
 
     is_open = job.plan is not None and bool(open_keys(recipe))
-    if job.plan is None or place.rank > 0:
+    if job.plan is None or rank_info.rank > 0:
         return StartedPlan(is_open)
     sizing = None
     if is_open and device.type == "cpu":
-        machine = describe_machine(place.world_size, CPU, total_memory())
-        sizing = sizing_without_plan(recipe, machine, free_host_memory(place.local_world_size))
+        machine = describe_machine(rank_info.world_size, CPU, total_memory())
+        sizing = sizing_without_plan(recipe, machine, free_host_memory(rank_info.local_world_size))
     is_wanted = device.type == "cuda" if recipe.metrics.plan == "auto" else bool(recipe.metrics.plan)
     if is_open and sizing is None and recipe.metrics.plan is not False:
         is_wanted = True
@@ -199,33 +208,33 @@ def start_plan(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.dev
     if not is_wanted or has_cuda:
         return StartedPlan(is_open, sizing)
     known = recipe if sizing is None else replace_keys(recipe, sizing.values)
-    planned = stack.enter_context(job.plan(known, place.world_size, device.type))
+    planned = stack.enter_context(job.plan(known, rank_info.world_size, device.type))
     return StartedPlan(is_open, sizing, planned)
 
 
-def open_store(place: RankPlace, meeting: "Meeting | None") -> "dist.Store | None":
+def open_store(rank_info: RankInfo, rendezvous: "RendezvousResult | None") -> "dist.Store | None":
     """Return the store of this start; None for a single rank."""
     import torch.distributed as dist
 
-    if meeting is not None:
-        return meeting.store
-    if place.world_size == 1:
+    if rendezvous is not None:
+        return rendezvous.store
+    if rank_info.world_size == 1:
         return None
-    return dist.FileStore(str(place.file), place.world_size)  # in its launcher's private directory
+    return dist.FileStore(str(rank_info.file), rank_info.world_size)  # in its launcher's private directory
 
 
-def use_interfaces(recipe: Recipe, job: RunJob, place: RankPlace, device: "torch.device", stack: ExitStack) -> None:
+def use_interfaces(recipe: Recipe, job: RunJob, rank_info: RankInfo, device: "torch.device", stack: ExitStack) -> None:
     """Name the network interfaces that the process groups use, until `stack` closes."""
-    from dtrain.launch.meeting import named_interface
+    from dtrain.launch.rendezvous import network_interface_set
 
     # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
     reaches_out = job.train is not None or build_method(recipe).sends_weights()
-    stack.enter_context(named_interface(place, nccl=device.type == "cuda" and not reaches_out))
+    stack.enter_context(network_interface_set(rank_info, nccl=device.type == "cuda" and not reaches_out))
 
 
 def start_devices(
     recipe: Recipe,
-    place: RankPlace,
+    rank_info: RankInfo,
     device: "torch.device",
     attempt: int,
     store: "dist.Store | None",
@@ -237,77 +246,77 @@ def start_devices(
     """
     devices: list[DeviceFacts] = []
     if device.type == "cuda":
-        start = partial(start_device, device, place)
-        judge = partial(_unfit_devices, recipe, None if plan.is_open else plan.planned, devices)
-        agree(start, replace(place, attempt=attempt), store, judge)
+        start = partial(start_device, device, rank_info)
+        judge = partial(_find_device_problems, recipe, None if plan.is_open else plan.planned, devices)
+        check_on_all_ranks(start, replace(rank_info, attempt=attempt), store, judge)
     return devices
 
 
 def choose_sizes(
     recipe: Recipe,
-    place: RankPlace,
+    rank_info: RankInfo,
     attempt: int,
     store: "dist.Store | None",
     plan: StartedPlan,
     devices: Sequence[DeviceFacts],
-) -> Sizes:
+) -> ResolvedSizes:
     """Decide on rank 0 what the recipe leaves to `auto`, and share it. Collective over `store`."""
     from dtrain.training.sizing import CPU, describe_machine, share_sizing, sizing_with_plan
 
     if not plan.is_open:
-        return Sizes(recipe)
+        return ResolvedSizes(recipe)
     smallest = min(devices, key=lambda device: device.memory, default=None)  # None on CPU and on ranks other than 0
     if smallest is None:
-        machine = describe_machine(place.world_size, CPU, total_memory())
+        machine = describe_machine(rank_info.world_size, CPU, total_memory())
     else:
-        machine = describe_machine(place.world_size, smallest.name, smallest.memory)
+        machine = describe_machine(rank_info.world_size, smallest.name, smallest.memory)
     free = min((device.free for device in devices if device.free is not None), default=None)
-    host = free_host_memory(place.local_world_size)
+    host = free_host_memory(rank_info.local_world_size)
 
     def decide() -> Any:
         return plan.sizing or sizing_with_plan(recipe, machine, host, plan.planned, smallest, free)
 
-    recipe, lines = share_sizing(recipe, place.rank, attempt, store, decide)
-    return Sizes(recipe, lines, machine)
+    recipe, lines = share_sizing(recipe, rank_info.rank, attempt, store, decide)
+    return ResolvedSizes(recipe, lines, machine)
 
 
-def join_process_group(recipe: Recipe, place: RankPlace, device: "torch.device", store: "dist.Store | None") -> None:
+def join_process_group(recipe: Recipe, rank_info: RankInfo, device: "torch.device", store: "dist.Store | None") -> None:
     """Start the process group of the run. Collective."""
-    from dtrain.launch.meeting import allow_open_files
+    from dtrain.launch.rendezvous import allow_open_files
     from dtrain.parallel.mesh import init_process_group
 
     if store is not None:
         allow_open_files()
-        init_process_group(device.type, store, place.rank, place.world_size, recipe.launch.collective_timeout)
+        init_process_group(device.type, store, rank_info.rank, rank_info.world_size, recipe.launch.collective_timeout)
 
 
 def show_failures(
-    recipe: Recipe, place: RankPlace, meeting: "Meeting | None", terminal: int | None, stack: ExitStack
+    recipe: Recipe, rank_info: RankInfo, rendezvous: "RendezvousResult | None", terminal: int | None, stack: ExitStack
 ) -> None:
     """Until `stack` closes, show the first failure of any rank once on each host, if ranks may be on several."""
-    from dtrain.launch.meeting import one_failure_shown
+    from dtrain.launch.rendezvous import first_failure_reported
 
-    if meeting is not None:
-        stack.enter_context(one_failure_shown(place, meeting.store, recipe, terminal))
+    if rendezvous is not None:
+        stack.enter_context(first_failure_reported(rank_info, rendezvous.store, recipe, terminal))
 
 
-def use_deterministic(recipe: Recipe, place: RankPlace, stack: ExitStack) -> None:
+def use_deterministic(recipe: Recipe, rank_info: RankInfo, stack: ExitStack) -> None:
     """Have torch use deterministic algorithms until `stack` closes, if the recipe asks for them."""
     if recipe.run.deterministic:
         deterministic = importlib.import_module("dtrain.base.torch_functions")
-        stack.enter_context(deterministic.deterministic_algorithms(place.environ))
+        stack.enter_context(deterministic.deterministic_algorithms(rank_info.environ))
 
 
 def train(
-    job: RunJob, place: RankPlace, device: "torch.device", stop: "StopFlag", plan: StartedPlan, sizes: Sizes
+    job: RunJob, rank_info: RankInfo, device: "torch.device", stop: "StopFlag", plan: StartedPlan, sizes: ResolvedSizes
 ) -> None:
     """Train, with `job.train` or the trainer."""
     from dtrain.parallel.mesh import Runtime
 
     runtime = Runtime(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        local_rank=rank_info.local_rank,
+        world_size=rank_info.world_size,
         device=device,
         stop=stop,
         wait_for_plan=plan.planned.peak if plan.planned else None,
@@ -319,15 +328,15 @@ def train(
     act(sizes.recipe, runtime)
 
 
-def leave_process_group(place: RankPlace) -> None:
+def leave_process_group(rank_info: RankInfo) -> None:
     """Destroy the process group of `join_process_group`."""
     import torch.distributed as dist
 
-    if place.world_size > 1:
+    if rank_info.world_size > 1:
         dist.destroy_process_group()
 
 
-def _unfit_devices(
+def _find_device_problems(
     recipe: Recipe, planned: Any, seen: list[DeviceFacts], devices: Sequence[DeviceFacts]
 ) -> Sequence[str]:
     """Return the reasons why the run cannot use the GPUs of its ranks. Print notes if there is none.
@@ -339,8 +348,8 @@ def _unfit_devices(
         devices: The devices of all ranks.
     """
     seen += devices
-    reasons = problems(devices, recipe.train.dtype)
-    remarks = notes(devices)
+    reasons = find_device_problems(devices, recipe.train.dtype)
+    remarks = device_notes(devices)
     if planned is not None:
         smallest = min(devices, key=lambda device: device.memory)
         peak = planned.peak_if_too_large(smallest)
@@ -355,7 +364,7 @@ def _unfit_devices(
     return reasons
 
 
-def run_in_place(job: RunJob, place: RankPlace) -> None:
+def run_in_place(job: RunJob, rank_info: RankInfo) -> None:
     """Call `run_rank` in this process, with handlers for stop signals and a report for torch's agent if it fails."""
     from dtrain.parallel.mesh import StopFlag
 
@@ -363,45 +372,45 @@ def run_in_place(job: RunJob, place: RankPlace) -> None:
 
     def on_stop_signal(signum: int) -> None:
         stop.request(signum)
-        if place.rank == 0:
+        if rank_info.rank == 0:
             os.write(2, STOPPING)
 
-    with on_stop_signals(on_stop_signal), reported_to_agent(job.recipe, place):
-        if not place.meets_others:
-            run_rank(job, place, choose_device(job.recipe.launch.device, place), stop)
+    with on_stop_signals(on_stop_signal), reported_to_agent(job.recipe, rank_info):
+        if not rank_info.needs_rendezvous:
+            run_rank(job, rank_info, choose_device(job.recipe.launch.device, rank_info), stop)
             return
-        from dtrain.launch.meeting import meet, raise_on_all_ranks
+        from dtrain.launch.rendezvous import join_rendezvous, raise_on_all_ranks
 
         try:
-            device = choose_device(job.recipe.launch.device, place)
-            log = open_log(job.recipe, place.rank) if place.rank > 0 else None
+            device = choose_device(job.recipe.launch.device, rank_info)
+            log = open_log(job.recipe, rank_info.rank) if rank_info.rank > 0 else None
         except UserError as problem:
-            raise_on_all_ranks(place, problem)
+            raise_on_all_ranks(rank_info, problem)
         terminal = None
-        if log is not None and place.local_rank > 0:
-            redirect_to(log)
-        meeting = meet(place, stop)  # one process of each host shows the problems of all
-        if log is not None and place.local_rank == 0:
+        if log is not None and rank_info.local_rank > 0:
+            redirect_output(log)
+        rendezvous = join_rendezvous(rank_info, stop)  # one process of each host shows the problems of all
+        if log is not None and rank_info.local_rank == 0:
             terminal = os.dup(2)
-            redirect_to(log)
-        run_rank(job, place, device, stop, meeting, terminal)
+            redirect_output(log)
+        run_rank(job, rank_info, device, stop, rendezvous, terminal)
 
 
 @contextmanager
-def reported_to_agent(recipe: Recipe, place: RankPlace) -> Iterator[None]:
+def reported_to_agent(recipe: Recipe, rank_info: RankInfo) -> Iterator[None]:
     """Write torch's error file if the block raises, so that torchrun prints our message instead of a traceback."""
     try:
         yield
     except BaseException as error:
         is_main = threading.current_thread() is threading.main_thread()
-        if place.started_by == "torchrun" and is_main:
+        if rank_info.started_by == "torchrun" and is_main:
             # Once one process has ended, torchrun sends SIGTERM to the others. They may still be writing their reports.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Report.of(error, place.rank, recipe).write(place.environ)
+        Report.of(error, rank_info.rank, recipe).write(rank_info.environ)
         raise
 
 
-def resumed(recipe: Recipe) -> Recipe:
+def with_auto_resume(recipe: Recipe) -> Recipe:
     """Return the recipe of a restarted run, with `checkpoint.resume=auto`.
 
     A path in `checkpoint.resume` stays if nothing has been saved yet.
@@ -413,7 +422,7 @@ def resumed(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> Iterator[None]:
+def memory_errors(recipe: Recipe, rank_info: RankInfo, device: "torch.device") -> Iterator[None]:
     """Turn an allocation that failed into an error with the peak and the keys that lower it."""
     import torch
 
@@ -427,10 +436,10 @@ def memory_errors(recipe: Recipe, place: RankPlace, device: "torch.device") -> I
         is_device_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not (is_device_memory or is_host_memory or is_pinned_memory):
             raise
-        raise OutOfMemory(_memory_advice(recipe, place, device, first)) from error
+        raise OutOfMemory(_memory_advice(recipe, rank_info, device, first)) from error
 
 
-def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", first: str) -> str:
+def _memory_advice(recipe: Recipe, rank_info: RankInfo, device: "torch.device", first: str) -> str:
     import torch
 
     from dtrain.training.metrics import memory_gib
@@ -449,9 +458,9 @@ def _memory_advice(recipe: Recipe, place: RankPlace, device: "torch.device", fir
     if recipe.train.activation_offload is not True:
         advice.append("set train.activation_offload=true")
     advice.append(f"lower data.max_length (now {recipe.data.max_length})")
-    advice.append(f"share the model among more processes (launch.nproc, parallel.dp_shard; now {place.world_size})")
+    advice.append(f"share the model among more processes (launch.nproc, parallel.dp_shard; now {rank_info.world_size})")
     return (
-        f"out of memory on rank {place.rank} ({device}), at a peak of {memory_gib(device):.2f} GiB of "
+        f"out of memory on rank {rank_info.rank} ({device}), at a peak of {memory_gib(device):.2f} GiB of "
         f"{total / 2**30:.2f} GiB. What helps: {'; '.join(advice)}.\n({first})"
     )
 
@@ -466,14 +475,14 @@ def open_log(recipe: Recipe, rank: int) -> int:
         raise UserError(f"run.dir={recipe.run.dir}: {path} cannot be written: {error.strerror}") from error
 
 
-def redirect_to(log: int) -> None:
+def redirect_output(log: int) -> None:
     """Redirect stdout and stderr of this process to its log. Rank 0 keeps the terminal."""
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
 
 
-def refuse_other_recipes(recipe: Recipe, place: RankPlace, store: "dist.Store") -> None:
+def check_recipes_agree(recipe: Recipe, rank_info: RankInfo, store: "dist.Store") -> None:
     """Raise UserError, on every rank, if a rank was started with another recipe than rank 0.
 
     This comes before the process group, and before rank 0 decides the keys that are `auto`. That decision would hide a
@@ -482,17 +491,17 @@ def refuse_other_recipes(recipe: Recipe, place: RankPlace, store: "dist.Store") 
     Collectives:
         Through `store`: every rank sets one key and reads two.
     """
-    prefix = f"recipe of attempt {place.attempt}"
-    if place.rank == 0:
+    prefix = f"recipe of attempt {rank_info.attempt}"
+    if rank_info.rank == 0:
         salt = secrets.token_hex()
         store.set(prefix, json.dumps([config.to_yaml(recipe), salt, _secret_digests(recipe, salt)]))
     first_yaml, salt, first_digests = json.loads(store.get(prefix))
     problem = _recipe_difference(
-        recipe, f"rank {place.rank} on {socket.gethostname()}", first_yaml, salt, first_digests
+        recipe, f"rank {rank_info.rank} on {socket.gethostname()}", first_yaml, salt, first_digests
     )
-    store.set(f"{prefix}/{place.rank}", problem)
-    if place.rank == 0:
-        problems = [store.get(f"{prefix}/{rank}").decode() for rank in range(place.world_size)]
+    store.set(f"{prefix}/{rank_info.rank}", problem)
+    if rank_info.rank == 0:
+        problems = [store.get(f"{prefix}/{rank}").decode() for rank in range(rank_info.world_size)]
         store.set(f"{prefix}/refusal", "\n".join(problem for problem in problems if problem))
     refusal = store.get(f"{prefix}/refusal").decode()
     if refusal:
@@ -533,7 +542,7 @@ def _may_differ(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in KEYS_THAT_MAY_DIFFER)
 
 
-def refuse_other_hosts(recipe: Recipe) -> None:
+def check_hosts_agree(recipe: Recipe) -> None:
     """Raise UserError, on every rank, if hosts have different versions, or do not share the run's directory.
 
     Collectives:

@@ -16,9 +16,9 @@ from dtrain.base.errors import Problem, RecipeError, UserError, problems_of_erro
 from dtrain.base.hardware import num_cores
 from dtrain.base.processes import search_path
 from dtrain.base.ranges import plural
-from dtrain.launch.devices import device_of_all, with_processes
-from dtrain.launch.place import RankPlace, find_place, number
-from dtrain.launch.rank import PlanBeside, RunJob, Train, run_in_place
+from dtrain.launch.devices import resolve_device_type, resolve_nproc
+from dtrain.launch.rank import RunJob, StartPlan, Train, run_in_place
+from dtrain.launch.rank_info import RankInfo, number, read_rank_info
 from dtrain.recipe import Recipe, redact, redacted_errors, sizes
 from dtrain.recipe.world import open_keys
 from dtrain.training import recipe_and_problems
@@ -28,7 +28,7 @@ from dtrain.training.preflight import notes, preflight, redacted
 from dtrain.training.setup.code import named_code
 
 
-def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: PlanBeside | None = None) -> Recipe:
+def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: StartPlan | None = None) -> Recipe:
     """Run `recipe`, or what it gives, to its end, in place or in processes of its own, and return it as it was run.
     `train` defaults to `dtrain.training.trainer.train_checked`. plan: computes the run's plan while it runs, if
     metrics.plan asks for one; a function of a module, for workers to import.
@@ -36,20 +36,20 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
     Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM,
     SIGHUP or SIGUSR1, KeyboardInterrupt after a second signal, WorkerFailed when a worker died of anything else.
     """
-    place = None
+    rank_info = None
     try:
-        recipe = with_processes(recipe() if callable(recipe) else recipe)
-        place = find_place(os.environ, recipe.launch.processes)
-        recipe = _checked(recipe, place.world_size if place else recipe.launch.processes)
+        recipe = resolve_nproc(recipe() if callable(recipe) else recipe)
+        rank_info = read_rank_info(os.environ, recipe.launch.processes)
+        recipe = _checked(recipe, rank_info.world_size if rank_info else recipe.launch.processes)
     except UserError as problem:
-        place = place or find_place(os.environ, 1)
-        if place is not None and place.meets_others:
-            from dtrain.launch.meeting import raise_on_all_ranks  # of several hosts only
+        rank_info = rank_info or read_rank_info(os.environ, 1)
+        if rank_info is not None and rank_info.needs_rendezvous:
+            from dtrain.launch.rendezvous import raise_on_all_ranks  # of several hosts only
 
-            raise_on_all_ranks(place, problem)
+            raise_on_all_ranks(rank_info, problem)
         raise
     with redacted_errors(recipe):
-        _start(recipe, place, train, plan)
+        _start(recipe, rank_info, train, plan)
     return recipe
 
 
@@ -61,14 +61,14 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
     is_here = world_size is None
-    small = with_small_files(with_local_model(with_processes(parsed)))
+    small = with_small_files(with_local_model(resolve_nproc(parsed)))
     loaded = small.recipe
     size = loaded.launch.processes if world_size is None else world_size
     device_problems: list[Problem] = []
     device_type = "cpu"
     if is_here:
         try:
-            device_type = device_of_all(loaded.launch.device, loaded.train.dtype, max(size, 1), os.environ)
+            device_type = resolve_device_type(loaded.launch.device, loaded.train.dtype, max(size, 1), os.environ)
         except UserError as error:
             device_problems = problems_of_error("launch.device", error)
     from dtrain.training.dry_run import dry_run  # loads torch
@@ -87,18 +87,18 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     return [redact(line, loaded) for line in lines]
 
 
-def _start(recipe: Recipe, place: RankPlace | None, train: Train | None, plan: PlanBeside | None) -> None:
-    _admit_code(recipe, place is None or place.rank == 0)
-    if place is None and recipe.launch.processes == 1:
+def _start(recipe: Recipe, rank_info: RankInfo | None, train: Train | None, plan: StartPlan | None) -> None:
+    _admit_code(recipe, rank_info is None or rank_info.rank == 0)
+    if rank_info is None and recipe.launch.processes == 1:
         _note_tasks(os.environ)
-    if place is None and recipe.launch.processes > 1:
+    if rank_info is None and recipe.launch.processes > 1:
         from dtrain.launch import processes  # loads torch
 
         processes.run_workers(RunJob(recipe, _threads(recipe.launch.processes), train, plan), os.environ)
         return
-    place = place or RankPlace(environ=os.environ)
-    per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if place.started_by == "slurm" else None
-    run_in_place(RunJob(recipe, _threads(place.local_world_size, per_task), train, plan), place)
+    rank_info = rank_info or RankInfo(environ=os.environ)
+    per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if rank_info.started_by == "slurm" else None
+    run_in_place(RunJob(recipe, _threads(rank_info.local_world_size, per_task), train, plan), rank_info)
 
 
 def _checked(recipe: Recipe, world_size: int) -> Recipe:
@@ -135,11 +135,11 @@ def _note_tasks(environ: Mapping[str, str]) -> None:
 
 def work(directory: str) -> None:
     """Be a process that `processes.run_workers` started. Never returns."""
-    place = find_place(os.environ, 1)
-    assert place is not None, "its launcher says which rank it is"
+    rank_info = read_rank_info(os.environ, 1)
+    assert rank_info is not None, "its launcher says which rank it is"
     from dtrain.launch import processes
 
-    processes.work(Path(directory), place)
+    processes.work(Path(directory), rank_info)
 
 
 def _threads(processes: int, per_task: int | None = None) -> int | None:

@@ -326,9 +326,9 @@ def test_a_plan_counts_the_keys_of_the_longest_answer(tmp_path):
     words = [f"eval.path={tmp_path}/asked.jsonl", "eval.sampling.max_new_tokens=64", "data.max_length=90"]
     recipe = tiny_recipe(tmp_path, *words, "train.dtype=bfloat16")
     plan = make_plan(recipe, 1, GPUS["h100"])
-    held = plan.step.parameters + plan.step.state
-    assert plan.evaluation == held + 2 * 2 * 2 * 16 * 2 * (64 + 32) * 5 // 4
-    assert plan.fits and not replace(plan, budget=plan.evaluation - 1, step=replace(plan.step, peak=0)).fits
+    held = plan.step.parameters + plan.step.optimizer_state
+    assert plan.evaluation_bytes == held + 2 * 2 * 2 * 16 * 2 * (64 + 32) * 5 // 4
+    assert plan.fits and not replace(plan, budget=plan.evaluation_bytes - 1, step=replace(plan.step, peak=0)).fits
 
 
 def test_prompts_that_are_too_long_and_rewards_that_fail_end_the_run_before_its_first_step(tmp_path):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.commands.run import plan_beside
+from dtrain.commands.run import start_background_plan
 from dtrain.launch import launch
 from dtrain.launch.exits import WorkerFailed
 from dtrain.training import load_recipe
@@ -109,7 +109,7 @@ def main() -> int:
     recipe = load_recipe(tiny_recipe(Path(directory)), overrides)
     Path(recipe.run.dir).mkdir(exist_ok=True)
     try:
-        launch(recipe, globals()[training], plan_beside)
+        launch(recipe, globals()[training], start_background_plan)
     except (UserError, WorkerFailed) as error:
         print(error, file=sys.stderr)
         return 1

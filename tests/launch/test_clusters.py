@@ -23,7 +23,7 @@ import yaml
 from dtrain import recipe as config
 from dtrain.base.errors import UserError
 from dtrain.commands import cli
-from dtrain.launch.place import find_place
+from dtrain.launch.rank_info import read_rank_info
 from dtrain.training import load_recipe
 from tests.forked_python import ForkedPython, in_namespace
 from tests.launch.processes import wait_until_gone
@@ -250,10 +250,10 @@ def test_where_slurm_says_that_rank_0_is():
     given = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12041"}
     given["SLURM_STEP_ID"] = "0"
     listed = {**given, "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
-    assert find_place(listed, 1).master == ("gpu07", 20041)
-    assert find_place({**given, "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}, 1).master == ("192.0.2.1", 20041)
-    assert find_place({**listed, "SLURM_STEP_ID": "1"}, 1).master == ("gpu07", 21050)
-    assert find_place({**listed, "SLURM_RESTART_COUNT": "2"}, 1).attempt == 2
+    assert read_rank_info(listed, 1).master == ("gpu07", 20041)
+    assert read_rank_info({**given, "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}, 1).master == ("192.0.2.1", 20041)
+    assert read_rank_info({**listed, "SLURM_STEP_ID": "1"}, 1).master == ("gpu07", 21050)
+    assert read_rank_info({**listed, "SLURM_RESTART_COUNT": "2"}, 1).attempt == 2
 
 
 def test_two_pods_of_kubeflow_are_one_run(tmp_path, start):

@@ -14,8 +14,8 @@ import torch
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.shards import TensorShard
 from dtrain.checkpoint.dcp.store import CheckpointStore
-from dtrain.launch.place import RankPlace
-from dtrain.launch.rank import refuse_other_hosts, refuse_other_recipes
+from dtrain.launch.rank import check_hosts_agree, check_recipes_agree
+from dtrain.launch.rank_info import RankInfo
 from dtrain.parallel.mesh import Runtime
 from dtrain.training import load_recipe
 from dtrain.training.trainer import train
@@ -40,7 +40,7 @@ def two_hosts(root, act):
 
 def compare(recipe, rank, store_file):
     """What a rank does where it has met the others, before anything is decided for all."""
-    refuse_other_recipes(recipe, RankPlace(rank, rank, 2, 2), torch.distributed.FileStore(str(store_file), 2))
+    check_recipes_agree(recipe, RankInfo(rank, rank, 2, 2), torch.distributed.FileStore(str(store_file), 2))
 
 
 def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
@@ -52,7 +52,7 @@ def test_hosts_with_one_recipe_and_one_directory_are_the_same(tmp_path):
             rank,
             tmp_path / "store",
         )
-        refuse_other_hosts(recipe)
+        check_hosts_agree(recipe)
 
     assert two_hosts(tmp_path, act) == [None, None]
     assert not list((tmp_path / "runs" / "run").iterdir())
@@ -81,7 +81,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr("dtrain.launch.rank.SEEN_SECONDS", 0.2)
     recipe = tiny_recipe(tmp_path)
     recipe = replace(recipe, run=replace(recipe.run, dir="runs"))
-    told = two_hosts(tmp_path, lambda rank: refuse_other_hosts(recipe))
+    told = two_hosts(tmp_path, lambda rank: check_hosts_agree(recipe))
     assert told[0] == told[1] and told[0].startswith("rank 1 on ")
     assert "does not see what rank 0 writes to runs/run: set run.dir to a directory that all hosts share" in told[0]
     assert not list((tmp_path / "0" / "runs" / "run").iterdir())

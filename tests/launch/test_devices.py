@@ -13,10 +13,17 @@ from dtrain.base.errors import UserError
 from dtrain.commands.plan.background import Peak, PlannedPeak
 from dtrain.commands.plan.hardware import USABLE_MEMORY
 from dtrain.launch import devices
-from dtrain.launch.devices import DeviceFacts, agree, choose_device, notes, problems, start_device
-from dtrain.launch.place import RankPlace
+from dtrain.launch.devices import (
+    DeviceFacts,
+    check_on_all_ranks,
+    choose_device,
+    device_notes,
+    find_device_problems,
+    start_device,
+)
 from dtrain.launch.processes import run_workers
-from dtrain.launch.rank import RunJob, _unfit_devices
+from dtrain.launch.rank import RunJob, _find_device_problems
+from dtrain.launch.rank_info import RankInfo
 from tests.tiny import tiny_recipe
 
 H100 = DeviceFacts(0, "one", "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), "GPU-0")
@@ -31,12 +38,12 @@ def ranks(*facts: DeviceFacts) -> list[DeviceFacts]:
 
 @pytest.mark.parametrize("world", [ranks(H100), ranks(H100, H100)])
 def test_gpus_of_one_kind_are_fine(world):
-    assert problems(world, "auto", KERNELS) == notes(world) == []
+    assert find_device_problems(world, "auto", KERNELS) == device_notes(world) == []
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_bfloat16_takes_capability_8(dtype):
-    (problem,) = problems([T4], dtype, KERNELS)
+    (problem,) = find_device_problems([T4], dtype, KERNELS)
     assert "Tesla T4 (15 GiB, compute capability 7.5) does not compute in bfloat16" in problem
     assert f"train.dtype={dtype}" in problem
     assert "Set train.dtype=float16 or float32" in problem
@@ -44,7 +51,7 @@ def test_bfloat16_takes_capability_8(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_other_dtypes_take_any_capability(dtype):
-    assert problems([T4], dtype, KERNELS) == []
+    assert find_device_problems([T4], dtype, KERNELS) == []
 
 
 @pytest.mark.parametrize(
@@ -61,13 +68,15 @@ def test_other_dtypes_take_any_capability(dtype):
     ],
 )
 def test_torch_has_kernels_for_the_device(capability, kernels, runs):
-    refusals = problems([replace(T4, capability=capability)], "float32", kernels)
+    refusals = find_device_problems([replace(T4, capability=capability)], "float32", kernels)
     assert (refusals == []) == runs
     assert runs or "this torch has no kernels for Tesla T4" in refusals[0]
 
 
 def test_ranks_take_one_kind_of_gpu():
-    (problem,) = problems(ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), "auto", KERNELS)
+    (problem,) = find_device_problems(
+        ranks(H100, H100, replace(H100, name="NVIDIA A100", capability=(8, 0))), "auto", KERNELS
+    )
     assert (
         "of different kinds, NVIDIA H100 80GB HBM3 (80 GiB, compute capability 9.0) on rank 0, 1; NVIDIA A100"
         in problem
@@ -77,20 +86,22 @@ def test_ranks_take_one_kind_of_gpu():
 
 def test_other_memory_is_only_told():
     world = ranks(H100, replace(H100, memory=94 * 2**30))
-    assert problems(world, "auto", KERNELS) == []
-    assert "the least memory is what counts" in notes(world)[0]
+    assert find_device_problems(world, "auto", KERNELS) == []
+    assert "the least memory is what counts" in device_notes(world)[0]
 
 
 def test_two_ranks_on_one_card():
-    (problem,) = problems([H100, replace(H100, rank=1)], "auto", KERNELS)
+    (problem,) = find_device_problems([H100, replace(H100, rank=1)], "auto", KERNELS)
     assert problem.startswith("2 ranks on one share 1 GPU, and NCCL takes one rank each")
-    assert problems([H100, replace(H100, rank=1, host="another")], "auto", KERNELS) == []  # ids are of a host's own
+    assert (
+        find_device_problems([H100, replace(H100, rank=1, host="another")], "auto", KERNELS) == []
+    )  # ids are of a host's own
 
 
 def test_slices_work_alone():
     part = replace(H100, name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10 * 2**30)
-    assert problems([part], "auto", KERNELS) == []
-    (problem,) = problems(ranks(part, part), "auto", KERNELS)
+    assert find_device_problems([part], "auto", KERNELS) == []
+    (problem,) = find_device_problems(ranks(part, part), "auto", KERNELS)
     assert "rank 0 has a MIG slice" in problem
     assert "set launch.nproc=1" in problem
 
@@ -101,8 +112,8 @@ def agreed(starts):
 
     def rank(number: int) -> None:
         try:
-            place = RankPlace(rank=number, world_size=len(starts))
-            agree(starts[number], place, store, lambda seen: problems(seen, "auto", KERNELS))
+            place = RankInfo(rank=number, world_size=len(starts))
+            check_on_all_ranks(starts[number], place, store, lambda seen: find_device_problems(seen, "auto", KERNELS))
         except UserError as error:
             told[number] = str(error)
 
@@ -118,9 +129,9 @@ def test_every_rank_is_told_what_rank_0_finds():
     told = agreed([lambda one=one: one for one in ranks(H100, T4, H100)])
     assert set(told) == {0, 1, 2}
     assert len(set(told.values())) == 1
-    assert told[1].splitlines() == problems(ranks(H100, T4, H100), "auto", KERNELS)
+    assert told[1].splitlines() == find_device_problems(ranks(H100, T4, H100), "auto", KERNELS)
     assert len(told[1].splitlines()) == 2
-    agree(lambda: H100, RankPlace(), None, lambda seen: problems(seen, "auto", KERNELS))
+    check_on_all_ranks(lambda: H100, RankInfo(), None, lambda seen: find_device_problems(seen, "auto", KERNELS))
 
 
 @pytest.mark.parametrize("bad", [{0}, {2}, {1, 2}])
@@ -150,13 +161,13 @@ def test_a_build_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match=r"launch.device=cuda: torch .* is built without CUDA: install a build with it"):
-        choose_device("cuda", RankPlace())
+        choose_device("cuda", RankInfo())
 
 
 @pytest.mark.parametrize("value", ["", "-1", "7"])
 def test_devices_that_are_hidden(monkeypatch, capsys, tmp_path, value):
     FakeCuda(monkeypatch, 0)
-    place = RankPlace(environ={"CUDA_VISIBLE_DEVICES": value})
+    place = RankInfo(environ={"CUDA_VISIBLE_DEVICES": value})
     with pytest.raises(UserError, match=f"launch.device=cuda: CUDA_VISIBLE_DEVICES={value} hides all GPUs: unset it"):
         choose_device("cuda", place)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "none")
@@ -171,7 +182,7 @@ def test_devices_that_are_hidden(monkeypatch, capsys, tmp_path, value):
 
 def test_more_processes_than_visible_devices(monkeypatch):
     FakeCuda(monkeypatch, 1)
-    place = RankPlace(world_size=2, local_world_size=2, environ={"CUDA_VISIBLE_DEVICES": "3"})
+    place = RankInfo(world_size=2, local_world_size=2, environ={"CUDA_VISIBLE_DEVICES": "3"})
     with pytest.raises(UserError, match=r"2 processes on a machine with 1 CUDA device \(CUDA_VISIBLE_DEVICES=3\)"):
         choose_device("auto", place)
 
@@ -185,7 +196,7 @@ def test_the_launcher_tells_of_what_hides_them_too(monkeypatch, tmp_path):
 def test_a_driver_that_is_too_old(monkeypatch):
     FakeCuda(monkeypatch, 1, RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nmore"))
     with pytest.raises(UserError, match=r"CUDA does not start on .*: The NVIDIA driver .* is too old") as caught:
-        start_device(torch.device("cuda", 0), RankPlace())
+        start_device(torch.device("cuda", 0), RankInfo())
     assert "built for CUDA 13.0: update the driver" in str(caught.value)
     assert "more" not in str(caught.value)
 
@@ -214,6 +225,6 @@ def test_a_run_ends_where_the_peak_is_more_than_the_memory_and_not_only_than_its
         peak_if_too_large=lambda device: Peak("", int(share * device.memory), "it takes too much")
     )
     seen = []
-    reasons = _unfit_devices(tiny_recipe(tmp_path, "train.dtype=float32"), planned, seen, [H100])
+    reasons = _find_device_problems(tiny_recipe(tmp_path, "train.dtype=float32"), planned, seen, [H100])
     assert seen == [H100] and ("it takes too much" in reasons) == (share > 1)
     assert ("note: it takes too much" in capfd.readouterr().err) == (share < 1)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from dtrain import recipe as config
-from dtrain.commands.plan.children import Child
+from dtrain.commands.plan.processes import Child
 from dtrain.data.rows.pool import Pool
 from dtrain.launch import launch
 from dtrain.launch.devices import start_device
-from dtrain.launch.place import RankPlace
+from dtrain.launch.rank_info import RankInfo
 from dtrain.parallel import mesh
 from dtrain.parallel.mesh import Runtime, build_mesh, init_process_group, new_host_group
 from dtrain.rl.rewards import Rewards
@@ -126,7 +126,7 @@ def cuda_begins(monkeypatch, **environ):
     monkeypatch.setattr(torch.cuda, "set_device", asked.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (found.total_memory, found.total_memory))
-    start_device(torch.device("cuda", 0), RankPlace(environ=environ))
+    start_device(torch.device("cuda", 0), RankInfo(environ=environ))
     return asked
 
 

@@ -17,8 +17,8 @@ import torch
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch import exits, launch
 from dtrain.launch.exits import OutOfMemory
-from dtrain.launch.place import RankPlace, find_place, first_host
 from dtrain.launch.rank import memory_errors
+from dtrain.launch.rank_info import RankInfo, first_host, read_rank_info
 from dtrain.training import load_recipe
 from tests.checkpoint.processes import Processes, children
 from tests.launch.processes import Launched, wait_until_gone
@@ -48,40 +48,40 @@ def sighup_is_not_ignored():
 
 
 def test_the_place_that_torchrun_gives():
-    assert find_place({}, 4) is None
+    assert read_rank_info({}, 4) is None
     agent = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    found = find_place({**TORCHRUN, **agent, "TORCHELASTIC_RESTART_COUNT": "2"}, 8)
-    assert found == RankPlace(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
+    found = read_rank_info({**TORCHRUN, **agent, "TORCHELASTIC_RESTART_COUNT": "2"}, 8)
+    assert found == RankInfo(3, 1, 4, 2, "torchrun", 2, ("host", 7), True)
 
 
 def test_the_place_that_slurm_gives():
-    found = find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, 8)
-    assert found == RankPlace(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
-    assert find_place({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
-    assert find_place({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
-    assert find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, 1).world_size == 6  # under --preserve-env
+    found = read_rank_info({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, 8)
+    assert found == RankInfo(5, 1, 8, 2, "slurm", 0, ("gpu07", 20041))
+    assert read_rank_info({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, 1).master == ("a", 9)
+    assert read_rank_info({**SLURM, **TORCHRUN}, 1).started_by == "torchrun"
+    assert read_rank_info({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, 1).world_size == 6  # under --preserve-env
 
 
 def test_a_pod_of_kubeflow_is_one_rank():
     """Its PyTorchJob sets these four, and no LOCAL_RANK."""
     pod = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    found = find_place(pod, 1)
+    found = read_rank_info(pod, 1)
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (1, 0, 3, 1)
-    assert found.master == ("job-master-0", 23456) and found.meets_others
+    assert found.master == ("job-master-0", 23456) and found.needs_rendezvous
     with pytest.raises(UserError, match="launch.nproc=8. Set launch.nproc=1, or run torchrun in the pod"):
-        find_place(pod, 8)
+        read_rank_info(pod, 8)
     with pytest.raises(UserError, match="neither LOCAL_RANK nor MASTER_ADDR"):
-        find_place({"RANK": "0", "WORLD_SIZE": "2"}, 1)
-    assert find_place({**pod, "RANK": "0", "WORLD_SIZE": "1"}, 8) is None  # a job of one pod starts its own ranks
+        read_rank_info({"RANK": "0", "WORLD_SIZE": "2"}, 1)
+    assert read_rank_info({**pod, "RANK": "0", "WORLD_SIZE": "1"}, 8) is None  # a job of one pod starts its own ranks
 
 
 @pytest.mark.parametrize("nproc", [1, 8])
 def test_what_slurm_starts_that_is_no_rank(nproc):
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
-    assert find_place(batch, nproc) is None
-    assert find_place({**batch, "SLURM_STEP_ID": "4294967290"}, nproc) is None  # the shell of salloc
+    assert read_rank_info(batch, nproc) is None
+    assert read_rank_info({**batch, "SLURM_STEP_ID": "4294967290"}, nproc) is None  # the shell of salloc
     alone = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    assert (find_place(alone, nproc) is None) == (nproc > 1)
+    assert (read_rank_info(alone, nproc) is None) == (nproc > 1)
 
 
 @pytest.mark.parametrize(
@@ -90,20 +90,20 @@ def test_what_slurm_starts_that_is_no_rank(nproc):
 )
 def test_the_tasks_of_a_node_by_slurm_s_list(listed, node, tasks):
     given = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": listed, "SLURM_NODEID": str(node)}
-    assert find_place(given, 1).local_world_size == tasks
+    assert read_rank_info(given, 1).local_world_size == tasks
 
 
 def test_an_environment_that_contradicts_itself_is_refused():
     for name in ("SLURM_LOCALID", "SLURM_NTASKS"):
         with pytest.raises(UserError, match=f"{name} is not set"):
-            find_place({key: value for key, value in SLURM.items() if key != name}, 1)
+            read_rank_info({key: value for key, value in SLURM.items() if key != name}, 1)
     with pytest.raises(UserError, match="WORLD_SIZE is 'two', which is no number"):
-        find_place({**TORCHRUN, "WORLD_SIZE": "two"}, 1)
+        read_rank_info({**TORCHRUN, "WORLD_SIZE": "two"}, 1)
     with pytest.raises(UserError, match="LOCAL_WORLD_SIZE is not set"):  # of one host or several: it cannot be told
-        find_place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1)
-    assert find_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1).local_world_size == 1
+        read_rank_info({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1)
+    assert read_rank_info({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1).local_world_size == 1
     with pytest.raises(UserError, match="rank 3 of 2"):
-        find_place({**TORCHRUN, "WORLD_SIZE": "2"}, 1)
+        read_rank_info({**TORCHRUN, "WORLD_SIZE": "2"}, 1)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_a_second_signal_is_raised_where_the_run_stands(monkeypatch):
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60), lambda: bytearray(2**62)])
 def test_running_out_of_memory_names_the_peak_and_the_keys(tmp_path, allocate):
     recipe = tiny_recipe(tmp_path)
-    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, RankPlace(), torch.device("cpu")):
+    with pytest.raises(OutOfMemory) as caught, memory_errors(recipe, RankInfo(), torch.device("cpu")):
         allocate()
     text = str(caught.value)
     assert "out of memory on rank 0 (cpu), at a peak of " in text
     for key in ("train.micro_batch (now 2)", "train.activation_checkpointing=full", "data.max_length (now 32)"):
         assert key in text
     assert "launch.nproc" in text
-    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, RankPlace(), torch.device("cpu")):
+    with pytest.raises(RuntimeError, match="shapes"), memory_errors(recipe, RankInfo(), torch.device("cpu")):
         raise RuntimeError("shapes do not fit")
 
 

@@ -14,7 +14,7 @@ from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.merged import full_weights
 from dtrain.checkpoint.huggingface.write import write_directory
-from dtrain.commands.serve.updates import _by_every_name
+from dtrain.commands.serve.updates import _tensors_by_name
 from dtrain.inference.varlen_decode import choose_varlen_decode
 from dtrain.models.common.config import SIGMOID, ExpertsConfig, LatentAttention, RouterSettings
 from dtrain.models.common.flops import get_text_flops
@@ -267,7 +267,7 @@ def test_what_servers_are_sent_fills_a_model_by_the_names_of_files(tmp_path):
     ours, other = models.from_pretrained(source), models.from_pretrained(source)
     for tensor in (*other.parameters(), *other.buffers()):
         tensor.zero_()
-    found, stored = _by_every_name(other), load_file(source / "model.safetensors")
+    found, stored = _tensors_by_name(other), load_file(source / "model.safetensors")
     sent = {ours.checkpoint_names(name)[0]: weight.read(torch.float32) for name, weight in full_weights(ours).items()}
     assert sent.keys() == stored.keys()
     for name, tensor in sent.items():

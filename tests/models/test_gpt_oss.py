@@ -9,7 +9,7 @@ import torch
 from dtrain import models
 from dtrain.base.errors import Stopped, UserError
 from dtrain.checkpoint.huggingface.merged import full_weights
-from dtrain.commands.serve.updates import _by_every_name
+from dtrain.commands.serve.updates import _tensors_by_name
 from dtrain.models.common.moe import SparseMLP, connect_routing
 from dtrain.optim.muon import is_matrix
 from dtrain.optim.update import parameter_groups
@@ -82,7 +82,7 @@ def test_what_servers_are_sent_fills_a_model_by_the_names_of_files(tmp_path):
     ours, other = models.from_pretrained(source), models.from_pretrained(source)
     for parameter in other.parameters():
         parameter.zero_()
-    found = _by_every_name(other)
+    found = _tensors_by_name(other)
     for name, weight in full_weights(ours).items():
         (outer,) = ours.checkpoint_names(name)
         sent = weight.read(torch.float32)

@@ -112,7 +112,7 @@ def test_a_plan_counts_states_scales_and_masters(tmp_path):
     few = FEW["int8, bfloat16 masters"]
     recipe = recipe_of(tmp_path, *few, *options, "train.global_batch=12", "train.micro_batch=1", tied=False)
     step = plan_step(resolve_plan(recipe, ranks, "cpu"))
-    assert (step.state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
+    assert (step.optimizer_state, step.parameters) == run_world(held_bytes, ranks, recipe, ranks)[0]
 
 
 def summed(rank, recipe, world_size, count):

@@ -148,7 +148,7 @@ def held(rank, recipe, world_size):
 def test_a_plan_counts_one_moment_of_matrices(tmp_path):
     recipe = recipe_of(tmp_path, *MUON, "parallel.tp=2", "train.global_batch=12", "train.micro_batch=1")
     step = plan_step(resolve_plan(recipe, 6, "cpu"))
-    assert step.state == run_world(held, 6, recipe, 6)[0]
+    assert step.optimizer_state == run_world(held, 6, recipe, 6)[0]
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,17 @@ def test_few_layers_tell_what_all_of_them_would(tmp_path):
         recipe = tiny_recipe(tmp_path, f"model.path={path}", MIXED, "train.global_batch=2", *options)
         few = plan_step(resolve_plan(recipe, 1, "cuda"))
         assert few == plan_step(resolve_plan(recipe, 1, "cuda"), whole=True)
-        assert 0 < few.trained < few.parameters and few.gradients == few.trained and few.state > 2 * few.trained
+        assert (
+            0 < few.trained_parameters < few.parameters
+            and few.gradients == few.trained_parameters
+            and few.optimizer_state > 2 * few.trained_parameters
+        )
 
 
 def test_a_plan_tells_what_of_the_model_is_trained(tmp_path):
     plan = make_plan(tiny_recipe(tmp_path, "lora.rank=4", MIXED), 1, GPUS["h100"])
     sizes = {"q_proj": 96, "k_proj": 64, "v_proj": 64, "o_proj": 96, "mlp": 3 * 80}  # [out] + [in]
-    assert plan.trained_parameters == 4 * 2 * sum(sizes.values()) == plan.step.trained // 4
+    assert plan.trained_parameters == 4 * 2 * sum(sizes.values()) == plan.step.trained_parameters // 4
     told = report.as_json(plan)
     assert (told["trained_parameters"], told["memory"]["trained_parameters"]) == (plan.trained_parameters, 4 * 4480)
     frozen = plan.total_parameters - plan.trained_parameters
@@ -81,11 +85,11 @@ def test_a_search_counts_frozen_bytes_as_they_are(tmp_path):
     path = write_model(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
     recipe = tiny_recipe(tmp_path, f"model.path={path}", MIXED, "lora.quantize=nf4", "model.init=pretrained")
     plan = make_plan(recipe, 1, GPUS["h100"])
-    assert plan.step.trained == 4 * plan.trained_parameters
-    held = plan.step.parameters + plan.step.gradients + plan.step.state
-    found = search(replace(plan, budget=held), most_traces=1)
+    assert plan.step.trained_parameters == 4 * plan.trained_parameters
+    held = plan.step.parameters + plan.step.gradients + plan.step.optimizer_state
+    found = search(replace(plan, budget=held), max_traces=1)
     assert found.counts["shards alone exceed the budget"] == 0
-    found = search(replace(plan, budget=held - 1024), most_traces=1)
+    found = search(replace(plan, budget=held - 1024), max_traces=1)
     assert found.counts["shards alone exceed the budget"] > 0 and not found.best
 
 

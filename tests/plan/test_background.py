@@ -7,8 +7,8 @@ import time
 import pytest
 
 from dtrain.commands.plan.background import PlannedPeak
-from dtrain.commands.plan.children import Child, side_by_side
 from dtrain.commands.plan.plan import resolve_plan
+from dtrain.commands.plan.processes import Child, run_in_parallel
 from dtrain.commands.plan.report import gib
 from dtrain.commands.plan.step import plan_step
 from tests.launch.processes import Launched, wait_until_gone
@@ -57,7 +57,7 @@ def test_children_end_with_their_parent_and_with_their_context(tmp_path):
 
 
 def test_calls_run_side_by_side():
-    assert side_by_side([lambda: 1, os.getpid, lambda: "three"])[::2] == [1, "three"]
+    assert run_in_parallel([lambda: 1, os.getpid, lambda: "three"])[::2] == [1, "three"]
 
 
 class Particular(Exception):
@@ -72,7 +72,7 @@ def test_whatever_a_call_raises_is_told(tmp_path, monkeypatch):
         raise Particular("this", "that")
 
     with pytest.raises(RuntimeError, match="Particular: this\nthat") as caught:
-        side_by_side([fails])
+        run_in_parallel([fails])
     assert "in fails" in caught.value.__notes__[0]
     monkeypatch.setattr("dtrain.commands.plan.background.make_plan", fails)
     with PlannedPeak(tiny_recipe(tmp_path), 1, "cpu") as planned:

@@ -7,12 +7,12 @@ import pytest
 
 import dtrain
 from dtrain.base.errors import UserError
-from dtrain.commands.plan.choose import FREE, TooLarge, choose
+from dtrain.commands.plan.choose import FREE_SHARE, TooLarge, choose
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.memory import Phase
 from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
-from dtrain.launch.devices import with_processes
+from dtrain.launch.devices import resolve_nproc
 from dtrain.memory.low_bit_adam import moment_kind
 from dtrain.recipe.world import USUAL, open_keys, replace_keys, without_auto
 from dtrain.training import load_recipe
@@ -45,7 +45,7 @@ def peak_of(recipe, values, micro=1):
 
 def memory_for(peak):
     """Memory of a device of which `peak` leaves the share that a choice leaves free."""
-    return int(peak / (1 - FREE)) + 1
+    return int(peak / (1 - FREE_SHARE)) + 1
 
 
 @pytest.mark.slow
@@ -98,9 +98,9 @@ def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path,
     weights = plan.spec.model.named_parameters()
     moments = {"float32": 8, "bfloat16": 4}  # bytes of two; embeddings' and small tensors' stay float32
     expected = sum(weight.numel() * (4 + moments[moment_kind(name, weight.shape, state)]) for name, weight in weights)
-    assert plan.step.visiting == expected
-    assert plan.time.optimizer == pytest.approx(plan.step.visiting / (H100.host * 0.8))
-    assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.visiting == 0
+    assert plan.step.host_optimizer_bytes == expected
+    assert plan.time.optimizer == pytest.approx(plan.step.host_optimizer_bytes / (H100.host * 0.8))
+    assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.host_optimizer_bytes == 0
 
 
 def test_small_models_on_a_cpu_need_no_plan(tmp_path):
@@ -195,9 +195,9 @@ def test_processes_are_those_of_the_devices(monkeypatch):
     assert recipe.launch.processes == 1
     for count, expected in [(0, 1), (1, 1), (3, 2), (8, 8)]:  # 3 cannot share 64 rows
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-        assert with_processes(recipe).launch.nproc == expected
-    assert with_processes(load_recipe(recipe, ["parallel.tp=3", "train.global_batch=6"])).launch.nproc == 6
-    assert with_processes(load_recipe(recipe, ["launch.device=cpu"])).launch.nproc == 1
+        assert resolve_nproc(recipe).launch.nproc == expected
+    assert resolve_nproc(load_recipe(recipe, ["parallel.tp=3", "train.global_batch=6"])).launch.nproc == 6
+    assert resolve_nproc(load_recipe(recipe, ["launch.device=cpu"])).launch.nproc == 1
 
 
 class Planned:
@@ -220,7 +220,7 @@ class Planned:
         self.seen.append((place, recipe.data.max_length, recipe.lora is not None))
         parts = Counter(dict.fromkeys(["activations", "loss", "temporaries"], 0))
         fixed, peak = (self.held - self.gradients, 0, self.gradients, 0, 0), self.peaks[place] * recipe.train.micro
-        return Step(*fixed, peak, parts, Phase("update"), 0, {}, {}, 0, 1, host=self.host[place])
+        return Step(*fixed, peak, parts, Phase("update"), 0, {}, {}, 0, 1, host_activations=self.host[place])
 
 
 @pytest.mark.parametrize("fitting", range(6))
@@ -306,7 +306,7 @@ def test_more_devices_are_named_where_one_micro_batch_keeps_no_unsharded_gradien
         ranks: make_plan(without_auto(replace_keys(recipe, {"train.micro_batch": 1})), ranks, H100) for ranks in (2, 4)
     }
     two, four = plans[2].step, plans[4].step
-    assert two.held / 2 + two.peak - two.held > four.peak  # what comes and goes shrinks
+    assert two.resident / 2 + two.peak - two.resident > four.peak  # what comes and goes shrinks
     with pytest.raises(TooLarge, match="what fits: .*launch.nproc=4 "):
         choose(resolve_plan(recipe, 2, "cuda", H100), memory_for(four.peak), H100)
 

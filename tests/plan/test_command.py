@@ -15,7 +15,7 @@ from dtrain.base.errors import RecipeError
 from dtrain.commands.cli import main
 from dtrain.commands.plan import report
 from dtrain.commands.plan.hardware import GPUS
-from dtrain.commands.plan.plan import make_plan, on_a_mesh_that_fits, problems, resolve_plan, with_mesh
+from dtrain.commands.plan.plan import choose_starting_mesh, make_plan, problems, resolve_plan, with_mesh
 from dtrain.commands.plan.search import search
 from dtrain.commands.plan.step import plan_step
 from dtrain.training import recipe_and_problems
@@ -167,7 +167,7 @@ def test_a_recipe_that_cannot_run_there_is_refused_as_validate_does(tmp_path, ca
 def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.dtype=auto", "train.global_batch=4", "train.micro_batch=1", family="llama")
     plan = make_plan(recipe, 4, GPUS["h100"])
-    found = search(plan, best=3, most_traces=3)
+    found = search(plan, best=3, max_traces=3)
     times = [one.time.total for one in found.best]
     assert len(times) == 3 and times == sorted(times)
     for one in found.best:
@@ -177,17 +177,17 @@ def test_search_ranks_what_fits_and_says_what_became_of_the_rest(tmp_path):
         assert one.step.peak == make_plan(with_mesh(recipe, sizes), 4, GPUS["h100"]).step.peak
     assert found.counts["fit"] == 3 and found.counts["slower by the rough time, not traced"] > 0
     smallest = min(one.step.peak for one in found.best)
-    assert not search(replace(plan, budget=smallest // 8), most_traces=2).best
+    assert not search(replace(plan, budget=smallest // 8), max_traces=2).best
 
 
 def test_a_search_needs_no_mesh_that_fits_to_begin_with(tmp_path):
     recipe = tiny_recipe(tmp_path, "train.global_batch=2", "train.micro_batch=2", "parallel.tp=4", family="llama")
     with pytest.raises(RecipeError, match="train.global_batch=2"):
         make_plan(recipe, 8, GPUS["h100"])
-    found = on_a_mesh_that_fits(recipe, 8, 8)
+    found = choose_starting_mesh(recipe, 8, 8)
     assert not problems(found, 8) and found.train.global_batch == 2
     wrong = tiny_recipe(tmp_path, "optimizer.lr=-1", "parallel.tp=3")
-    assert on_a_mesh_that_fits(wrong, 8, 8) is wrong
+    assert choose_starting_mesh(wrong, 8, 8) is wrong
 
 
 def test_the_models_beside_the_policy_are_looked_at(tmp_path):

@@ -68,9 +68,9 @@ def test_gathered_keys_travel_behind_the_products_of_queries(tmp_path, is_compil
     plan = make_plan(tiny_recipe(tmp_path, *keys, *shape), 2, GPUS["h100"])
     tokens, hidden, heads = 4 * 32 // 2, 32, 64
     product = 2 * tokens * hidden * heads * LAYERS
-    behind = {key.kind: flops for (key, _), flops in plan.step.behind.items()}
+    behind = {key.kind: flops for (key, _), flops in plan.step.overlapped_flops.items()}
     assert behind == ({"all-gather": times * product, "reduce-scatter": 2 * product} if times else {})
-    alone = estimate_step(replace(plan.step, behind={}), plan.spec.sizes, plan.hardware)
+    alone = estimate_step(replace(plan.step, overlapped_flops={}), plan.spec.sizes, plan.hardware)
     moved = sum(behind.values()) / (plan.hardware.arithmetic[torch.bfloat16] * plan.hardware.reach)
     assert plan.time.hidden - alone.hidden == pytest.approx(moved, rel=1e-9)
     assert alone.exposed - plan.time.exposed == pytest.approx(moved, rel=1e-9)

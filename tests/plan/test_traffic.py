@@ -144,7 +144,7 @@ def assert_as_planned(name, recipe, real):
     for rank in (0, ranks - 1) if ranks == 2 else (0,):
         held, sent = real[rank]
         step = plan_step(resolve_plan(recipe, ranks, "cpu"), rank=rank)
-        assert {"parameters": step.parameters, "gradients": step.gradients, "state": step.state} == held, name
+        assert {"parameters": step.parameters, "gradients": step.gradients, "state": step.optimizer_state} == held, name
         planned = Counter()
         for (_, kind, group, _), (count, size) in step.traffic.items():
             planned[kind, group, "messages"] += count
@@ -154,7 +154,7 @@ def assert_as_planned(name, recipe, real):
             assert planned[key] * ranks == sum(of_rank[key] for _, of_rank in real), name
             sent[key] = planned[key]
         assert planned == sent, name
-    assert step.lightest == min(held["parameters"] for held, _ in real), name
+    assert step.smallest_parameters == min(held["parameters"] for held, _ in real), name
     assert max(held["parameters"] for held, _ in real) == real[0][0]["parameters"], name
 
 

@@ -7,7 +7,7 @@ import torch
 from dtrain import recipe as config
 from dtrain.base.batch import collate
 from dtrain.commands import cli
-from dtrain.commands.plan.children import Child
+from dtrain.commands.plan.processes import Child
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config

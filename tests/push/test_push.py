@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dtrain.commands.cli import main
 from dtrain.commands.push import card
-from dtrain.commands.push.card import shown
+from dtrain.commands.push.card import public_recipe
 from dtrain.launch import launch
 from dtrain.training.metrics import records
 from tests.loopback_hub import hub  # noqa: F401 (a fixture)
@@ -91,7 +91,7 @@ def test_nothing_of_the_rows_or_of_secrets_is_in_the_card():
     recipe = {"optimizer": {"kwargs": {"api_key": "sesame-1234567"}}, "run": {"dir": "/home/somebody/runs"},
               "data": {"train": {"path": ["/home/somebody/a.jsonl", "https://me:word@host/b.jsonl?X-Signature=feed"]}},
               "grpo": {"server": {"headers": {"Authorization": "Bearer abcdefgh12345"}}}}  # fmt: skip
-    text = yaml.safe_dump(shown(recipe))
+    text = yaml.safe_dump(public_recipe(recipe))
     assert not any(word in text for word in ("sesame", "somebody", "me:word", "feed", "abcdefgh12345"))
     assert "a.jsonl" in text and "b.jsonl" in text
 

@@ -64,9 +64,9 @@ def test_pictures_of_a_page_are_bounded(tmp_path, monkeypatch):
     assert [picture.uri is not None for picture in Pictures().of(images)] == [True] * 4
     assert opened(Pictures().of(images)[0].uri).size == (10, 20)
     size = len(Pictures().of(images)[0].uri)
-    monkeypatch.setattr(page_module, "MOST_THUMBNAILS", 3)
+    monkeypatch.setattr(page_module, "MAX_THUMBNAILS", 3)
     assert [picture.uri is not None for picture in Pictures().of(images)] == [True, True, True, False]
-    monkeypatch.setattr(page_module, "MOST_THUMBNAIL_BYTES", 2 * size)
+    monkeypatch.setattr(page_module, "MAX_THUMBNAIL_BYTES", 2 * size)
     assert sum(picture.uri is not None for picture in Pictures().of([images[0]] * 3)) == 2
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert [picture.name for picture in Pictures().of(images)] == ["0.png", "1.png", "2.png", "3.png"]

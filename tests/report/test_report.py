@@ -23,7 +23,7 @@ import yaml
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.commands.report import live
-from dtrain.commands.report.charts import MOST, histogram, thinned
+from dtrain.commands.report.charts import MAX_POINTS, histogram, thinned
 from dtrain.commands.report.page import MARK, page, page_state
 from dtrain.commands.report.results import differences
 from dtrain.commands.report.run_files import open_runs
@@ -196,12 +196,12 @@ def test_long_curves_keep_their_first_last_and_extremes(tmp_path):
     values[12_345], values[23_456], values[34_567] = 9.0, -9.0, None
     x, y = thinned(steps, values)
     assert (
-        len(x) <= MOST + 1
+        len(x) <= MAX_POINTS + 1
         and x == sorted(set(x))
         and all(values[step] == value for step, value in zip(x, y, strict=True))
     )
     assert {0, 12_345, 23_456, 34_567, 49_999} <= set(x)
-    assert thinned(steps[:MOST], values[:MOST]) == (steps[:MOST], values[:MOST])
+    assert thinned(steps[:MAX_POINTS], values[:MAX_POINTS]) == (steps[:MAX_POINTS], values[:MAX_POINTS])
     for size in (1, 2, 3, 7):  # each stretch of the curve keeps its own extremes nearly
         assert len(thinned(list(range(size)), [1.0] * size)[0]) == size
     _, read = built(write_run(tmp_path / "a", [{"step": n, "loss": 1.0} for n in range(1, 3001)]))
@@ -270,7 +270,7 @@ def test_the_mesh_shows_the_ranks_row_by_row_as_a_device_mesh_numbers_them():
 
 
 def test_the_live_page_follows_and_answers_this_machine_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "RESTS", 0)
+    monkeypatch.setattr(live, "REST_FACTOR", 0)
     run = write_run(tmp_path / "a", ROWS[:3])
     sock = listen(live.ADDRESS, 0)
     address, port = sock.getsockname()

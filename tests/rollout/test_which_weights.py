@@ -10,7 +10,7 @@ import transformers as hf
 
 from dtrain.checkpoint.huggingface.export import export
 from dtrain.checkpoint.huggingface.model_files import read_saved_step
-from dtrain.commands.serve.start import Follower
+from dtrain.commands.serve.start import DirectoryWatcher
 from dtrain.inference.generate import image_problem, load
 from dtrain.models import from_pretrained
 from dtrain.rl.remote.publish import MARKER, step_directory, write_marker
@@ -132,7 +132,7 @@ def test_an_export_with_every_save_is_of_that_save(tmp_path, async_save):
 
 def test_served_weights_are_read_again_when_they_were_written_again(tmp_path):
     loaded = []
-    follower = Follower(
+    follower = DirectoryWatcher(
         tmp_path, type("Updates", (), {"load": lambda self, path, version: loaded.append(version)})(), str
     )
     directory = step_directory(tmp_path, 3)

@@ -229,11 +229,11 @@ def test_a_trainer_hears_before_it_sends_that_another_adapter_is_loaded(server, 
 def test_half_an_update_of_the_weights_stays_one(server, base, adapters):
     url, worker = server
     (first, merged), _ = adapters
-    worker.between_steps(lambda: setattr(worker, "torn", True))
+    worker.run_between_steps(lambda: setattr(worker, "is_half_updated", True))
     status, answer = load(url, "mine", first)
     assert status == 409 and "began and did not end" in str(answer)
-    assert worker.torn and worker.version == 0 and len(ask(url, "/v1/models")[1]["data"]) == 1
-    worker.between_steps(lambda: setattr(worker, "torn", False))
+    assert worker.is_half_updated and worker.version == 0 and len(ask(url, "/v1/models")[1]["data"]) == 1
+    worker.run_between_steps(lambda: setattr(worker, "is_half_updated", False))
     assert load(url, "mine", first)[0] == 200 and ids(url, "mine") == naive_ids(merged)
 
 

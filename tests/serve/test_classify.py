@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from dtrain.base.errors import UserError
-from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
+from dtrain.commands.serve.classify import Classifier, ClassifyService, label_names
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.text.template import choose_template
 from dtrain.inference.generate import load
@@ -34,7 +34,7 @@ def written(root, labels):
 def serving(directory, max_length=32):
     model, tokenizer = load(directory, torch.float64, torch.device("cpu"), classifiers=True)
     encoder = PairEncoder(tokenizer, choose_template(directory, tokenizer), max_length=max_length)
-    names = names_of(directory / "config.json", model.config.num_labels)
+    names = label_names(directory / "config.json", model.config.num_labels)
     service = ClassifyService(Classifier(model), encoder, "tiny", names, None, {"localhost", "127.0.0.1"})
     with in_thread(service) as url:
         yield url

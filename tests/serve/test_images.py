@@ -163,7 +163,7 @@ def shows(*parts):
 def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
     directory, _, (photo, logo) = made
     path, good = "/v1/chat/completions", data_uri(photo.read_bytes())
-    torn = data_uri(encoded(picture(64, 64))[:-2000])
+    is_half_updated = data_uri(encoded(picture(64, 64))[:-2000])
     bad = {
         "https://example.org/a.png": "files and addresses are not read here",
         str(photo): "files and addresses are not read here",
@@ -171,7 +171,7 @@ def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
         data_uri(png_that_claims(9_000, 9_000)): "81.0 megapixels, more than the 64",
         data_uri(b"hello"): "cannot read this file as an image",
         "data:image/png;base64,!!": "not whole base64",
-        torn: "the image is torn",
+        is_half_updated: "the image is torn",
     }
     with serving(directory) as (url, _):
         status, answer = ask(url, path, {**shows("w5", good, "w6", data_uri(logo.read_bytes())), "n": 2})

@@ -170,7 +170,7 @@ def test_a_fault_in_the_engine_ends_its_requests_and_not_the_thread(model, capfd
             assert_well(url, model)
         assert raw(url, post({**OK, "seed": 666}))[0] == 500
         with pytest.raises(ApiError, match="ZeroDivisionError"):
-            worker.between_steps(lambda: 1 // 0)
+            worker.run_between_steps(lambda: 1 // 0)
         assert_well(url, model)
         assert worker.failure is None and worker.load == (0, 0)
     assert "CUDA out of memory" in capfd.readouterr().err

@@ -115,10 +115,10 @@ def join(rank: int, size: int, store: str | None, patience: float) -> None:
     import torch.distributed as dist
 
     from dtrain.launch.devices import start_device
-    from dtrain.launch.place import RankPlace
+    from dtrain.launch.rank_info import RankInfo
     from dtrain.parallel.mesh import init_process_group
 
-    start_device(torch.device("cuda", rank), RankPlace(rank, rank, size, size, environ=os.environ))
+    start_device(torch.device("cuda", rank), RankInfo(rank, rank, size, size, environ=os.environ))
     if store is not None:
         init_process_group("cuda", dist.FileStore(store, size), rank, size, patience)
 

@@ -17,7 +17,7 @@ from typing import Any
 from dtrain.base.errors import UserError
 from dtrain.commands.arguments import keep_carriage_returns
 from dtrain.commands.serve.answers import TextStream
-from dtrain.commands.serve.updates import put_in, read_beside
+from dtrain.commands.serve.updates import attach_adapters, read_adapter_model
 from dtrain.data.formats.prompts import Prompt
 from dtrain.inference.chats import ChatEncoder, image_part
 from dtrain.inference.engine import Engine
@@ -146,8 +146,8 @@ def talk(arguments: Namespace) -> None:
             raise UserError(
                 f"--adapter {arguments.adapter}: {arguments.directory} has one already: give its base model"
             )
-        beside = read_beside(model, arguments.adapter)
-        put_in(model, beside)
+        beside = read_adapter_model(model, arguments.adapter)
+        attach_adapters(model, beside)
         model.adapters = beside.adapters
     template = loaded.template(arguments.chat_template)
     if template is None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.commands.plan.children import Child
 from dtrain.commands.plan.choose import Choice, TooLarge, choose
 from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, gib, hardware_of
 from dtrain.commands.plan.plan import make_plan, resolve_plan
+from dtrain.commands.plan.processes import Child
 from dtrain.commands.plan.report import too_much
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Recipe
@@ -99,7 +99,7 @@ def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
         device = facts_queue.get() if values is None else None
         if device is not None and torch.bfloat16 not in (own := hardware_of(device)[0]).arithmetic:
             plan = make_plan(recipe, world_size, own)  # without flash attention
-        peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumed]), plan.step.peak)
+        peak = Peak("; ".join([f"planned peak {gib(plan.step.peak)}", *plan.assumptions]), plan.step.peak)
         if device is None or plan.step.peak <= device.memory * USABLE_MEMORY:
             return peak
         return peak._replace(too_much=too_much(replace(plan, budget=int(device.memory * USABLE_MEMORY))))

@@ -19,7 +19,7 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.base.hardware import free_host_memory, num_cores
 from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, Hardware, estimate_step, gib
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
-from dtrain.commands.plan.step import Step, plan_steps, traces_of
+from dtrain.commands.plan.step import Step, num_traces, plan_steps
 from dtrain.policy.build import max_masked_row_length
 from dtrain.recipe import Recipe, sizes
 from dtrain.recipe.schema import Lora
@@ -27,7 +27,7 @@ from dtrain.recipe.world import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_o
 from dtrain.training.sizing import Sizing
 from dtrain.training.step_spec import StepSpec
 
-FREE = 0.1
+FREE_SHARE = 0.1
 """Share of a device's memory that a choice leaves free."""
 LAUNCH = 6e-6  # seconds in which the host starts a kernel
 HIDING = 2  # times what a pass sends and starts that its computing should take
@@ -78,14 +78,14 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
     )
     choice = choose(resolve_plan(recipe, world_size, "cpu" if is_cpu else "cuda", hardware), memory, hardware)
     plan = make_plan(replace_keys(recipe, choice.values), world_size, hardware, budget)
-    return replace(plan, chosen=choice.lines)
+    return replace(plan, choices=choice.lines)
 
 
 class _Search:
     def __init__(self, spec: StepSpec, memory: int, hardware: Hardware | None, host: int | None):
         self.spec, self.recipe, self.world_size = spec, spec.original_recipe, spec.world.size
-        self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE))
-        self.host_budget = inf if host is None else host * (1 - FREE)
+        self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE_SHARE))
+        self.host_budget = inf if host is None else host * (1 - FREE_SHARE)
         self.hardware = hardware or next(iter(GPUS.values()))
         self.is_gpu = spec.world.device_type == "cuda"
         self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
@@ -164,10 +164,10 @@ class _Search:
 
     def _time(self, step: Step, spec: StepSpec) -> float:
         time = estimate_step(step, spec.sizes, self.hardware)
-        return max(time.total, step.kernels * LAUNCH + time.exposed + time.optimizer)
+        return max(time.total, step.num_kernels * LAUNCH + time.exposed + time.optimizer)
 
     def _fits(self, step: Step) -> bool:
-        on_host = step.host + step.visiting if self.is_gpu else 0
+        on_host = step.host_activations + step.host_optimizer_bytes if self.is_gpu else 0
         return step.peak <= self.budget and on_host <= self.host_budget
 
     def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _Tried | None:
@@ -177,7 +177,7 @@ class _Search:
         The bisection is by the device's memory, of which each takes less than the one before. The host's is looked at
         from the first on that fits there.
         """
-        width, high, fits_device = max(1, num_cores() // traces_of(self.spec)), len(ladder), False
+        width, high, fits_device = max(1, num_cores() // num_traces(self.spec)), len(ladder), False
         low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
         while low < high:
             places: Sequence[int] = range(max(low, first + 1 - width), first + 1)
@@ -198,11 +198,14 @@ class _Search:
         """Return whether a combination is known to take too much: by its plan, or by the one with the optimizer's state
         on the device, where there is at most this state, the masters and what they are rounded to for it to save."""
         known = self.known.get((*{**values, OFFLOAD: False}.items(), self.least))
-        return known is not None and known.step.peak - known.step.state - 2 * known.step.trained > self.budget
+        return (
+            known is not None
+            and known.step.peak - known.step.optimizer_state - 2 * known.step.trained_parameters > self.budget
+        )
 
     def _is_hopeless(self, tried: _Tried) -> bool:
         """Return whether none fits beside one that does not: what they hold alike is too much, or the least of all."""
-        if tried.step.held > self.budget:
+        if tried.step.resident > self.budget:
             return True
         (least,) = self._tried([((self.offloaded or self.ladder)[-1], self.least)])
         return least.step.peak > self.budget
@@ -240,14 +243,14 @@ class _Search:
         spec = self._at(self.spec, tried.values, tried.micro)
         time, passes = estimate_step(tried.step, spec.sizes, self.hardware), spec.sizes.accumulation
         of_row = (time.arithmetic + time.memory) / (passes * tried.micro)
-        of_pass = max(time.hidden, tried.step.kernels * LAUNCH) / passes
+        of_pass = max(time.hidden, tried.step.num_kernels * LAUNCH) / passes
         return next((micro for micro in self.micros if micro * of_row >= HIDING * of_pass), self.rows)
 
     def _least(self, values: Values) -> _Tried:
         """Return the combination of the least memory. Raises TooLarge where it is more than the devices have."""
         (tried,) = self._tried([(values, self.least)])
-        host = tried.step.host + tried.step.visiting
-        if tried.step.peak <= self.memory and host <= self.host_budget / (1 - FREE):
+        host = tried.step.host_activations + tried.step.host_optimizer_bytes
+        if tried.step.peak <= self.memory and host <= self.host_budget / (1 - FREE_SHARE):
             return tried
         also = f"; it also takes {gib(host)} of the host's memory for each rank" if host > self.host_budget else ""
         chosen = {MICRO_BATCH: tried.micro} | dict(values)
@@ -264,8 +267,8 @@ class _Search:
         much alike are not planned: shorter rows hold as much, more ranks at least their share. What comes and goes
         shrinks at most with a row, masks with its square. With more ranks it may vanish: they have fewer micro-batches,
         and a single one keeps no unsharded gradients."""
-        values, held, peak = tried.values, tried.step.held, tried.step.peak
-        always = tried.step.parameters + tried.step.state  # gradients may not be there yet at the peak
+        values, held, peak = tried.values, tried.step.resident, tried.step.peak
+        always = tried.step.parameters + tried.step.optimizer_state  # gradients may not be there yet at the peak
         recipe, world = self.recipe, self.world_size
         lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
         nf4 = replace(lora, quantize="nf4")

@@ -105,19 +105,21 @@ def estimate_step(step: Step, sizes: Sizes, hardware: Hardware) -> StepTime:
         return flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
 
     arithmetic = sum(products(flops, dtype) for dtype, flops in step.flops.items())
-    memory = step.moved / (hardware.bandwidth * USABLE_BANDWIDTH)
-    touched = 2 * step.parameters + step.gradients + 2 * step.state
+    memory = step.bytes_moved / (hardware.bandwidth * USABLE_BANDWIDTH)
+    touched = 2 * step.parameters + step.gradients + 2 * step.optimizer_state
     hidden = exposed = 0.0
     for collective, (count, size) in step.traffic.items():
         dimension, kind, ranks, on_host = collective
         seconds = 0.0 if on_host else wire_time(dimension, kind, ranks, count, size, sizes, hardware)
         beside = seconds
         if dimension not in ("fsdp", "dp_replicate"):
-            computed = (products(flops, dtype) for (of, dtype), flops in step.behind.items() if of == collective)
+            computed = (
+                products(flops, dtype) for (of, dtype), flops in step.overlapped_flops.items() if of == collective
+            )
             beside = min(seconds, sum(computed))
         hidden, exposed = hidden + beside, exposed + seconds - beside
-    copies = step.offloaded / (hardware.host * USABLE_BANDWIDTH)
-    visits = step.visiting / (hardware.host * USABLE_BANDWIDTH)  # to the device, and back at the same time
+    copies = step.offloaded_bytes / (hardware.host * USABLE_BANDWIDTH)
+    visits = step.host_optimizer_bytes / (hardware.host * USABLE_BANDWIDTH)  # to the device, and back at the same time
     optimizer = max(touched / (hardware.bandwidth * USABLE_BANDWIDTH), visits)
     return StepTime(arithmetic, memory, optimizer, hidden, exposed, copies)
 

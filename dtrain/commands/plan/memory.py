@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from dtrain.base.torch_functions import storage_key
 
-LEFT_OUT = ""  # the part of what is counted elsewhere
+NOT_COUNTED = ""  # the part of what is counted elsewhere
 
 
 class Phase(NamedTuple):
@@ -62,7 +62,7 @@ class MemoryTimeline:
             self._filled[key] = self._resized[key]
         return allocation
 
-    def within_operation(self, size: int) -> None:
+    def add_workspace(self, size: int) -> None:
         """Count `size` bytes that live as long as an operation: before its outputs are seen, or beside them."""
         workspace = Allocation(self.part)
         self._events += [(workspace, size), (workspace, -size)]
@@ -71,7 +71,7 @@ class MemoryTimeline:
         """Return the number of changes so far."""
         return len(self._events)
 
-    def most_since(self, mark: int) -> int:
+    def peak_since(self, mark: int) -> int:
         """Return the most bytes that were there since `mark` beside those before it."""
         return max(accumulate((event[1] for event in self._events[mark:] if not isinstance(event, Phase)), initial=0))
 
@@ -135,7 +135,7 @@ class MemoryTimeline:
         return peaks
 
     def _resize(self, allocation: Allocation, size: int) -> None:
-        if size != allocation.size and allocation.part != LEFT_OUT:
+        if size != allocation.size and allocation.part != NOT_COUNTED:
             self._events.append((allocation, size - allocation.size))
             allocation.size = size
 

@@ -43,13 +43,13 @@ class Plan:
     trained_parameters: int
     tokens: int
     flops_per_token: float
-    evaluation: int = 0
-    assumed: tuple[str, ...] = ()
-    chosen: tuple[str, ...] = ()
+    evaluation_bytes: int = 0
+    assumptions: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        return max(self.step.peak, self.evaluation) <= self.budget
+        return max(self.step.peak, self.evaluation_bytes) <= self.budget
 
     @property
     def device(self) -> str:
@@ -81,8 +81,8 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         trained_parameters=facts.weights.trained,
         tokens=recipe.train.batch * method.rows_per_sample() * method.row_length(),
         flops_per_token=facts.row_flops_per_token(method.row_length(), grids),
-        evaluation=step.parameters + step.state + answer_bytes if answer_bytes else 0,
-        assumed=tuple(_assumed(spec)),
+        evaluation_bytes=step.parameters + step.optimizer_state + answer_bytes if answer_bytes else 0,
+        assumptions=tuple(_assumed(spec)),
     )
 
 
@@ -151,7 +151,7 @@ def with_keys(spec: StepSpec, recipe: Recipe, sizes: Sizes) -> StepSpec:
     return replace(spec, recipe=recipe, sizes=sizes)
 
 
-def on_a_mesh_that_fits(recipe: Recipe, world_size: int, per_node: int) -> Recipe:
+def choose_starting_mesh(recipe: Recipe, world_size: int, per_node: int) -> Recipe:
     """Return `recipe` as it is, or, if its mesh or micro-batch alone keeps it from `world_size` ranks, on the first of
     `candidates` that does not."""
     if not problems(recipe, world_size) or not recipe.model.path:

@@ -11,9 +11,9 @@ from dtrain.base.errors import RecipeError, UserError
 from dtrain.checkpoint.dcp.retention import planned_saves_line
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import GPUS, USABLE_BANDWIDTH, gib, seconds
-from dtrain.commands.plan.plan import Plan, on_a_mesh_that_fits, problems, ready
-from dtrain.commands.plan.search import Candidate, SearchResult, search, smallest_change
-from dtrain.launch.devices import with_processes
+from dtrain.commands.plan.plan import Plan, choose_starting_mesh, problems, ready
+from dtrain.commands.plan.search import Candidate, SearchResult, find_smallest_change, search
+from dtrain.launch.devices import resolve_nproc
 from dtrain.training.preflight import load_with_problems
 
 
@@ -25,7 +25,7 @@ def answer(arguments: Namespace) -> None:
     would.
     """
     loaded, errors = load_with_problems(arguments.recipe, arguments.overrides)
-    recipe, known = with_processes(loaded), GPUS[arguments.gpu]
+    recipe, known = resolve_nproc(loaded), GPUS[arguments.gpu]
     world_size = arguments.world_size or recipe.launch.processes
     hardware = replace(
         known,
@@ -40,7 +40,7 @@ def answer(arguments: Namespace) -> None:
         if arguments.search:
             if recipe.launch.device == "cpu":
                 raise UserError("launch.device=cpu: --search ranks meshes by the estimate, which knows GPUs only")
-            begin = on_a_mesh_that_fits(ready(recipe), world_size, hardware.per_node)
+            begin = choose_starting_mesh(ready(recipe), world_size, hardware.per_node)
         plan = chosen_plan(begin, world_size, hardware, budget)
         result = search(plan) if arguments.search else None
         if arguments.json:
@@ -55,14 +55,14 @@ def answer(arguments: Namespace) -> None:
 
 def too_much(plan: Plan) -> str:
     """Return the error for a plan that does not fit: by how much, the largest part, and a change that fits."""
-    if plan.evaluation > max(plan.budget, plan.step.peak):
+    if plan.evaluation_bytes > max(plan.budget, plan.step.peak):
         return (
-            f"this does not fit: an evaluation takes {gib(plan.evaluation)} at least, and the budget is "
+            f"this does not fit: an evaluation takes {gib(plan.evaluation_bytes)} at least, and the budget is "
             f"{gib(plan.budget)}: lower eval.sampling.max_new_tokens, or share the weights among more ranks"
         )
     over = plan.step.peak - plan.budget
     name, size = max(plan.step.parts.items(), key=lambda entry: entry[1])
-    change = smallest_change(plan)
+    change = find_smallest_change(plan)
     fix = (
         "none of the changes that were tried fits (micro_batch, activation_checkpointing, tile, activation_offload, "
         "tp, cp, up to 128 times the "
@@ -104,7 +104,7 @@ _PHASES = {
 
 
 def _moment(plan: Plan) -> str:
-    phase, _, layer = plan.step.moment
+    phase, _, layer = plan.step.peak_phase
     where = "" if layer is None else f" of layer {layer + 1} of {plan.spec.model_config.num_hidden_layers}"
     return _PHASES[phase] + where
 
@@ -116,7 +116,7 @@ def text(plan: Plan, step_time: float | None = None) -> str:
         sections.insert(1, _tensor_parallel(plan))
     if saves := _saves(plan):
         sections.append(saves)
-    if lines := (*plan.assumed, *plan.chosen):
+    if lines := (*plan.assumptions, *plan.choices):
         sections.insert(1, "\n".join(lines))
     return "\n\n".join(sections)
 
@@ -163,16 +163,17 @@ def _tensor_parallel(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     step, recipe = plan.step, plan.spec.recipe
-    if step.lightest == step.parameters:
+    if step.smallest_parameters == step.parameters:
         which = "every rank alike"
     else:
-        less = gib(step.parameters - step.lightest)
+        less = gib(step.parameters - step.smallest_parameters)
         which = f"rank 0: its shards are the largest, the smallest hold {less} less of the parameters"
-    held = f"{gib(step.parameters - step.trained)} of frozen weights, {gib(step.trained)} of trained ones"
+    trained = step.trained_parameters
+    held = f"{gib(step.parameters - trained)} of frozen weights, {gib(trained)} of trained ones"
     kept = "" if plan.spec.recipe.parallel.optimizer_offload else "master "
     where = " on the host, what visits" if plan.spec.recipe.parallel.optimizer_offload else ""
     words = {
-        "parameters": f"this rank's share of the {kept}weights" if step.trained == step.parameters else held,
+        "parameters": f"this rank's share of the {kept}weights" if step.trained_parameters == step.parameters else held,
         "optimizer": plan.spec.recipe.optimizer.name + where,
         "gradients": "of whole layers until the last micro-batch is done"
         if plan.spec.sizes.accumulation > 1 and not plan.spec.recipe.parallel.reduce_each
@@ -182,22 +183,28 @@ def _memory(plan: Plan) -> str:
     for part, name, why in _PARTS:
         if step.parts.get(part, 0) >= _SHOWN:
             rows.append((f"  {name}", gib(step.parts[part]), why.format(**words)))
-        if part == "parameters" and step.table >= _SHOWN:
-            rows.append(("  of these the table", gib(step.table), "of embeddings for each layer (train.freeze)"))
-        if part == "parameters" and step.tower:
-            rows.append(("  of these the vision tower", gib(step.tower), f"train.vision={recipe.train.vision}"))
+        if part == "parameters" and step.layer_embeddings >= _SHOWN:
+            rows.append(
+                ("  of these the table", gib(step.layer_embeddings), "of embeddings for each layer (train.freeze)")
+            )
+        if part == "parameters" and step.vision_tower:
+            rows.append(("  of these the vision tower", gib(step.vision_tower), f"train.vision={recipe.train.vision}"))
     rows.append(("  peak", gib(step.peak), _moment(plan)))
     if plan.device == "cuda":
         free = plan.budget - step.peak
         rows.append(
             (f"  {'free' if free >= 0 else 'TOO MUCH'} of the budget", gib(abs(free)), f"of {gib(plan.budget)}")
         )
-    if step.host:
+    if step.host_activations:
         pinned = "pinned, " if plan.device == "cuda" else ""
-        rows.append(("Activations on the host", gib(step.host), f"{pinned}of each rank (train.activation_offload)"))
-    rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.state), ""))
-    if plan.evaluation:
-        rows.append(("An evaluation, at least", gib(plan.evaluation), "with the longest answer's keys (eval.sampling)"))
+        rows.append(
+            ("Activations on the host", gib(step.host_activations), f"{pinned}of each rank (train.activation_offload)")
+        )
+    rows.append(("Shards held all the time", gib(step.parameters + step.gradients + step.optimizer_state), ""))
+    if plan.evaluation_bytes:
+        rows.append(
+            ("An evaluation, at least", gib(plan.evaluation_bytes), "with the longest answer's keys (eval.sampling)")
+        )
     return _table(rows, right=(1,))
 
 
@@ -208,7 +215,7 @@ def _bytes_of_a_save(plan: Plan) -> int | None:
     if recipe.checkpoint.every is None or recipe.parallel.optimizer_offload is True:
         return None
     # Rank 0 has the largest shards, and what tp does not shard is counted once a rank: a little too much.
-    return (plan.step.trained + plan.step.state) * sizes.dp_shard * sizes.cp * sizes.tp
+    return (plan.step.trained_parameters + plan.step.optimizer_state) * sizes.dp_shard * sizes.cp * sizes.tp
 
 
 def _saves(plan: Plan) -> str:
@@ -270,25 +277,25 @@ def as_json(plan: Plan, step_time: float | None = None) -> dict[str, Any]:
         "gpu": plan.hardware.name if plan.device == "cuda" else None,
         "dtype": str(plan.spec.precision.compute).removeprefix("torch."),
         "sizes": asdict(plan.spec.sizes),
-        "assumed": list(plan.assumed),
-        "chosen": list(plan.chosen),
+        "assumed": list(plan.assumptions),
+        "chosen": list(plan.choices),
         "save_bytes": _bytes_of_a_save(plan),
         "tensor_parallel_plan": dict(plan.table),
         "rank": 0,
         "memory": {
             "parameters": step.parameters,
-            "trained_parameters": step.trained,
+            "trained_parameters": step.trained_parameters,
             "gradients": step.gradients,
-            "optimizer_state": step.state,
+            "optimizer_state": step.optimizer_state,
             "activations": step.activations,
             "peak": step.peak,
             "peak_moment": _moment(plan),
             "peak_parts": dict(step.parts),
-            "per_layer_table": step.table,
-            "vision_tower": step.tower,
-            "lightest_rank_parameters": step.lightest,
-            "host_activations": step.host,
-            "evaluation": plan.evaluation,
+            "per_layer_table": step.layer_embeddings,
+            "vision_tower": step.vision_tower,
+            "lightest_rank_parameters": step.smallest_parameters,
+            "host_activations": step.host_activations,
+            "evaluation": plan.evaluation_bytes,
             "budget": plan.budget if plan.device == "cuda" else None,
             "fits": plan.fits if plan.device == "cuda" else None,
         },

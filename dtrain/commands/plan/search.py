@@ -3,7 +3,7 @@
 The method. Every mesh (dp_replicate, dp_shard, cp, tp) of so many ranks and every micro-batch that divides a rank's
 rows is a candidate. What its shards take is a closed form, and so is a rough time: arithmetic is shared alike, and what
 FSDP, replicas, tp and cp send follows from the sizes (dtrain/parallel/README.md). In the order of that time candidates
-are traced, each as `dtrain plan` would. The search ends with the `best` that fit, or after `most_traces`.
+are traced, each as `dtrain plan` would. The search ends with the `best` that fit, or after `max_traces`.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class SearchResult:
     counts: Counter[str]
 
 
-def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult:
+def search(plan: Plan, *, best: int = 10, max_traces: int = 16) -> SearchResult:
     """Return the fastest meshes and micro-batches of a plan's recipe on its ranks whose peak is within its budget."""
     counts: Counter[str] = Counter()
     closed, spec = ClosedForms(plan), plan.spec
@@ -51,7 +51,7 @@ def search(plan: Plan, *, best: int = 10, most_traces: int = 16) -> SearchResult
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     for index, (_, world) in enumerate(ranked):
-        if len(fitting) >= best or index >= most_traces:
+        if len(fitting) >= best or index >= max_traces:
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
         step = plan_step(with_keys(spec, with_mesh(spec.recipe, world), world))
@@ -70,11 +70,11 @@ class ClosedForms:
         self.precision = plan.spec.precision
         self.fsdp = plan.spec.facts.fsdp_messages(self.precision.compute)
         self.computes_again = recipe.train.activation_checkpointing == "full"
-        self.held = plan.step.held * _shards(plan.spec.sizes)
+        self.resident = plan.step.resident * _shards(plan.spec.sizes)
 
     def shards(self, world: Sizes) -> float:
         """Return the bytes of a rank's parameters, gradients and optimizer state, if all are sharded evenly."""
-        return self.held / _shards(world)
+        return self.resident / _shards(world)
 
     def time(self, world: Sizes) -> float:
         """Return the rough seconds of a step."""
@@ -119,7 +119,7 @@ def _shards(world: Sizes) -> int:
     return world.tp * world.dp_shard * world.cp
 
 
-def smallest_change(plan: Plan) -> tuple[str, Step] | None:
+def find_smallest_change(plan: Plan) -> tuple[str, Step] | None:
     """Return the first change that makes the recipe fit into the budget of a rank, as overrides, and its step. No
     change affects a number that the run computes; the least change comes first.
 

@@ -19,9 +19,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dtrain.commands.plan.children import side_by_side
-from dtrain.commands.plan.memory import LEFT_OUT, Phase
+from dtrain.commands.plan.memory import NOT_COUNTED, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice, PlannedStream
+from dtrain.commands.plan.processes import run_in_parallel
 from dtrain.commands.plan.tracer import Collective, PlannedMemory, PlanObserver, Tracer
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.mesh import Runtime, build_mesh
@@ -40,7 +40,7 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 class Trace:
     """A traced step of `layers` layers and `micro_batches` micro-batches.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded" of
+    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded_bytes" of
     one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
     brings.
     """
@@ -84,21 +84,21 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
     policy = Policy(spec.recipe, config, mesh, runtime, options=options, observer=observer)
     weights = weight_memory(policy.model)
     tracer.see_all(weights.on_device, "parameters")
-    tracer.see_all(weights.on_host, LEFT_OUT)
+    tracer.see_all(weights.on_host, NOT_COUNTED)
     observer.watch_layers(policy.model.model.layers)
     method = spec.method
     for name, tensors in method.attach_models(policy, spec.other_models).tensors().items():
         tracer.see_all(tensors, name)
     micro_batches = min(sizes.accumulation, TRACED)
     rows = FullRows.of(spec, method, micro_batches, "meta")
-    tracer.see_all(rows.pixels, LEFT_OUT)  # the host's, which are counted as its rows
+    tracer.see_all(rows.pixels, NOT_COUNTED)  # the host's, which are counted as its rows
     with PlannedDevice(planned, tracer.few, tracer.as_one_kernel):
         policy.init_optimizer(total_steps=10)
         updater = policy.updater
         assert updater is not None
         with MetaKernels():  # a step as it is from the second one on
             updater.allocate_state()
-        tracer.see_all((tensor for tensor in updater.state_tensors() if tensor.is_meta), LEFT_OUT)
+        tracer.see_all((tensor for tensor in updater.state_tensors() if tensor.is_meta), NOT_COUNTED)
         observer.watch_optimizer(policy, device)
         with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))
@@ -107,15 +107,15 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
             policy.optimizer_step()
     held = Counter(
         parameters=weights.total_bytes,
-        trained=weights.trained_bytes,
-        table=weights.layer_table_bytes,
-        tower=weights.tower_bytes,
+        trained_parameters=weights.trained_bytes,
+        layer_embeddings=weights.layer_table_bytes,
+        vision_tower=weights.tower_bytes,
         gradients=observer.gradient_bytes,
-        state=updater.device_state_bytes(),
-        lightest=weights.smallest_rank_bytes,
-        host=memory.allocated_bytes,
-        visiting=updater.host_state_bytes(),
-        offloaded=memory.copied_bytes // micro_batches,
+        optimizer_state=updater.device_state_bytes(),
+        smallest_parameters=weights.smallest_rank_bytes,
+        host_activations=memory.allocated_bytes,
+        host_optimizer_bytes=updater.host_state_bytes(),
+        offloaded_bytes=memory.copied_bytes // micro_batches,
     )
     if tracer.on_host:
         held["rows"] = observer.host_bytes + bytes_of(rows.pixels)
@@ -140,29 +140,29 @@ class Step:
     """
 
     parameters: int
-    trained: int
+    trained_parameters: int
     gradients: int
-    state: int
-    lightest: int
+    optimizer_state: int
+    smallest_parameters: int
     peak: int
     parts: Counter[str]
-    moment: Phase
+    peak_phase: Phase
     activations: int
     traffic: dict[Collective, tuple[int, int]]
     flops: dict[torch.dtype, int]
-    moved: int
-    kernels: int
-    table: int = 0
-    tower: int = 0
-    host: int = 0
-    visiting: int = 0
-    offloaded: int = 0
-    behind: dict[tuple[Collective, torch.dtype], int] = field(default_factory=dict)
+    bytes_moved: int
+    num_kernels: int
+    layer_embeddings: int = 0
+    vision_tower: int = 0
+    host_activations: int = 0
+    host_optimizer_bytes: int = 0
+    offloaded_bytes: int = 0
+    overlapped_flops: dict[tuple[Collective, torch.dtype], int] = field(default_factory=dict)
 
     @property
-    def held(self) -> int:
+    def resident(self) -> int:
         """Bytes that the device has at the optimizer's step, whatever was computed before it; at most `peak`."""
-        return self.parameters + self.gradients + self.state
+        return self.parameters + self.gradients + self.optimizer_state
 
 
 def plan_step(spec: StepSpec, *, rank: int = 0, whole: bool = False) -> Step:
@@ -178,7 +178,7 @@ def plan_steps(specs: Sequence[StepSpec], *, rank: int = 0, whole: bool = False)
     """Return the steps of `specs`, each as of `plan_step`, traced side by side."""
     cuts = [_cuts(spec, whole) for spec in specs]
     calls = [partial(trace_step, spec, cut, rank) for spec, own in zip(specs, cuts, strict=True) for cut in own]
-    traces, steps = iter(side_by_side(calls)), []
+    traces, steps = iter(run_in_parallel(calls)), []
     for spec, own in zip(specs, cuts, strict=True):
         trace, *longer = [next(traces) for _ in own]
         layers = spec.model_config.num_hidden_layers
@@ -186,7 +186,7 @@ def plan_steps(specs: Sequence[StepSpec], *, rank: int = 0, whole: bool = False)
     return steps
 
 
-def traces_of(spec: StepSpec) -> int:
+def num_traces(spec: StepSpec) -> int:
     """Return how many traces a step takes, as many processes side by side."""
     return len(_cuts(spec, whole=False))
 
@@ -236,7 +236,7 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
     moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
     held, passes = Counter(trace.held), max(1, sizes.accumulation)
-    held["offloaded"] *= passes
+    held["offloaded_bytes"] *= passes
     # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
     rows = max(0, held.pop("rows", 0) * passes // trace.micro_batches - held.pop("micro rows", 0))
     parts = peak + Counter({"optimizer state": held["state"], "rows": rows})
@@ -244,11 +244,11 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
         **held,
         peak=parts.total(),
         parts=parts,
-        moment=moment,
+        peak_phase=moment,
         activations=max(peak["activations"] for peak in trace.peaks.values()),
         traffic={key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
         flops={key[1]: count for key, count in total.items() if key[0] == "flops"},
-        moved=total["moved",],
-        kernels=total["kernels",],
-        behind={key[1:]: count for key, count in total.items() if key[0] == "behind"},
+        bytes_moved=total["moved",],
+        num_kernels=total["kernels",],
+        overlapped_flops={key[1:]: count for key, count in total.items() if key[0] == "behind"},
     )

@@ -25,7 +25,7 @@ from dtrain.base.batch import Batch
 from dtrain.base.fused import tensors_in
 from dtrain.base.torch_functions import storage_key
 from dtrain.commands.plan.compiled import CompiledRegions
-from dtrain.commands.plan.memory import LEFT_OUT, MemoryTimeline, OpOverload, Phase
+from dtrain.commands.plan.memory import NOT_COUNTED, MemoryTimeline, OpOverload, Phase
 from dtrain.commands.plan.planned_device import MetaKernels, Operands, flash_workspace
 from dtrain.memory.activation_offload import HostMemory
 from dtrain.parallel.collectives import wait
@@ -178,14 +178,14 @@ class Tracer(MetaKernels):
         args, memory = operands.args, self.memory
         memory.poll()
         if self.on_host and func is torch.ops.c10d._reduce_scatter_base_.default and args[0].shape != args[1].shape:
-            memory.within_operation(args[1].untyped_storage().nbytes())
+            memory.add_workspace(args[1].untyped_storage().nbytes())
         out = super().computed(func, operands)
         results = tensors_in(out)
         all_tensors = [*operands.tensors, *results]
         tensors = [tensor for tensor in all_tensors if tensor.is_meta]
         memory.after(func, tensors)
         if (read := _FLASH_BACKWARD.get(func.overloadpacket)) is not None:
-            memory.within_operation(flash_workspace(*read(args)))
+            memory.add_workspace(flash_workspace(*read(args)))
         if len(tensors) < len(all_tensors):
             for tensor in all_tensors:
                 if not tensor.is_meta:
@@ -214,12 +214,12 @@ class Tracer(MetaKernels):
         key, out = (function, torch.is_grad_enabled(), Operands(arguments, {}).key), None
         self.memory.poll()
         if key in self._workspaces:
-            self.memory.within_operation(self._workspaces[key])
+            self.memory.add_workspace(self._workspaces[key])
         else:
             mark = self.memory.mark()
             out = function(*arguments)
             if out is None and not torch.is_grad_enabled():
-                self._workspaces[key] = self.memory.most_since(mark)
+                self._workspaces[key] = self.memory.peak_since(mark)
         self.counts_costs = counts
         if counts:
             sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((*arguments, out)) if tensor.is_meta}
@@ -405,7 +405,7 @@ class PlannedMemory(HostMemory):
         # The tracer sees `torch.empty`, and assigns the storage to the timeline's part of that moment.
         timeline = self._timeline
         part_before = timeline.part
-        timeline.part = LEFT_OUT if self._is_pinned else "host activations"
+        timeline.part = NOT_COUNTED if self._is_pinned else "host activations"
         buffer = torch.empty(size, dtype=torch.uint8, device="meta")
         timeline.part = part_before
         return buffer

@@ -20,7 +20,7 @@ from dtrain.training.metrics import records
 
 CURVE = "loss.svg"
 WIDTH, HEIGHT, LEFT, BELOW, ABOVE = 640, 320, 60, 40, 16
-MOST = 500  # points of a line; neighbours are averaged beyond that
+MAX_POINTS = 500  # points of a line; neighbours are averaged beyond that
 # The fields whose last value is in the table of results, if the run has measured them.
 RESULTS = ("loss", "val_loss", "reward_mean", "val_reward_mean", "val_accuracy", "accuracy")
 
@@ -67,7 +67,7 @@ def card(run: Run, theirs: Mapping[str, Any]) -> str:
         results={name: f"{run.files.curves[name].values[-1]:.4g}" for name in RESULTS if name in run.files.curves},
         curve=CURVE if any(run.losses) else None,
         data=run.files.data,
-        recipe=as_yaml(shown(recipe)),
+        recipe=as_yaml(public_recipe(recipe)),
     )
 
 
@@ -76,7 +76,7 @@ def _template(name: str) -> Template:
     return Template(text, trim_blocks=True, keep_trailing_newline=True)
 
 
-def shown(recipe: Mapping[str, Any]) -> Any:
+def public_recipe(recipe: Mapping[str, Any]) -> Any:
     """Return a saved recipe without its secrets, and with the last name alone of paths on this machine."""
 
     def public(value: Any) -> Any:
@@ -134,6 +134,6 @@ def _axis(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _thinned(points: Sequence[records.Point]) -> list[records.Point]:
     """Return at most MOST points: the means of neighbours."""
-    size = -(-len(points) // MOST)
+    size = -(-len(points) // MAX_POINTS)
     groups = [points[start : start + size] for start in range(0, len(points), size or 1)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]

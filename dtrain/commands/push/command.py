@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"{key}{value} is no model's id on the hub: give OWNER/NAME")
     files = _files(arguments.run / "export")
     record, step = RunFiles(arguments.run, name), read_saved_step(arguments.run / "export").get("step")
-    record.look_at_record()
+    record.refresh_metrics()
     base = arguments.base or base_of_recipe(record.recipe)
     pushed = Run(name.split("/")[1], record, step if isinstance(step, int) else None, ADAPTER_CONFIG in files, base)
     if arguments.dry_run:

@@ -1,8 +1,8 @@
 """The charts that the fields of the metrics make, and their data as plain values for JSON: curves, thinned, and
 histograms of lengths.
 
-A line with more than MOST points is thinned by buckets of neighbours that keep the smallest and the largest value of
-each, so that no extreme is lost; the page says so. A value that is not finite is a gap.
+A line with more than MAX_POINTS points is thinned by buckets of neighbours that keep the smallest and the largest value
+of each, so that no extreme is lost; the page says so. A value that is not finite is a gap.
 """
 
 import math
@@ -23,7 +23,7 @@ OPTIMIZER, SPEED, OTHER = "Optimizer", "Speed and memory", "Other fields"
 GROUPS = (LEARNING, EVALUATION, POLICY, OPTIMIZER, SPEED, OTHER)
 _NOT_DRAWN = {"step", "epoch"}
 _PASS = re.compile(r"eval_(.+)_pass@(\d+)")
-MOST = 1000  # points of a line
+MAX_POINTS = 1000  # points of a line
 DASHES = ("solid", "dash", "dot", "dashdot")
 BINS = 24
 
@@ -106,7 +106,7 @@ def learning_curves(method: str) -> Mapping[str, str]:
     return known.curves
 
 
-def better_of(field: str, method: str) -> Callable | None:
+def best_function(field: str, method: str) -> Callable | None:
     """Return `min` or `max`, whichever gives the better of two values of the field; None if neither does, as for GRPO's
     loss."""
     if field.startswith("eval_"):
@@ -122,12 +122,12 @@ def shown(value: float) -> str:
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:
-    """Return about MOST of the points: the first, the last, and of each bucket the smallest, the largest and one
+    """Return about MAX_POINTS of the points: the first, the last, and of each bucket the smallest, the largest and one
     gap."""
     count = len(steps)
-    if count <= MOST:
+    if count <= MAX_POINTS:
         return list(steps), list(values)
-    size = -(-(count - 2) // (MOST // 2 - 1))
+    size = -(-(count - 2) // (MAX_POINTS // 2 - 1))
     kept = [0]
     for start in range(1, count - 1, size):
         bucket = range(start, min(start + size, count - 1))
@@ -160,7 +160,7 @@ def _drawn(id: str, chart: Chart, runs: Sequence[RunFiles]) -> dict[str, Any]:
             x, y = thinned(curve.steps, [value if records.is_plottable(value) else None for value in curve.values])
             points = len(curve.steps)
             lines.append(dict(run=number, field=field, name=name, dash=dash, dots=is_rare, x=x, y=y, points=points))
-            if text := _summary(curve, better_of(field, run.method)):
+            if text := _summary(curve, best_function(field, run.method)):
                 notes.append({"run": number, "name": name, "text": text})
         if any(field == "mem_gib" for field, _ in chart.lines) and (planned := run.planned_gib) is not None:
             levels.append({"run": number, "name": "planned", "y": planned})

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dtrain.commands.report.results import Row, differences, identities, results
+from dtrain.commands.report.results import Row, differences, identity_rows, results
 from dtrain.commands.report.run_files import RunFiles, open_runs
 from dtrain.training.metrics.terminal import plot, printable
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def comparison(runs: Sequence[RunFiles], width: int) -> Iterator[str]:
     """Yield the lines: the runs, what differs, results, and a small plot of each curve of learning."""
-    parts = [("", identities(runs)), ("what differs", differences(runs)), ("results (★ the best)", results(runs))]
+    parts = [("", identity_rows(runs)), ("what differs", differences(runs)), ("results (★ the best)", results(runs))]
     names = Row("", [run.name for run in runs])
     labels = min(max(len(row.label) for _, rows in parts for row in rows), 32)
     column = max(NARROWEST, (width - labels) // len(runs) - 2)

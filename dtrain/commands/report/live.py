@@ -27,10 +27,10 @@ from dtrain.commands.web import listen, make_server
 ADDRESS = "127.0.0.1"
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 HEADERS |= {"Cross-Origin-Resource-Policy": "same-origin", "Content-Security-Policy": "frame-ancestors 'none'"}
-RESTS = 20  # times as long as the last look at the runs took
+REST_FACTOR = 20  # times as long as the last look at the runs took
 
 
-class Following:
+class LiveReport:
     """The followed runs and their page. One thread at a time reads, and then rests so long that most of the machine's
     time is the runs' own."""
 
@@ -60,11 +60,11 @@ class Following:
         if self._state is None or any(is_new):
             self._state = page_state(self._runs, self._answers)
             self._mark = digest(*self._state)[:16]
-        self._rests_until = time.monotonic() + RESTS * (time.monotonic() - began)
+        self._rests_until = time.monotonic() + REST_FACTOR * (time.monotonic() - began)
         return self._state
 
 
-def make_app(following: Following) -> Starlette:
+def make_app(following: LiveReport) -> Starlette:
     """Return the application. Starlette runs these functions on its threads, because they read files."""
 
     def show_page(request: Request) -> Response:
@@ -95,6 +95,6 @@ def follow(runs: Sequence[RunFiles], answers: int, port: int, library: str) -> N
     sock = listen(ADDRESS, port)
     names = ", ".join(run.name for run in runs)
     print(f"http://{ADDRESS}:{sock.getsockname()[1]} follows {names}; Ctrl-C ends it", flush=True)
-    server = make_server(make_app(Following(runs, answers, library)))
+    server = make_server(make_app(LiveReport(runs, answers, library)))
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
         server.run(sockets=[sock])

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from dtrain import __version__
 from dtrain.base.errors import UserError
 from dtrain.commands.report import charts, sections
-from dtrain.commands.report.results import cut, differences, identities, results
+from dtrain.commands.report.results import cut, differences, identity_rows, results
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.images.files import read_image, upright_image
 from dtrain.training.metrics.records import PromptImage
@@ -29,8 +29,8 @@ from dtrain.training.metrics.terminal import printable
 
 THUMBNAIL_SIDE = 256  # pixels of a thumbnail's longer side, at most
 JPEG_QUALITY = 80  # of JPEG
-MOST_THUMBNAILS = 64  # thumbnails on a page
-MOST_THUMBNAIL_BYTES = 4 << 20  # of all of them
+MAX_THUMBNAILS = 64  # thumbnails on a page
+MAX_THUMBNAIL_BYTES = 4 << 20  # of all of them
 
 MARK = '<meta name="generator" content="dtrain report">'
 _FILES = Path(__file__).parent
@@ -82,7 +82,7 @@ def page_state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], 
     data, lengths = charts.drawn(runs), charts.lengths(runs)
     prompts, num_prompts = sections.prompts(runs, answers)
     values = {"runs": runs, "curves": data["charts"], "lengths": lengths}
-    values |= {"identities": identities(runs), "results": results(runs), "differences": differences(runs)}
+    values |= {"identities": identity_rows(runs), "results": results(runs), "differences": differences(runs)}
     values |= {"prompts": prompts, "num_prompts": num_prompts, "most": answers}
     values |= {"steps": sections.STEPS, "longest": sections.LONGEST, "pictures_of": Pictures().of}
     values |= {"groups": sections.groups(runs), "meshes": sections.meshes(runs), "notes": sections.notes(runs)}
@@ -132,12 +132,12 @@ class Pictures:
 
     def _taken(self, image: PromptImage) -> str | None:
         """Return the thumbnail of `image` where the page has room for it."""
-        if image.path is None or self._count >= MOST_THUMBNAILS:
+        if image.path is None or self._count >= MAX_THUMBNAILS:
             return None
         if image not in self._uris:
             self._uris[image] = thumbnail(image)
         uri = self._uris[image]
-        if uri is None or self._bytes + len(uri) > MOST_THUMBNAIL_BYTES:
+        if uri is None or self._bytes + len(uri) > MAX_THUMBNAIL_BYTES:
             return None
         self._count, self._bytes = self._count + 1, self._bytes + len(uri)
         return uri

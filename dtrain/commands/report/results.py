@@ -9,8 +9,8 @@ from datetime import timedelta
 from statistics import median
 from typing import Any
 
-from dtrain.commands.report.charts import EVALUATION, better_of, charts_of, learning_curves, shown
-from dtrain.commands.report.run_files import RunFiles, sound
+from dtrain.commands.report.charts import EVALUATION, best_function, charts_of, learning_curves, shown
+from dtrain.commands.report.run_files import RunFiles, finite_number
 from dtrain.recipe import secrets
 from dtrain.training import METHODS, SECTIONS
 from dtrain.training.metrics import records
@@ -50,7 +50,7 @@ def _duration(seconds: float) -> str:
     return f"{text} h" if seconds >= 3600 else f"{text.removeprefix('0:').lstrip('0') or '0'} min"
 
 
-def identities(runs: Sequence[RunFiles]) -> list[Row]:
+def identity_rows(runs: Sequence[RunFiles]) -> list[Row]:
     """Return each run's status, method, model, data, mesh, batch, steps, time, versions. Rows that no run has are left
     out."""
     columns = [_identity(run) for run in runs]
@@ -67,7 +67,7 @@ def _identity(run: RunFiles) -> dict[str, str]:
         size += f", {_amount(trained)} of them trained ({trained / parameters:.1%})"
     train = run.data.get("train")
     counted = train if isinstance(train, dict) else {}
-    counts = [f"{count:,.0f} {name}" for name in ("rows", "tokens") if (count := sound(counted.get(name)))]
+    counts = [f"{count:,.0f} {name}" for name in ("rows", "tokens") if (count := finite_number(counted.get(name)))]
     seconds, tokens = (math.fsum(value for _, value in run.known(name)) for name in ("step_time", "tokens"))
     epochs = run.known("epoch")
     total = f" of {run.total_steps:,}" if run.total_steps else ""
@@ -82,7 +82,7 @@ def _identity(run: RunFiles) -> dict[str, str]:
         "method": run.method if at("lora") is None else f"{run.method} with an adapter",
         "model": f"{at('model', 'path') or ''}{size}",
         "data": ", ".join([" + ".join(map(str, run.data_files)), *counts]),
-        "mesh": mesh_words(run),
+        "mesh": describe_mesh(run),
         "batch": f"{batch.get('global_batch')}, micro batch {batch.get('micro_batch')}"
         if isinstance(batch, dict)
         else str(at("train", "global_batch") or ""),
@@ -102,7 +102,7 @@ def mesh_of(run: RunFiles) -> dict[str, int] | None:
     return sizes if sizes and all(type(size) is int and 0 < size < 1 << 20 for size in sizes.values()) else None
 
 
-def mesh_words(run: RunFiles) -> str:
+def describe_mesh(run: RunFiles) -> str:
     sizes, device = mesh_of(run), run.about.get("device")
     if sizes is None:
         return ""
@@ -116,7 +116,7 @@ def mesh_words(run: RunFiles) -> str:
 
 def differences(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the keys whose values differ, with each run's value; of the runs that have a recipe."""
-    trees = _whole_recipes(runs)
+    trees = _comparable_recipes(runs)
     flats = [{secrets.dotted(path): value for path, value in secrets.leaves(tree)} for tree in trees]
     if sum(map(bool, flats)) < 2:
         return []
@@ -130,7 +130,7 @@ def differences(runs: Sequence[RunFiles]) -> list[Row]:
     return rows
 
 
-def _whole_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+def _comparable_recipes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     """Return the recipes, each with the sections of the methods of all runs and no others: a section that is not there
     has its defaults, and one of another method was read by nobody."""
     methods = {run.method for run in runs}
@@ -152,7 +152,7 @@ def results(runs: Sequence[RunFiles]) -> list[Row]:
         names |= learning_curves(run.method)
     fields = dict.fromkeys(field for run in runs for field in run.curves)
     measured = [line for chart in charts_of(fields) if chart.group == EVALUATION for line in chart.lines]
-    names |= {field: field.removeprefix("eval_").replace("_", " ") for field, _ in measured if better_of(field, "")}
+    names |= {field: field.removeprefix("eval_").replace("_", " ") for field, _ in measured if best_function(field, "")}
     rows = [_result(runs, field, name) for field, name in names.items() if field in fields]
     rows.append(_measured("tokens/s, median", [_of_all(median, run, "tokens_per_sec") for run in runs], shown, max))
     rows.append(_measured("peak memory", [_of_all(max, run, "mem_gib") for run in runs], "{:.2f} GiB".format, min))
@@ -164,7 +164,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
     texts: list[str] = []
     values: list[float | None] = []
     for run in runs:
-        known, better = run.known(field), better_of(field, run.method)
+        known, better = run.known(field), best_function(field, run.method)
         if not known:
             texts.append("")
             values.append(None)
@@ -178,7 +178,7 @@ def _result(runs: Sequence[RunFiles], field: str, name: str) -> Row:
         texts.append(text)
         values.append(compared)
     methods = {run.method for run in runs}
-    return Row(name, texts, _bests(values, better_of(field, methods.pop()) if len(methods) == 1 else None))
+    return Row(name, texts, _bests(values, best_function(field, methods.pop()) if len(methods) == 1 else None))
 
 
 def _bests(values: Sequence[float | None], better: Callable | None) -> tuple[int, ...]:

@@ -50,9 +50,9 @@ class RunFiles:
 
     def look(self) -> bool:
         """Read what is new. Return whether anything is new."""
-        return self.look_at_record() | self.samples.refresh() | self.evals.refresh()
+        return self.refresh_metrics() | self.samples.refresh() | self.evals.refresh()
 
-    def look_at_record(self) -> bool:
+    def refresh_metrics(self) -> bool:
         """Read what is new, without the answers. Return whether anything is new."""
         before = self.recipe, self.data, self.about, self.is_running
         self.recipe = records.read_recipe(self.directory)
@@ -69,7 +69,7 @@ class RunFiles:
                 self._times, self.damaged, self.curves = self.metrics.num_restarts, 0, {}
             is_new = True
             row = records.parse_row(line) or {}
-            if (step := sound(row.get("step"))) is None:
+            if (step := finite_number(row.get("step"))) is None:
                 self.damaged += 1
                 continue
             for field, raw in row.items():
@@ -123,10 +123,10 @@ class RunFiles:
 
     def fact(self, name: str) -> float | None:
         """Return a number of about.json; None if there is none that is sound."""
-        return sound(self.about.get(name))
+        return finite_number(self.about.get(name))
 
 
-def sound(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return a number of a file; None for anything else, and for one that is not sound (`records.is_plottable`)."""
     known = records.number(value)
     return known if known is not None and records.is_plottable(known) else None

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from dtrain.commands.report import charts
-from dtrain.commands.report.results import mesh_of, mesh_words
+from dtrain.commands.report.results import describe_mesh, mesh_of
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.training.metrics.records import Answer, AnswerFile
 
@@ -18,7 +18,7 @@ LONGEST = 1500  # characters of an answer or a prompt
 GROUP = 16  # completions of a group
 READ = 5000  # completions of a rollout that are looked at
 
-MOST = 4  # boxes drawn of a dimension with more of them than MOST + 1
+MAX_BOXES = 4  # boxes drawn of a dimension with more of them than MAX_BOXES + 1
 WORDS = {
     "dp_replicate": "copies of the sharded model (HSDP), a frame each",
     "dp_shard": "data-parallel ranks that share out the weights (FSDP2), a row each",
@@ -107,7 +107,7 @@ def meshes(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
             known.setdefault(tuple(sizes.items()), []).append(number)
     entries = []
     for key, numbers in known.items():
-        sizes, words = dict(key), mesh_words(runs[numbers[0]])
+        sizes, words = dict(key), describe_mesh(runs[numbers[0]])
         entries.append({"picture": Markup(picture(sizes)), "words": words, "legend": legend(sizes), "runs": numbers})
     return entries
 
@@ -117,8 +117,9 @@ def notes(runs: Sequence[RunFiles]) -> list[tuple[int, str]]:
     entries = []
     for number, run in enumerate(runs):
         longest = max((len(curve.steps) for curve in run.curves.values()), default=0)
-        if longest > charts.MOST:
-            text = f"its curves have {longest:,} points; a chart has about {charts.MOST:,} of each, the smallest and "
+        if longest > charts.MAX_POINTS:
+            kept = charts.MAX_POINTS
+            text = f"its curves have {longest:,} points; a chart has about {kept:,} of each, the smallest and "
             entries.append((number, f"{text}the largest of every bucket of neighbours among them"))
         if unread := run.damaged + run.metrics.num_skipped:
             entries.append((number, f"{unread:,} damaged or overlong lines of metrics.jsonl are left out"))
@@ -150,7 +151,7 @@ def picture(sizes: Mapping[str, int], rank: int = 0) -> str:
         return f"<b>{rank}</b>"
     (name, size), *inner = sizes.items()
     step = math.prod(count for _, count in inner)
-    shown = range(size) if size <= MOST + 1 else (*range(MOST - 1), None, size - 1)
+    shown = range(size) if size <= MAX_BOXES + 1 else (*range(MAX_BOXES - 1), None, size - 1)
     parts = ["<i>⋯</i>" if at is None else picture(dict(inner), rank + at * step) for at in shown]
     return f'<div class="{name}{" several" if size > 1 else ""}">{"".join(parts)}</div>'
 

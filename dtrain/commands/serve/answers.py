@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dtrain.commands.serve.protocol import Ask
+from dtrain.commands.serve.protocol import ApiRequest
 from dtrain.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class StreamChunk:
 class Answer:
     """The answer to one `Ask`: `whole` from each request's one piece, or `event` by event."""
 
-    def __init__(self, ask: Ask, tokenizer: Tokenizer):
+    def __init__(self, ask: ApiRequest, tokenizer: Tokenizer):
         self.ask, self.tokenizer, self._fields = ask, tokenizer, ask.fields
         self.id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -172,7 +172,7 @@ class Answer:
             logprobs = [None, *scores.logprobs, *logprobs]
             places = zip(map(self._token, scores.argmax_ids), scores.max_logprobs, strict=True)
             highest = [None, *({token: logprob} for token, logprob in places), *highest]
-        top = highest if self.ask.likeliest else None
+        top = highest if self.ask.with_argmax else None
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": None}
 
     def _token(self, token_id: int) -> str:

@@ -29,13 +29,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import Answer, StreamChunk, server_sent_event
 from dtrain.commands.serve.classify import ClassifyService
-from dtrain.commands.serve.protocol import ApiError, Ask, Table, check, read_object
+from dtrain.commands.serve.protocol import ApiError, ApiRequest, Table, check, read_object
 from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.worker import EngineThread, Job
 
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 25  # of a body: several photographs, a million token ids, or the names of all tensors
+MAX_BODY_BYTES = 1 << 25  # of a body: several photographs, a million token ids, or the names of all tensors
 CLIENT_GONE = 499  # the status in the log of a request whose client has hung up
 HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="dtrain"'}, 503: {"Retry-After": "1"}}
 
@@ -128,7 +128,7 @@ class _Endpoints:
         body = await _read_body(request)
         return await _run(act, check({**request.query_params, **body}, table))
 
-    async def complete(self, parse: Callable[[Mapping[str, Any]], Ask], request: Request) -> Response:
+    async def complete(self, parse: Callable[[Mapping[str, Any]], ApiRequest], request: Request) -> Response:
         assert isinstance(self.service, Service)
         worker, tokenizer = self.service.worker, self.service.parser.tokenizer
         body = await _read_body(request)
@@ -165,13 +165,13 @@ class _Endpoints:
 
 async def _read_body(request: Request) -> dict[str, Any]:
     """Return the JSON object of a body, {} if there is no body. Raises ApiError."""
-    too_large = ApiError(413, f"the body is too large: {MOST_BYTES} bytes at most are taken")
-    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+    too_large = ApiError(413, f"the body is too large: {MAX_BODY_BYTES} bytes at most are taken")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MOST_BYTES:
+        if len(body) > MAX_BODY_BYTES:
             raise too_large
     if not body:
         return {}

@@ -22,8 +22,8 @@ TOGETHER = 1 << 14  # tokens of one forward, beyond a single text
 CLASSIFY: Table = {
     "model": TEXT,
     "input": Field(use=texts_or_ids),
-    "messages": Field(list, most=4096, of=Field(dict, of=MESSAGE)),
-    "tools": Field(list, most=4096, of=Field(dict)),
+    "messages": Field(list, maximum=4096, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, maximum=4096, of=Field(dict)),
     "add_special_tokens": Field(bool, True),
     **dict.fromkeys(("user", "rid", "request_id", "priority"), IGNORED),
 }
@@ -121,7 +121,7 @@ class ClassifyService(Routes):
         return text_or_ids
 
 
-def names_of(config: Path, labels: int) -> list[str]:
+def label_names(config: Path, labels: int) -> list[str]:
     """Return the outputs' names by the id2label of a config.json; an adapter has none."""
     named = read_json(config).get("id2label") if config.is_file() else {}
     named = named if isinstance(named, dict) else {}

@@ -72,8 +72,8 @@ class Field:
 
     kind: type | None = None
     default: Any = None
-    least: float = 0
-    most: float = math.inf
+    minimum: float = 0
+    maximum: float = math.inf
     of: Union["Field", "Table", None] = None
     among: tuple | None = None
     use: Callable[[Any, str], Any] | None = None
@@ -82,9 +82,11 @@ class Field:
         """Return the value that `value` of the field `name` stands for. Raises ApiError."""
         if self.kind is not None and type(value) is not self.kind and (self.kind, type(value)) != (float, int):
             raise ApiError(400, f"{name} must be {_WORDS[self.kind]}, not {shown(value)}", name)
-        size = value if self.kind in (int, float) else len(value) if self.kind in (str, list) else self.least
-        if not self.least <= size <= self.most:
-            bounds = f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
+        size = value if self.kind in (int, float) else len(value) if self.kind in (str, list) else self.minimum
+        if not self.minimum <= size <= self.maximum:
+            bounds = (
+                f"at least {self.minimum}" if self.maximum == math.inf else f"from {self.minimum} to {self.maximum}"
+            )
             what = f"{name}={shown(value)}" if size is value else f"the length of {name}, {size},"
             raise ApiError(400, f"{what} must be {bounds}", name)
         is_flag = isinstance(value, bool)  # 1 is no True
@@ -114,30 +116,30 @@ def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, An
     }
 
 
-def is_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
     """Return whether `value` is a list of numbers that may be token ids, not empty."""
     return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
 
 
 FLAG = Field(bool, False)
-TEXT = Field(str, most=4096)
-COUNT = Field(int, most=2**31 - 1)
+TEXT = Field(str, maximum=4096)
+COUNT = Field(int, maximum=2**31 - 1)
 IGNORED = Field()  # changes nothing in the answer
 
-MOST_REQUESTS = 4096  # of one call
-MOST_CHARACTERS = 256  # of a prompt's text, for each token that the context holds
+MAX_REQUESTS = 4096  # of one call
+MAX_CHARACTERS_PER_TOKEN = 256  # of a prompt's text, for each token that the context holds
 SEED_LIMIT = 2**63
 
 
 def texts_or_ids(value: Any, name: str) -> list[str | list[int]]:
     """Return a list of texts or lists of ids, from one of them or a list. Raises ApiError."""
-    several = value if isinstance(value, list) and not is_ids(value) else [value]
+    several = value if isinstance(value, list) and not is_token_ids(value) else [value]
     if (
-        len(several) > MOST_REQUESTS
+        len(several) > MAX_REQUESTS
         or not several
-        or not all(isinstance(item, str) or is_ids(item) for item in several)
+        or not all(isinstance(item, str) or is_token_ids(item) for item in several)
     ):
-        what = f"a text, token ids, or a list of either, none empty, {MOST_REQUESTS} at most"
+        what = f"a text, token ids, or a list of either, none empty, {MAX_REQUESTS} at most"
         raise ApiError(400, f"{name} must be {what}", name)
     return several
 
@@ -156,7 +158,7 @@ def _stops(value: Any, name: str) -> tuple[str, ...]:
 def _content(value: Any, name: str) -> Any:
     if isinstance(value, str):
         return value
-    parts = Field(list, most=4096, of=Field(dict, of=PART)).read(value, name)
+    parts = Field(list, maximum=4096, of=Field(dict, of=PART)).read(value, name)
     for place, part in enumerate(parts):
         kind = part.get("type", "text")
         if part.keys() - {"type"} != {kind}:
@@ -198,7 +200,7 @@ SAMPLING: Table = {
     "top_p": Field(float, 1.0, 0, 1),
     "min_p": Field(float, 0.0, 0, 1),
     "stop": Field(default=(), use=_stops),
-    "stop_token_ids": Field(list, [], most=1024, of=COUNT),
+    "stop_token_ids": Field(list, [], maximum=1024, of=COUNT),
     "ignore_eos": FLAG,
     "include_stop_str_in_output": FLAG,
     "seed": Field(int, None, -SEED_LIMIT, SEED_LIMIT - 1),
@@ -229,8 +231,8 @@ COMPLETION: Table = {
     "add_special_tokens": Field(bool, True),
     "suffix": Field(among=("",)),
     "prompt_embeds": NONE,
-    "images": Field(list, [], most=4096, of=Field(use=_data_uri)),  # of a prompt of ids, which has their tokens
-    "mm_processor_kwargs": Field(dict, {}, of={"max_pixels": Field(int, least=1)}),
+    "images": Field(list, [], maximum=4096, of=Field(use=_data_uri)),  # of a prompt of ids, which has their tokens
+    "mm_processor_kwargs": Field(dict, {}, of={"max_pixels": Field(int, minimum=1)}),
 }
 PART: Table = {
     "type": Field(among=("text", "image_url")),
@@ -247,7 +249,7 @@ MESSAGE: Table = {
     "role": TEXT,
     "content": Field(use=_content),
     "name": TEXT,
-    "tool_calls": Field(list, most=4096, of=Field(dict, of=CALL)),
+    "tool_calls": Field(list, maximum=4096, of=Field(dict, of=CALL)),
     "tool_call_id": TEXT,
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), Field(str)),
     "refusal": Field(among=("", [])),
@@ -255,8 +257,8 @@ MESSAGE: Table = {
 }
 CHAT: Table = {
     **SAMPLING,
-    "messages": Field(list, most=4096, of=Field(dict, of=MESSAGE)),
-    "tools": Field(list, most=4096, of=Field(dict)),
+    "messages": Field(list, maximum=4096, of=Field(dict, of=MESSAGE)),
+    "tools": Field(list, maximum=4096, of=Field(dict)),
     "max_tokens": Field(int),
     "max_completion_tokens": Field(int),
     "logprobs": FLAG,
@@ -294,7 +296,7 @@ def api_errors(field: str, images: Sequence[str] = ()) -> Iterator[None]:
         raise ApiError(400, str(error), field) from error
 
 
-def _with_pixels(ask: "Ask", images: "Images | None") -> "Ask":
+def _with_pixels(ask: "ApiRequest", images: "Images | None") -> "ApiRequest":
     """Return `ask` with the images of its one prompt."""
     if images is None:
         return ask
@@ -302,7 +304,7 @@ def _with_pixels(ask: "Ask", images: "Images | None") -> "Ask":
 
 
 @dataclass(frozen=True)
-class Ask:
+class ApiRequest:
     """HTTP request: `requests` by prompt, then by sample, of the model `name`, with an adapter or without. fields: of
     its body, as SAMPLING has them."""
 
@@ -314,7 +316,7 @@ class Ask:
     logprobs: bool
     eos_ids: tuple[int, ...]
     echo: tuple[str, ...] = ()  # each prompt's text, where answers begin with it
-    likeliest: bool = False  # whether the likeliest token of each place is returned beside it; of completions with echo
+    with_argmax: bool = False  # whether to return the most likely token at each position (with echo)
 
 
 class Parser:
@@ -326,22 +328,22 @@ class Parser:
         self.adapters: tuple[str, ...] = ()
         self.tokenizer = chats.encoder.tokenizer
 
-    def completion(self, body: Mapping[str, Any]) -> Ask:
+    def completion(self, body: Mapping[str, Any]) -> ApiRequest:
         """Return the request of a body of /v1/completions. Raises ApiError."""
         fields = self._fields(body, COMPLETION)
         if fields["prompt"] is None:
             raise ApiError(400, "prompt must be given: a text, token ids, or a list of either", "prompt")
-        if len(fields["prompt"]) * fields["n"] > MOST_REQUESTS:
-            raise ApiError(400, f"prompt and n make more than {MOST_REQUESTS} completions; ask several times", "prompt")
+        if len(fields["prompt"]) * fields["n"] > MAX_REQUESTS:
+            raise ApiError(400, f"prompt and n make more than {MAX_REQUESTS} completions; ask several times", "prompt")
         prompts = [self._prompt(prompt, fields["add_special_tokens"]) for prompt in fields["prompt"]]
         ask = self._ask(fields, prompts, fields["max_tokens"], fields["logprobs"] is not None, chat=False)
         if fields["images"]:
             return self._with_images(ask, fields)
         return self._echoing(ask, fields) if fields["echo"] else ask
 
-    def _with_images(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
+    def _with_images(self, ask: ApiRequest, fields: Mapping[str, Any]) -> ApiRequest:
         """Return `ask` with the images of its one prompt of token ids. Raises ApiError for another prompt."""
-        if not is_ids(fields["prompt"][0]) or len(fields["prompt"]) > 1 or fields["echo"]:
+        if not is_token_ids(fields["prompt"][0]) or len(fields["prompt"]) > 1 or fields["echo"]:
             raise ApiError(400, "images are of one prompt of token ids, which has their tokens, without echo", "images")
         names = [f"images[{number}]" for number in range(len(fields["images"]))]
         with api_errors("images", names):
@@ -359,7 +361,7 @@ class Parser:
             images = chats.images_of(prompt)
         return _with_pixels(ask, images)
 
-    def _echoing(self, ask: Ask, fields: Mapping[str, Any]) -> Ask:
+    def _echoing(self, ask: ApiRequest, fields: Mapping[str, Any]) -> ApiRequest:
         """Return `ask` with the prompts in its answers."""
         if fields["stream"]:
             raise ApiError(400, "echo=True is not for streams: set stream=False", "echo")
@@ -368,9 +370,9 @@ class Parser:
             what = "with echo, logprobs=1 names the likeliest tokens, which are those drawn at temperature=0"
             raise ApiError(400, f"{what}; set that, or max_tokens=0, or logprobs=0", "logprobs")
         texts = [prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in fields["prompt"]]
-        return replace(ask, echo=tuple(texts), likeliest=likeliest)
+        return replace(ask, echo=tuple(texts), with_argmax=likeliest)
 
-    def chat(self, body: Mapping[str, Any]) -> Ask:
+    def chat(self, body: Mapping[str, Any]) -> ApiRequest:
         """Return the request of a body of /v1/chat/completions. Raises ApiError."""
         fields = self._fields(body, CHAT)
         if fields["messages"] is None:
@@ -432,7 +434,7 @@ class Parser:
 
     def _check_size(self, characters: int, name: str) -> None:
         """Raise ApiError, before it is tokenised, for a text that is far too long."""
-        most = MOST_CHARACTERS * self.max_length
+        most = MAX_CHARACTERS_PER_TOKEN * self.max_length
         if characters > most:
             raise ApiError(400, f"{name} has {characters:,} characters, and a prompt at most {most:,}", name)
 
@@ -445,7 +447,9 @@ class Parser:
         self._check_ids(ids, "prompt")
         return tuple(ids)
 
-    def _ask(self, fields: dict, prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool) -> Ask:
+    def _ask(
+        self, fields: dict, prompts: list[tuple[int, ...]], most: int, logprobs: bool, *, chat: bool
+    ) -> ApiRequest:
         longest = max(map(len, prompts))
         if longest + most > self.max_length:
             what = f"the prompt's {longest} tokens and max_tokens={most} make {longest + most}, and the model's"
@@ -468,7 +472,7 @@ class Parser:
             for sample in range(first_sample, first_sample + fields["n"])
         ]
         name = fields["model"] or self.model
-        return Ask(fields, name, None if name == self.model else name, requests, chat, logprobs, eos)
+        return ApiRequest(fields, name, None if name == self.model else name, requests, chat, logprobs, eos)
 
 
 def _continues(fields: Mapping[str, Any]) -> bool:

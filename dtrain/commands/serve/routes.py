@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrain.commands.serve.protocol import IGNORED, ApiError, Ask, Field, Parser, Table
+from dtrain.commands.serve.protocol import IGNORED, ApiError, ApiRequest, Field, Parser, Table
 from dtrain.commands.serve.updates import (
     BUCKET_FIELDS,
     CHECKSUM_FIELDS,
@@ -41,7 +41,7 @@ class Routes:
         self.key, self.hosts, self.has_control = key, hosts, False
         self._started = int(time.time())
         self.get: dict[str, Callable[[], dict[str, Any]]] = {}
-        self.ask: dict[str, Callable[[Mapping[str, Any]], Ask]] = {}
+        self.ask: dict[str, Callable[[Mapping[str, Any]], ApiRequest]] = {}
         self.act: dict[str, Act] = {}
         self.control: dict[str, Act] = {}
 
@@ -88,7 +88,7 @@ class Service(Routes):
     def health(self) -> dict[str, Any]:
         if self.worker.failure is not None:
             raise ApiError(503, self.worker.failure)
-        if self.worker.torn:
+        if self.worker.is_half_updated:
             raise ApiError(503, "an update of the weights began and did not end")
         load = dict(zip(("running", "waiting"), self.worker.load, strict=True))
         return {"status": "paused" if self.worker.paused else "ok", "weight_version": self.worker.version, **load}

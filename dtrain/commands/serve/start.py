@@ -18,7 +18,7 @@ from pathlib import Path
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.model_directory import CONFIG
 from dtrain.commands.serve.app import make_app
-from dtrain.commands.serve.classify import Classifier, ClassifyService, names_of
+from dtrain.commands.serve.classify import Classifier, ClassifyService, label_names
 from dtrain.commands.serve.protocol import ApiError, Parser
 from dtrain.commands.serve.routes import Service
 from dtrain.commands.serve.updates import Updates
@@ -65,7 +65,7 @@ def serve(
     # uvicorn leaves signals alone if it does not run on the main thread.
     http = threading.Thread(target=server.run, args=([sock],), name="http", daemon=True)
     http.start()
-    follower = None if watch is None or updates is None else Follower(watch, updates, say)
+    follower = None if watch is None or updates is None else DirectoryWatcher(watch, updates, say)
     signum = None
     try:
         while signum is None and worker.failure is None and http.is_alive():
@@ -85,8 +85,8 @@ def serve(
     raise Stopped(signum, f"the server has ended; {rest}")
 
 
-class Follower:
-    """Follower of a shared directory: reads its newest whole step-N, each one once."""
+class DirectoryWatcher:
+    """DirectoryWatcher of a shared directory: reads its newest whole step-N, each one once."""
 
     def __init__(self, shared: Path, updates: Updates, say: Callable[[str], None]):
         self.shared, self.updates, self.say = shared, updates, say
@@ -135,7 +135,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
     if model.config.num_labels is not None:
         _refuse_unread(arguments)
         pairs = PairEncoder(tokenizer, template, max_length=length)
-        names = names_of(tokenizer.directory / CONFIG, model.config.num_labels)
+        names = label_names(tokenizer.directory / CONFIG, model.config.num_labels)
         service = ClassifyService(Classifier(model), pairs, name, names, key, hosts)
         what, beside = f"{name}, {len(names)} output{'s' if len(names) > 1 else ''}", ""
         path, body = "/classify", '{"input": "Hello"}'
@@ -153,7 +153,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
         updates = Updates(model, worker, arguments.control, watched=arguments.watch is not None)
         service = Service(parser, worker, updates, key, hosts)
         if arguments.adapter is not None:
-            service.adapters.begin_with(*arguments.adapter)
+            service.adapters.load_at_start(*arguments.adapter)
         what, beside = name, "".join(f", with its adapter {adapter}" for adapter in parser.adapters)
         path, body = "/v1/completions", '{"prompt": "Hello"}'
         if template is not None:

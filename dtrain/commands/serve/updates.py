@@ -34,7 +34,7 @@ from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.checkpoint.peft.config import read_adapter_config
 from dtrain.checkpoint.peft.files import read_adapter
 from dtrain.commands.serve.protocol import COUNT, FLAG, IGNORED, TEXT, ApiError, Field, Parser, Table
-from dtrain.commands.serve.worker import HALF, MODES, EngineThread, Mode
+from dtrain.commands.serve.worker import HALF_UPDATED, MODES, EngineThread, Mode
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 from dtrain.policy.weights import WEIGHT_GROUP, WeightInfo, WeightReceiver
@@ -47,11 +47,11 @@ DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
 def _version(value: Any, name: str) -> int:
     """Return a whole number, from itself or its digits."""
     value = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,19}", value) else value
-    return Field(int, most=2**63 - 1).read(value, name)
+    return Field(int, maximum=2**63 - 1).read(value, name)
 
 
 VERSION_FIELD = Field(use=_version)
-GROUP_NAME_FIELD: Table = {"group_name": Field(str, WEIGHT_GROUP, most=256)}
+GROUP_NAME_FIELD: Table = {"group_name": Field(str, WEIGHT_GROUP, maximum=256)}
 TENSOR_FIELDS: Table = {
     "names": Field(list, [], of=TEXT),
     "dtypes": Field(list, [], of=Field(among=tuple(DTYPES))),
@@ -63,7 +63,7 @@ UPDATE_FIELDS: Table = {
     "abort_all_requests": FLAG,
     **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), IGNORED),  # SGLang's
 }
-FROM_DISK_FIELDS: Table = {**UPDATE_FIELDS, "model_path": Field(str, "", most=4096), "load_format": IGNORED}
+FROM_DISK_FIELDS: Table = {**UPDATE_FIELDS, "model_path": Field(str, "", maximum=4096), "load_format": IGNORED}
 BUCKET_FIELDS: Table = {
     **UPDATE_FIELDS,
     **TENSOR_FIELDS,
@@ -79,8 +79,8 @@ MEETING_FIELDS: Table = {
 }
 
 LOAD_ADAPTER_FIELDS: Table = {
-    "lora_name": Field(str, "", most=256),
-    "lora_path": Field(str, "", most=4096),
+    "lora_name": Field(str, "", maximum=256),
+    "lora_path": Field(str, "", maximum=4096),
     "load_inplace": FLAG,
     "base_model_name": IGNORED,
     "is_3d_lora_weight": Field(among=(False,)),
@@ -89,7 +89,7 @@ LOAD_ADAPTER_FIELDS: Table = {
 }
 # An adapter that goes takes nothing that is under way with it along by default.
 UNLOAD_ADAPTER_FIELDS: Table = {
-    "lora_name": Field(str, "", most=256),
+    "lora_name": Field(str, "", maximum=256),
     "lora_int_id": IGNORED,
     "mode": Field(str, "wait", among=("wait", "abort")),
 }
@@ -108,7 +108,7 @@ class Updates:
         self.model, self.worker = model, worker
         self.is_merged = (root is not None or watched) and merge_in_place(model)
         self.root = root and Path(os.path.realpath(root))
-        self._tensors = _by_every_name(model)
+        self._tensors = _tensors_by_name(model)
         self._tower_tensors = [name for name in model_tensors(model) if is_in_vision_tower(name)]
         of_tower = {id(self._tensors[name].parts[0]) for name in self._tower_tensors}
         self._tower_aliases = {name for name, held in self._tensors.items() if id(held.parts[0]) in of_tower}
@@ -143,11 +143,11 @@ class Updates:
             try:
                 read_weights(self.model, directory, kept)
             except BaseException:
-                self.worker.torn = True
+                self.worker.is_half_updated = True
                 raise
             self.count(version)
 
-        self.worker.between_steps(read, mode)
+        self.worker.run_between_steps(read, mode)
 
     def check(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Check that a broadcast of these names, dtypes and shapes would fit, before a group waits for it."""
@@ -163,7 +163,9 @@ class Updates:
 
     def checksums(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return each tensor's name and the SHA-256 of its bytes. {"action": "checksum"}, as vLLM has it."""
-        sums = self.worker.between_steps(lambda: {key: _sha256(of) for key, of in model_tensors(self.model).items()})
+        sums = self.worker.run_between_steps(
+            lambda: {key: _sha256(of) for key, of in model_tensors(self.model).items()}
+        )
         return {"checksums": sums}
 
     def meet(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class Updates:
         buckets = [info] if fields["load_format"] else [{name: info[name]} for name in info]
 
         def read() -> None:
-            self.worker.torn = True
+            self.worker.is_half_updated = True
             try:
                 with torch.no_grad():
                     for bucket in buckets:
@@ -209,13 +211,13 @@ class Updates:
                 self.count(version)
 
         # Between two buckets of one update nothing is decoded, so that there is nothing to wait for.
-        self.worker.between_steps(read, "keep" if self.worker.torn else _mode(fields))
+        self.worker.run_between_steps(read, "keep" if self.worker.is_half_updated else _mode(fields))
         return self.done(f"received {len(info)} tensors")
 
     def count(self, version: int | None) -> None:
         """Set the version of the weights, which are whole again; None for the next one. On the worker's thread."""
         self.worker.version = self.worker.version + 1 if version is None else version
-        self.worker.torn = False
+        self.worker.is_half_updated = False
 
     def done(self, message: str) -> dict[str, Any]:
         """Return the body that answers an update."""
@@ -251,23 +253,23 @@ class Adapters:
         if not name or not path or name == self.parser.model:
             raise ApiError(400, "lora_name, which is not the model's, and lora_path must be given", "lora_name")
         directory = self.updates.below(path, "lora_path")
-        loaded = read_beside(self.updates.model, directory)
+        loaded = read_adapter_model(self.updates.model, directory)
 
-        def put_in() -> None:
+        def attach_adapters() -> None:
             self._check_free(name, fields["load_inplace"])
-            if self.worker.torn:
-                raise ApiError(409, HALF)
+            if self.worker.is_half_updated:
+                raise ApiError(409, HALF_UPDATED)
             self.put(name, loaded)
             self.updates.count(fields["weight_version"])
 
-        self.worker.between_steps(put_in, fields["mode"])
+        self.worker.run_between_steps(attach_adapters, fields["mode"])
         return self.updates.done(f"loaded {name}")
 
-    def begin_with(self, name: str, directory: Path) -> None:
+    def load_at_start(self, name: str, directory: Path) -> None:
         """Load an adapter from anywhere, before the worker starts. Raises UserError."""
         if name == self.parser.model or self.updates.is_merged or adapted_layers(self.updates.model):
             raise UserError(f"--adapter {name}={directory}: name it unlike the model, and serve its base model")
-        self.put(name, read_beside(self.updates.model, directory))
+        self.put(name, read_adapter_model(self.updates.model, directory))
 
     def unload(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Unload an adapter. {"lora_name", "mode"?}: completions under way with it end first (wait), or are refused
@@ -279,13 +281,13 @@ class Adapters:
                 raise ApiError(404, f"there is no adapter {name!r} here", "lora_name")
             self.put(None, None)
 
-        self.worker.between_steps(take_out, fields["mode"])
+        self.worker.run_between_steps(take_out, fields["mode"])
         return {"success": True, "message": f"unloaded {name}"}
 
     def put(self, name: str | None, loaded: CausalLM | None) -> None:
         """Give the model the adapters that `loaded` holds, under `name`, in place of its own; None for none. On the
         worker's thread, or before it starts."""
-        put_in(self.updates.model, loaded)
+        attach_adapters(self.updates.model, loaded)
         self.worker.use_adapter(name)
         self.parser.adapters = () if name is None else (name,)
 
@@ -299,8 +301,8 @@ class Adapters:
             raise ApiError(400, f"{name!r} has already been loaded; load_inplace=true replaces it", "lora_name")
 
 
-def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
-    """Give `model` the adapters of `loaded`, from `read_beside`, in place of its own; None for none."""
+def attach_adapters(model: CausalLM, loaded: CausalLM | None) -> None:
+    """Give `model` the adapters of `loaded`, from `read_adapter_model`, in place of its own; None for none."""
     remove_adapters(model)
     if loaded is None:
         return
@@ -311,7 +313,7 @@ def put_in(model: CausalLM, loaded: CausalLM | None) -> None:
         target._parameters.update({name: layer._parameters[name] for name in PARAMETERS if name in layer._parameters})
 
 
-def read_beside(model: CausalLM, directory: Path) -> CausalLM:
+def read_adapter_model(model: CausalLM, directory: Path) -> CausalLM:
     """Return a model that has the adapters in `directory` and, on meta, weights of the shapes of `model`. Raises
     UserError if the files are not an adapter of such a model."""
     config = read_adapter_config(directory)
@@ -351,7 +353,7 @@ class _Parts:
             part.copy_(rows)
 
 
-def _by_every_name(model: CausalLM) -> dict[str, _Parts]:
+def _tensors_by_name(model: CausalLM) -> dict[str, _Parts]:
     """Return the model's tensors under all names that it and checkpoints know them by, a tied one under both."""
     names, tensors = tensor_aliases(model), model_tensors(model)
     by_name: dict[str, _Parts] = {}

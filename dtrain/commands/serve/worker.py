@@ -23,7 +23,7 @@ import torch
 
 from dtrain.base.errors import UserError
 from dtrain.commands.serve.answers import StreamChunk
-from dtrain.commands.serve.protocol import ApiError, Ask
+from dtrain.commands.serve.protocol import ApiError, ApiRequest
 from dtrain.inference.engine import Engine, NonFiniteLogits, TokenScores, score_prompts
 from dtrain.inference.kv_cache import PromptKey
 from dtrain.inference.request import Request
@@ -38,7 +38,7 @@ MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 MAX_SEQUENCES = 4096  # that wait or are decoded at a time
 LOOK_SECONDS = 0.05  # between looks at whether the end is to come at once
-HALF = "an update of the weights began and did not end; send one whole first"
+HALF_UPDATED = "an update of the weights began and did not end; send one whole first"
 ABORTED = "the weights changed under way; ask again"
 
 
@@ -47,7 +47,7 @@ class Job:
     """A client's call. `send` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
     the prompts, where they are asked for, by the weights of `scores_version`."""
 
-    ask: Ask
+    ask: ApiRequest
     send: Callable[[StreamChunk | ApiError], object]
     scores: dict[Sequence[int], TokenScores] = field(default_factory=dict)
     scores_version: int = -1
@@ -85,7 +85,7 @@ class EngineThread(threading.Thread):
     def __init__(self, engine: Engine):
         super().__init__(name="engine", daemon=True)
         self.version = 0
-        self.torn = False
+        self.is_half_updated = False
         self.failure: str | None = None
         self.paused = False
         self._adapter: str | None = None  # the loaded adapter
@@ -105,7 +105,7 @@ class EngineThread(threading.Thread):
         """The numbers of sequences in the engine and of those that wait for it."""
         return len(self._rows), len(self._inbox)
 
-    def submit(self, ask: Ask, send: Callable[[StreamChunk | ApiError], object]) -> Job:
+    def submit(self, ask: ApiRequest, send: Callable[[StreamChunk | ApiError], object]) -> Job:
         """Put the requests of `ask` in the queue.
 
         Args:
@@ -134,7 +134,7 @@ class EngineThread(threading.Thread):
             self._dropped.add(job)
             self._changed.notify_all()
 
-    def between_steps(self, do: Callable[[], T], mode: Mode = "keep") -> T:
+    def run_between_steps(self, do: Callable[[], T], mode: Mode = "keep") -> T:
         """Run `do` on the engine's thread, between two steps; its result, or the UserError or ApiError that it raised.
 
         Raises ApiError: 503 where the worker ends first, 409 where completions under way are paused and `mode` is to
@@ -150,7 +150,7 @@ class EngineThread(threading.Thread):
 
     def pause(self, mode: Mode) -> None:
         """Decode nothing until `resume`; requests are still taken in."""
-        self.between_steps(lambda: setattr(self, "paused", True), mode)
+        self.run_between_steps(lambda: setattr(self, "paused", True), mode)
 
     def use_adapter(self, name: str | None) -> None:
         """Set the name of the loaded adapter. None: no adapter is loaded. For `between_steps`."""
@@ -159,9 +159,9 @@ class EngineThread(threading.Thread):
 
     def resume(self) -> None:
         """Decode again. Raises ApiError while the weights are half of one version and half of another."""
-        if self.torn:
-            raise ApiError(409, HALF)
-        self.between_steps(lambda: setattr(self, "paused", False))
+        if self.is_half_updated:
+            raise ApiError(409, HALF_UPDATED)
+        self.run_between_steps(lambda: setattr(self, "paused", False))
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Take no more work in, finish what there is within `grace` seconds or until `hurry`, refuse the rest.
@@ -219,7 +219,7 @@ class EngineThread(threading.Thread):
 
     @property
     def _decodes(self) -> bool:
-        return not self.paused and not self.torn
+        return not self.paused and not self.is_half_updated
 
     def _is_due(self) -> bool:
         enters = self._inbox and len(self._rows) < self._engine.budget.rows

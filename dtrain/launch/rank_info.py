@@ -12,7 +12,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankInfo:
     """This process among those of the run.
 
     Attributes:
@@ -35,19 +35,19 @@ class RankPlace:
     environ: MutableMapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def meets_others(self) -> bool:
+    def needs_rendezvous(self) -> bool:
         """True if torchrun or SLURM started several ranks: they have to find each other, perhaps across hosts."""
         return self.world_size > 1 and self.started_by is not None
 
     @property
-    def is_one_host(self) -> bool:
+    def is_single_host(self) -> bool:
         """True if all ranks are known to be on this host."""
         if self.started_by == "slurm" and self.world_size > 1:
             return self.environ.get("SLURM_STEP_NUM_NODES") == "1"
         return self.world_size == self.local_world_size
 
 
-def find_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace | None:
+def read_rank_info(environ: MutableMapping[str, str], nproc: int) -> RankInfo | None:
     """Return the place that torchrun, SLURM or a job of pods gave this process; None if it was not started as a rank.
 
     Of SLURM's processes srun's tasks are ranks. A batch script and a shell of salloc are none, and neither is a step of
@@ -62,25 +62,26 @@ def find_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace | Non
     """
     has_rank = "RANK" in environ and "WORLD_SIZE" in environ
     if has_rank and "LOCAL_RANK" in environ:
-        place = _torchrun_place(environ)
+        rank_info = _torchrun_place(environ)
     elif "SLURM_PROCID" in environ and _is_step(environ):
-        place = _slurm_place(environ)
-        if place.world_size == 1 < nproc:
+        rank_info = _slurm_place(environ)
+        if rank_info.world_size == 1 < nproc:
             return None
     elif has_rank and number(environ, "WORLD_SIZE") > 1:
-        place = _pod_place(environ, nproc)
+        rank_info = _pod_place(environ, nproc)
     else:
         return None
-    if not 0 <= place.rank < place.world_size:
+    if not 0 <= rank_info.rank < rank_info.world_size:
         raise UserError(
-            f"the environment says that this process is rank {place.rank} of {place.world_size} ({place.started_by})"
+            f"the environment says that this process is rank {rank_info.rank} of {rank_info.world_size} "
+            f"({rank_info.started_by})"
         )
-    return place
+    return rank_info
 
 
-def _torchrun_place(environ: MutableMapping[str, str]) -> RankPlace:
+def _torchrun_place(environ: MutableMapping[str, str]) -> RankInfo:
     world_size = number(environ, "WORLD_SIZE")
-    return RankPlace(
+    return RankInfo(
         rank=number(environ, "RANK"),
         local_rank=number(environ, "LOCAL_RANK"),
         world_size=world_size,
@@ -93,10 +94,10 @@ def _torchrun_place(environ: MutableMapping[str, str]) -> RankPlace:
     )
 
 
-def _slurm_place(environ: MutableMapping[str, str]) -> RankPlace:
+def _slurm_place(environ: MutableMapping[str, str]) -> RankInfo:
     tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ), "SLURM_NTASKS")
     world_size = number(environ, tasks)
-    return RankPlace(
+    return RankInfo(
         rank=number(environ, "SLURM_PROCID"),
         local_rank=number(environ, "SLURM_LOCALID"),
         world_size=world_size,
@@ -108,7 +109,7 @@ def _slurm_place(environ: MutableMapping[str, str]) -> RankPlace:
     )
 
 
-def _pod_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace:
+def _pod_place(environ: MutableMapping[str, str], nproc: int) -> RankInfo:
     if nproc > 1:
         raise UserError(
             "RANK and WORLD_SIZE are set without LOCAL_RANK, as Kubeflow's PyTorchJob sets them for a pod: one process "
@@ -121,7 +122,7 @@ def _pod_place(environ: MutableMapping[str, str], nproc: int) -> RankPlace:
             "RANK and WORLD_SIZE are set, but neither LOCAL_RANK nor MASTER_ADDR, so that this process cannot find the "
             "other ranks. Unset RANK and WORLD_SIZE for a run of its own, or start the ranks with torchrun."
         )
-    return RankPlace(
+    return RankInfo(
         rank=number(environ, "RANK"),
         world_size=number(environ, "WORLD_SIZE"),
         started_by="pods",

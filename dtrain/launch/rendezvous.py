@@ -35,7 +35,7 @@ import torch.distributed as dist
 from dtrain.base.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback, own_address
 from dtrain.base.errors import Stopped, StoppedAtStart, Unavailable, UserError, first_line
 from dtrain.launch.exits import Report, newest_checkpoint, on_stop_signals
-from dtrain.launch.place import GLOO, NCCL, RankPlace
+from dtrain.launch.rank_info import GLOO, NCCL, RankInfo
 from dtrain.parallel.mesh import StopFlag
 from dtrain.recipe import Recipe
 
@@ -52,7 +52,7 @@ MAX_OPEN_FILES = 65536
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousResult:
     """The result of `meet`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Meeting:
     attempt: int = 0
 
 
-def meet(place: RankPlace, stop: StopFlag, problem: str | None = None) -> Meeting:
+def join_rendezvous(rank_info: RankInfo, stop: StopFlag, problem: str | None = None) -> RendezvousResult:
     """Wait for the other ranks. Collective over all ranks, through the store.
 
     Args:
@@ -76,29 +76,29 @@ def meet(place: RankPlace, stop: StopFlag, problem: str | None = None) -> Meetin
         UserError: On every rank, if any rank has a problem, or if the ranks do not find each other.
         StoppedAtStart: If a stop signal arrived meanwhile.
     """
-    host, port = place.master
+    host, port = rank_info.master
     seconds = MEET_SECONDS if problem is None else PROBLEM_SECONDS
     try:
-        return _interruptible(partial(_meet, place, problem, seconds), stop, seconds, f"{host}:{port}")
+        return _interruptible(partial(_exchange_entries, rank_info, problem, seconds), stop, seconds, f"{host}:{port}")
     except (dist.DistError, TimeoutError) as error:
         if problem is not None:
             raise UserError(problem) from error
         raise UserError(
-            f"rank {place.rank} on {socket.gethostname()} did not meet the other {place.world_size - 1} ranks at "
-            f"{host}:{port}, rank 0's host ({first_line(error)}). Are all hosts up, and are MASTER_ADDR and "
+            f"rank {rank_info.rank} on {socket.gethostname()} did not meet the other {rank_info.world_size - 1} ranks "
+            f"at {host}:{port}, rank 0's host ({first_line(error)}). Are all hosts up, and are MASTER_ADDR and "
             "MASTER_PORT right?"
         ) from error
 
 
-def raise_on_all_ranks(place: RankPlace, problem: UserError) -> NoReturn:
+def raise_on_all_ranks(rank_info: RankInfo, problem: UserError) -> NoReturn:
     """Raise UserError with the problems of all ranks. One process of each host shows it, the others exit."""
     stop = StopFlag()
     try:
         with on_stop_signals(stop.request):
-            meet(place, stop, str(problem))
+            join_rendezvous(rank_info, stop, str(problem))
     except UserError as error:
-        Report.of(error, place.rank, None).write(place.environ)
-        if place.local_rank == 0:
+        Report.of(error, rank_info.rank, None).write(rank_info.environ)
+        if rank_info.local_rank == 0:
             raise
     sys.exit(1)
 
@@ -134,32 +134,32 @@ def _in_thread(act: Callable[[], T]) -> Future[T]:
     return result
 
 
-def _meet(place: RankPlace, problem: str | None, seconds: float) -> Meeting:
+def _exchange_entries(rank_info: RankInfo, problem: str | None, seconds: float) -> RendezvousResult:
     """Exchange entries through the store. Rank 0 reads all entries and writes the outcome."""
-    store = _open_store(place, seconds)
-    store = dist.PrefixStore(_token(place, store, seconds), store)
-    entry = {"host": socket.gethostname(), "attempt": place.attempt, "problem": problem}
-    store.set(f"entry/{place.rank}", json.dumps(entry))
-    if place.rank == 0:
-        entries = [json.loads(store.get(f"entry/{rank}")) for rank in range(place.world_size)]
+    store = _open_store(rank_info, seconds)
+    store = dist.PrefixStore(_token(rank_info, store, seconds), store)
+    entry = {"host": socket.gethostname(), "attempt": rank_info.attempt, "problem": problem}
+    store.set(f"entry/{rank_info.rank}", json.dumps(entry))
+    if rank_info.rank == 0:
+        entries = [json.loads(store.get(f"entry/{rank}")) for rank in range(rank_info.world_size)]
         attempt = max(entry["attempt"] for entry in entries)
         store.set("outcome", json.dumps({"attempt": attempt, "problem": _problems(entries)}))
     outcome = json.loads(store.get("outcome"))
     # Rank 0 may serve the store: it leaves only once all ranks have read the outcome.
-    store.set(f"read/{place.rank}", "")
-    if place.rank == 0:
-        store.wait([f"read/{rank}" for rank in range(place.world_size)])
+    store.set(f"read/{rank_info.rank}", "")
+    if rank_info.rank == 0:
+        store.wait([f"read/{rank}" for rank in range(rank_info.world_size)])
     if outcome["problem"]:
         raise UserError(outcome["problem"])
     store.set_timeout(dist.default_pg_timeout)
-    return Meeting(store, outcome["attempt"])
+    return RendezvousResult(store, outcome["attempt"])
 
 
-def _open_store(place: RankPlace, seconds: float) -> dist.Store:
+def _open_store(rank_info: RankInfo, seconds: float) -> dist.Store:
     """Connect to the store of torchrun's agent, or to one that rank 0 serves."""
-    host, port = place.master
+    host, port = rank_info.master
     timeout = timedelta(seconds=seconds)
-    if place.rank > 0 or place.agent_store:
+    if rank_info.rank > 0 or rank_info.agent_store:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     # By default torch would listen at all addresses of this host.
     address = address_to_listen_at(host, port)
@@ -180,7 +180,7 @@ def _open_store(place: RankPlace, seconds: float) -> dist.Store:
     )
 
 
-def _token(place: RankPlace, store: dist.Store, seconds: float) -> str:
+def _token(rank_info: RankInfo, store: dist.Store, seconds: float) -> str:
     """Return a prefix that all ranks of this start agree on, and that no earlier start has used.
 
     torchrun's agent may keep one store over restarts, and its count of restarts may differ between nodes. So rank 0
@@ -188,13 +188,13 @@ def _token(place: RankPlace, store: dist.Store, seconds: float) -> str:
     Rank 3 of this start overwrites it with its own word, and rank 0 repeats until every rank has confirmed its token.
     """
     word = uuid.uuid4().hex
-    if place.rank > 0:
-        store.set(f"arrived/{place.rank}", word)
+    if rank_info.rank > 0:
+        store.set(f"arrived/{rank_info.rank}", word)
         token = store.get(f"token/{word}").decode()  # waits for rank 0
-        store.set(f"{token}/{place.rank}", "")  # the confirmation
+        store.set(f"{token}/{rank_info.rank}", "")  # the confirmation
         return token
     token = word
-    missing = set(range(1, place.world_size))
+    missing = set(range(1, rank_info.world_size))
     began = time.monotonic()
     while missing:
         for rank in sorted(missing):
@@ -234,7 +234,7 @@ def _problems(entries: list[dict]) -> str:
 
 
 @contextmanager
-def named_interface(place: RankPlace, *, nccl: bool) -> Iterator[None]:
+def network_interface_set(rank_info: RankInfo, *, nccl: bool) -> Iterator[None]:
     """Set the environment variables that name the network interface of gloo and NCCL, and unset them at the end.
 
     Ranks of one host use the loopback interface. On several hosts gloo would choose the interface of the host's own
@@ -246,17 +246,17 @@ def named_interface(place: RankPlace, *, nccl: bool) -> Iterator[None]:
         nccl: Whether NCCL should use the loopback interface too, if all ranks are on one host.
     """
     chosen: dict[str, str] = {}
-    if place.is_one_host:
+    if rank_info.is_single_host:
         interface = loopback()
         if interface:
             chosen[GLOO] = interface
             if nccl:
                 chosen[NCCL] = f"={interface}"
     else:
-        interface = _interface_to(*place.master)
+        interface = _interface_to(*rank_info.master)
         if interface:
             chosen[GLOO] = interface
-    environ: MutableMapping[str, str] = place.environ
+    environ: MutableMapping[str, str] = rank_info.environ
     missing = {key: value for key, value in chosen.items() if key not in environ}
     environ.update(missing)
     try:
@@ -284,7 +284,9 @@ def allow_open_files() -> None:
 
 
 @contextmanager
-def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, terminal: int | None) -> Iterator[None]:
+def first_failure_reported(
+    rank_info: RankInfo, store: dist.Store, recipe: Recipe, terminal: int | None
+) -> Iterator[None]:
     """Show the first failure of all ranks once on each host, with its rank and host.
 
     If a rank fails inside, the others lose their connections to it. They raise Unavailable with the reason of the first
@@ -301,16 +303,16 @@ def one_failure_shown(place: RankPlace, store: dist.Store, recipe: Recipe, termi
     except (Stopped, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        report = Report.of(error, place.rank, recipe)
+        report = Report.of(error, rank_info.rank, recipe)
         lost = _lost_connection(error)
-        own_failure = f"rank {place.rank} on {report.host} failed: {report.reason}"
+        own_failure = f"rank {rank_info.rank} on {report.host} failed: {report.reason}"
         if lost is not None:
-            own_failure = f"rank {place.rank} on {report.host} lost another rank: {lost}"
-        failure = _first_failure(store, own_failure, _claim_delay(place, error, lost))
+            own_failure = f"rank {rank_info.rank} on {report.host} lost another rank: {lost}"
+        failure = _first_failure(store, own_failure, _claim_delay(rank_info, error, lost))
         message = f"{failure}. {newest_checkpoint(recipe.run.directory)}"
         if terminal is not None:
             os.write(terminal, f"dtrain: {message}\n".encode())
-        if place.rank == 0 and not place.agent_store:
+        if rank_info.rank == 0 and not rank_info.agent_store:
             time.sleep(STORE_SECONDS)  # the others read the reason from the store, which ends with this process
         if failure != own_failure or lost is not None:
             raise Unavailable(message) from error
@@ -327,12 +329,12 @@ def _lost_connection(error: BaseException) -> str | None:
     return None
 
 
-def _claim_delay(place: RankPlace, error: BaseException, lost: str | None) -> float:
+def _claim_delay(rank_info: RankInfo, error: BaseException, lost: str | None) -> float:
     """Return the delay in seconds before a rank claims that it failed first.
 
     A lost connection is a consequence, so its claim comes later than other claims.
     """
-    if place.rank == 0 and isinstance(error, UserError):
+    if rank_info.rank == 0 and isinstance(error, UserError):
         return 0.0  # all ranks may have found the same mistake: rank 0 shows it
     return CLAIM_SECONDS if lost is None else 2 * CLAIM_SECONDS
 

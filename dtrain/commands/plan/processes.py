@@ -62,7 +62,7 @@ class Child(Generic[Result]):
         return outcome
 
 
-def side_by_side(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     """Run `calls` in processes side by side and return their results in order. Raises what one of them raised."""
     with ExitStack() as stack:
         children = [stack.enter_context(Child(call)) for call in calls]

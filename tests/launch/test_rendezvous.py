@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.launch import meeting
+from dtrain.launch import rendezvous
 from dtrain.launch.exits import on_stop_signals
-from dtrain.launch.meeting import meet
-from dtrain.launch.place import RankPlace
+from dtrain.launch.rank_info import RankInfo
+from dtrain.launch.rendezvous import join_rendezvous
 from dtrain.parallel.mesh import StopFlag
 
 
@@ -29,9 +29,9 @@ def meet_all(size, port, agent_store=False, problems=(), attempts=()):
     def come(rank):
         time.sleep(0.1 * rank)
         attempt = attempts[rank] if attempts else 0
-        place = RankPlace(rank, rank, size, size, "torchrun", attempt, ("127.0.0.1", port), agent_store)
+        place = RankInfo(rank, rank, size, size, "torchrun", attempt, ("127.0.0.1", port), agent_store)
         try:
-            return meet(place, StopFlag(), problems[rank] if problems else None)
+            return join_rendezvous(place, StopFlag(), problems[rank] if problems else None)
         except UserError as error:
             return str(error)
 
@@ -57,21 +57,21 @@ def test_a_problem_of_one_rank_is_an_error_on_all():
 
 
 def test_a_rank_that_does_not_find_the_others_says_where_it_looked(monkeypatch):
-    monkeypatch.setattr(meeting, "MEET_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "MEET_SECONDS", 1.0)
     port = free_port()
     for rank in (0, 1):
-        place = RankPlace(rank, 0, 2, 1, "slurm", 0, ("127.0.0.1", port))
+        place = RankInfo(rank, 0, 2, 1, "slurm", 0, ("127.0.0.1", port))
         with pytest.raises(UserError, match=f"rank {rank} on .* did not meet the other 1 ranks at 127.0.0.1:{port}"):
-            meet(place, StopFlag())
+            join_rendezvous(place, StopFlag())
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         with pytest.raises(UserError, match=f"port {taken} of .* Set MASTER_PORT to a free port"):
-            meet(RankPlace(0, 0, 2, 1, "slurm", 0, ("127.0.0.1", taken)), StopFlag())
+            join_rendezvous(RankInfo(0, 0, 2, 1, "slurm", 0, ("127.0.0.1", taken)), StopFlag())
 
 
 def test_a_rank_that_waits_for_the_others_can_be_stopped():
     stop = StopFlag()
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with on_stop_signals(stop.request), pytest.raises(Stopped) as stopped:
-        meet(RankPlace(0, 0, 2, 1, "slurm", 0, ("127.0.0.1", free_port())), stop)
+        join_rendezvous(RankInfo(0, 0, 2, 1, "slurm", 0, ("127.0.0.1", free_port())), stop)
     assert stopped.value.signum == signal.SIGTERM
