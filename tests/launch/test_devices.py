@@ -221,9 +221,10 @@ def test_a_device_without_room_is_told_the_peak_and_what_helps(tmp_path):
 
 @pytest.mark.parametrize("share", [0.95, 1.05])
 def test_a_run_ends_where_the_peak_is_more_than_the_memory_and_not_only_than_its_usable_share(tmp_path, capfd, share):
-    planned = SimpleNamespace(
-        peak_if_too_large=lambda device: Peak("", int(share * device.memory), "it takes too much")
-    )
+    def peak_if_too_large(device):
+        return Peak("", int(share * device.memory), "it takes too much")
+
+    planned = SimpleNamespace(peak_if_too_large=peak_if_too_large)
     seen = []
     reasons = _find_device_problems(tiny_recipe(tmp_path, "train.dtype=float32"), planned, seen, [H100])
     assert seen == [H100] and ("it takes too much" in reasons) == (share > 1)

@@ -40,8 +40,8 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 class Trace:
     """A traced step of `layers` layers and `micro_batches` micro-batches.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded_bytes" of
-    one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
+    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded_bytes"
+    of one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
     brings.
     """
 
@@ -239,7 +239,7 @@ def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
     held["offloaded_bytes"] *= passes
     # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
     rows = max(0, held.pop("rows", 0) * passes // trace.micro_batches - held.pop("micro rows", 0))
-    parts = peak + Counter({"optimizer state": held["state"], "rows": rows})
+    parts = peak + Counter({"optimizer state": held["optimizer_state"], "rows": rows})
     return Step(
         **held,
         peak=parts.total(),
