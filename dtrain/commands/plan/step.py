@@ -40,8 +40,8 @@ TRACED = 3  # micro-batches: a first, a last, and one like all between them
 class Trace:
     """A traced step of `layers` layers and `micro_batches` micro-batches.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`, "offloaded_bytes"
-    of one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
+    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`,
+    "offloaded_bytes" of one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
     brings.
     """
 
