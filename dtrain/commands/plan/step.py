@@ -41,8 +41,8 @@ class Trace:
     """A traced step of `layers` layers and `micro_batches` micro-batches.
 
     peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`,
-    "offloaded_bytes" of one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those that one micro-batch
-    brings.
+    "offloaded_bytes" of one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those
+    that one micro-batch brings.
     """
 
     layers: int
