@@ -19,7 +19,7 @@ A run goes through `find_start` (which step), `identities` (what do we read now)
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -478,15 +478,31 @@ def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> Non
         set_random_state(rank_state, copy)
 
 
-def contents(
-    policy: Policy, method: Method, known: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Return the contents of a save: the tensors, the content of state.json, and this rank's own state.
+class SaveContents(NamedTuple):
+    """The contents of a save.
 
-    `known` are the entries of state.json other than those of policy and method.
+    Attributes:
+        tensors: Tensors by name, [any shape], as this rank stores them.
+        state: The content of state.json, the same on every rank.
+        rank_state: This rank's random number generators.
+    """
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    rank_state: dict[str, Any]
+
+
+def contents(policy: Policy, method: Method, known: Mapping[str, Any]) -> SaveContents:
+    """Return the contents of a save.
+
+    Args:
+        policy: The policy.
+        method: The recipe's method.
+        known: The entries of state.json other than those of policy and method.
     """
     state = {**known, "policy": policy.checkpoint.state(), "method": method.state()}
-    return policy.checkpoint.tensors() | _named_for_method(method), state, random_state()
+    tensors = policy.checkpoint.tensors() | _named_for_method(method)
+    return SaveContents(tensors, state, random_state())
 
 
 def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
