@@ -1,9 +1,11 @@
-"""Metrics of a run, and its record of them. Rank 0 alone writes. No torch before it is asked of a device.
+"""Metrics of a run: their fields, where they are written, and how they are read again. Only rank 0 writes.
 
-metrics   the rows of a run
+metrics   the recorder, which sends the rows of a run to every sink
 sinks     metrics.jsonl, TensorBoard, Weights & Biases
-terminal  the bar and the lines of a run, words made harmless, small plots
-records   the table of a row's fields; rows and completions read again
+terminal  the progress bar and the lines of a run, escaping of control characters, small plots
+records   the table of a row's fields; reading rows and completions, also while the run continues
+
+Importing this package imports no torch.
 """
 
 from dtrain.training.metrics.metrics import Recorder, build, memory_gib, model_flops_utilisation, package_problems

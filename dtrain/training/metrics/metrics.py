@@ -1,4 +1,4 @@
-"""Metrics: the rows of a run, handed to every sink and the terminal; the fields of a row and their order."""
+"""Rows of metrics, sent to the terminal and to every sink: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import importlib.util
 import resource
@@ -22,10 +22,21 @@ Number = int | float
 
 
 class Recorder:
-    """Hands rows to its sinks. A sink that fails is warned of once and left out; training goes on.
+    """Writer of a run's rows and lines. It does nothing on ranks other than 0.
 
-    The record has every row; its views and the progress bar have the training rows of each `every`th step and the
-    last. `choices` holds one line per automatic choice, with its reason. beside: files beside the record, by name.
+    metrics.jsonl has every row. The other sinks and the progress bar have only the training rows of each `every`-th
+    step and of the last. If a sink fails, a warning is printed, the sink is dropped, and training continues.
+
+    Args:
+        sinks: The sinks of the rows.
+        progress: The progress bar. None on ranks other than 0.
+        every: Steps between the training rows that TensorBoard, Weights & Biases and the progress bar show.
+        choices: A line for each automatic choice, with its reason.
+        other_files: Further files of the run by name: "samples" and "evals".
+
+    Attributes:
+        choices: A line for each automatic choice, with its reason.
+        redact: Removes the recipe's secrets from a line before it is printed.
     """
 
     def __init__(
@@ -34,41 +45,51 @@ class Recorder:
         progress: Progress | None,
         every: int,
         choices: list[str],
-        beside: Mapping[str, JsonlSink] | None = None,
+        other_files: Mapping[str, JsonlSink] | None = None,
     ):
         self._sinks = list(sinks)
-        self._beside = beside or {}
+        self._other_files = other_files or {}
         self._total_steps: int | None = None
         self._progress = progress
         self._every = every
         self.choices = choices
-        self.redact: Callable[[str], str] = str  # what is said, without what is not for others
+        self.redact: Callable[[str], str] = str
 
     def resume_at(self, step: int) -> None:
-        """Rows beyond `step` and a torn last line go; 0 starts over. Before the first row."""
+        """Remove the rows after `step`, and a torn last line. 0 removes all rows. Call this before the first row."""
         self._to_sinks(lambda sink: sink.resume_at(step))
-        for sink in self._beside.values():
+        for sink in self._other_files.values():
             sink.resume_at(step)
 
     def start(self, step: int, total_steps: int) -> None:
-        """Show progress from `step` (done so far) to `total_steps`."""
+        """Start the progress bar.
+
+        Args:
+            step: Steps that are done.
+            total_steps: Steps of the whole run.
+        """
         self._total_steps = total_steps
         if self._progress is not None:
             self._progress.start(step, total_steps)
 
     def train_row(self, step: int, **fields: Number | None) -> None:
-        """The row of optimizer step `step` (from 1). None: the field does not apply."""
-        row = _row(step, fields)
-        due = step % self._every == 0 or step == self._total_steps
-        if due and self._progress is not None:
+        """Write the row of an optimizer step.
+
+        Args:
+            step: The step, from 1.
+            fields: The row's fields. A field that is None is left out.
+        """
+        row = _build_row(step, fields)
+        is_due = step % self._every == 0 or step == self._total_steps
+        if is_due and self._progress is not None:
             self._progress.update(row)
-        self._to_sinks(lambda sink: sink.write(row), views=due)
+        self._to_sinks(lambda sink: sink.write(row), views=is_due)
 
     def val_row(self, step: int, **fields: Number | None) -> None:
-        """A validation after step `step`: `val_loss` and what else was measured."""
-        row = _row(step, fields)
-        shown = "  ".join(f"{name} {value:.6g}" for name, value in row.items() if name != "step")
-        self.say(f"step {step}  {shown}")
+        """Print and write the row of a validation after `step`: `val_loss` and the method's other metrics."""
+        row = _build_row(step, fields)
+        text = "  ".join(f"{name} {value:.6g}" for name, value in row.items() if name != "step")
+        self.say(f"step {step}  {text}")
         self.log(row, step)
 
     def log(self, row: Mapping[str, Number], step: int) -> None:
@@ -77,37 +98,59 @@ class Recorder:
         self._to_sinks(lambda sink: sink.write(row))
 
     def write_rows(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows to a file beside the record, a line each. samples: completions that `step` is the first to train
-        on; evals: judged answers of an evaluation after it."""
-        if name in self._beside:
+        """Write rows to samples.jsonl or evals.jsonl, a line for each.
+
+        Args:
+            name: "samples" for completions that `step` is the first to train on, "evals" for the answers of an
+                evaluation after `step`.
+            step: The step.
+            rows: The rows. They are not read on ranks other than 0.
+        """
+        if name in self._other_files:
             for row in rows:
-                self._beside[name].write({"step": step, **row})
+                self._other_files[name].write({"step": step, **row})
 
     def drop_answers(self, step: int, name: str) -> None:
-        """Take the answers of one set after `step` out of evals.jsonl again. Before the first row."""
-        if "evals" in self._beside:
-            self._beside["evals"].cut(lambda line: (row := loads(line))["step"] != step or row.get("set") != name)
+        """Remove the answers to one set of `eval` after `step` from evals.jsonl. Call this before the first row.
+
+        Args:
+            step: The step.
+            name: The name of the set.
+        """
+
+        def stays(line: bytes) -> bool:
+            row = loads(line)
+            return row["step"] != step or row.get("set") != name
+
+        if "evals" in self._other_files:
+            self._other_files["evals"].cut(stays)
 
     def say(self, text: str) -> None:
-        """A line on the terminal, above the progress bar. Silent on other ranks than 0."""
+        """Print a line on the terminal, above the progress bar, without the recipe's secrets."""
         if self._progress is not None:
             self._progress.say(self.redact(text))
 
     def end(self) -> None:
-        """The last step is done: what is said from here on stands below the bar."""
+        """End the progress bar after the last step. Lines that are printed later come below it."""
         if self._progress is not None:
             self._progress.close()
 
     def close(self) -> None:
-        """Flush and close every sink and the bar. Twice does no harm."""
+        """Flush and close every sink and the progress bar. May be called twice."""
         if self._progress is not None:
             self._progress.close()
         self._to_sinks(lambda sink: sink.close())
         self._sinks = []
-        for sink in self._beside.values():
+        for sink in self._other_files.values():
             sink.close()
 
     def _to_sinks(self, act: Callable[[Sink], None], views: bool = True) -> None:
+        """Call `act` with every sink, and drop those that fail.
+
+        Args:
+            act: The function.
+            views: Whether to call it with the views too. metrics.jsonl is no view.
+        """
         for sink in list(self._sinks):
             if sink.is_view and not views:
                 continue
@@ -121,32 +164,41 @@ class Recorder:
                 )
 
 
-def _row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
-    row = {"step": step, **{name: value for name, value in fields.items() if value is not None}}
-    known = {name: row[name] for name in ROW_ORDER if name in row}
-    return known | row
+def _build_row(step: int, fields: Mapping[str, Number | None]) -> dict[str, Number]:
+    """Return a row with the fields that are not None: those of ROW_ORDER first, then the others in their order."""
+    row: dict[str, Number] = {"step": step}
+    for name, value in fields.items():
+        if value is not None:
+            row[name] = value
+    ordered = {name: row[name] for name in ROW_ORDER if name in row}
+    return ordered | row
 
 
 def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextIO | None = None) -> Recorder:
-    """Return the recorder of a run, from the recipe's `metrics` section (every, tensorboard, wandb).
+    """Return the recorder of a run. Files are opened at their first row.
 
-    Files open at their first row. config_yaml: the resolved recipe, kept with the W&B run. stream: the terminal
-    (default: stderr). On ranks other than 0 the same object without sinks. No collective.
+    Args:
+        section: The recipe's section `metrics`.
+        run_dir: The run's directory.
+        config_yaml: The resolved recipe, which Weights & Biases stores with the run.
+        is_main: Whether this is rank 0. On other ranks the recorder has no sinks.
+        stream: The terminal. None: stderr.
 
-    Raises UserError, on every rank alike, where a package that the recipe asks for is not installed.
+    Raises:
+        UserError: On every rank, if a package that the recipe needs is not installed.
     """
     choices = []
     tensorboard = section.tensorboard
     if tensorboard == "auto":
-        tensorboard = _installed("tensorboard")
-        choices.append(
-            f"metrics.tensorboard=auto: {run_dir / 'tensorboard'}, since tensorboard is installed"
-            if tensorboard
-            else "metrics.tensorboard=auto: off, since tensorboard is not installed (pip install 'dtrain[tensorboard]')"
-        )
+        tensorboard = _is_installed("tensorboard")
+        if tensorboard:
+            choice = f"{run_dir / 'tensorboard'}, since tensorboard is installed"
+        else:
+            choice = "off, since tensorboard is not installed (pip install 'dtrain[tensorboard]')"
+        choices.append(f"metrics.tensorboard=auto: {choice}")
     problems = package_problems(section)
     if problems:
-        raise UserError("\n".join(map(str, problems)))
+        raise UserError("\n".join(str(problem) for problem in problems))
     if not is_main:
         return Recorder([], None, section.every, [])
     sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl")]
@@ -154,36 +206,46 @@ def build(section, run_dir: Path, config_yaml: str, is_main: bool, stream: TextI
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     if section.wandb:
         sinks.append(WandbSink(section.wandb, run_dir, config_yaml))
-    progress = Progress(stream if stream is not None else sys.stderr)
-    beside = {name: JsonlSink(run_dir / f"{name}.jsonl") for name in ("samples", "evals")}
-    return Recorder(sinks, progress, section.every, choices, beside)
+    progress = Progress(sys.stderr if stream is None else stream)
+    other_files = {name: JsonlSink(run_dir / f"{name}.jsonl") for name in ("samples", "evals")}
+    return Recorder(sinks, progress, section.every, choices, other_files)
 
 
 def package_problems(section: Metrics) -> list[Problem]:
-    """Check that the packages for the recipe's `metrics` section are installed."""
-    wanted = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
+    """Check that the packages for the recipe's section `metrics` are installed."""
+    is_requested = {"tensorboard": section.tensorboard not in ("auto", False, None), "wandb": bool(section.wandb)}
     problems = []
-    for name, is_wanted in wanted.items():
-        if is_wanted and not _installed(name):
+    for name, is_needed in is_requested.items():
+        if is_needed and not _is_installed(name):
             key = f"metrics.{name}"
             text = f"{key}={getattr(section, name)} needs a package that is not installed"
             problems.append(Problem(key, text, f"Run pip install 'dtrain[{name}]', or set {key}=null"))
     return problems
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
 def model_flops_utilisation(
     flops_per_sec: float, world_size: int, device: "torch.device", compute_dtype: "torch.dtype"
 ) -> float | None:
-    """Return the share of the devices' peak that the model's own arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
+    """Return the model FLOPs utilisation: the share of the devices' peak that the model's own arithmetic takes.
 
-    flops_per_sec: training FLOPs over all ranks, recomputation not counted. None where no peak is known: off CUDA, for
-    a device that is not in the table (base/gpus.toml), for dtypes other than bfloat16 and float16.
+    Args:
+        flops_per_sec: Training FLOPs per second over all ranks, without recomputation.
+        world_size: Number of ranks.
+        device: This rank's device.
+        compute_dtype: Dtype of computation.
+
+    Returns:
+        The share. None if the peak is not known: on CPUs, for a device that is not in base/gpus.toml, and for dtypes
+        other than bfloat16 and float16.
+
+    Reference:
+        PaLM, arXiv:2204.02311, appendix B.
     """
-    import torch
+    import torch  # `dtrain report` loads this module without torch
 
     if device.type != "cuda" or compute_dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -192,9 +254,12 @@ def model_flops_utilisation(
 
 
 def memory_gib(device: "torch.device") -> float:
-    """Return this rank's peak memory so far, in GiB: allocated on the device for CUDA, else the resident set."""
+    """Return this rank's peak memory so far, in GiB.
+
+    On CUDA it is the memory that torch has allocated on the device, on a CPU the resident set of the process.
+    """
     if device.type == "cuda":
-        import torch
+        import torch  # `dtrain report` loads this module without torch
 
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere

@@ -1,7 +1,10 @@
-"""Sinks of rows: metrics.jsonl, which is the record, and TensorBoard and Weights & Biases, which are views of it.
+"""Sinks of rows: metrics.jsonl, which has every row, and TensorBoard and Weights & Biases, which are views of it.
 
-A sink opens its files at the first row, so that a run which fails before leaves none. is_view: whether rows may be left
-out of it (`metrics.every`). failures: the exceptions that mean "this sink is broken", as against a bug in dtrain.
+A sink opens its files at the first row, so that a run that fails before leaves no files. Every sink has
+
+    name        its name in messages
+    is_view     whether `metrics.every` may leave rows out of it
+    failures    the exceptions that mean that the sink is broken; any other exception is a bug in dtrain
 """
 
 import json
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
 
 
 class JsonlSink:
-    """File of one JSON object per line, floats unrounded, flushed at once. Non-finite numbers are NaN and Infinity.
-    Text stays as it is, in UTF-8."""
+    """A file of one JSON object per line, in UTF-8, flushed after each row.
+
+    Floats are not rounded, and non-finite numbers are written as NaN and Infinity.
+    """
 
     is_view = False
     failures = (OSError,)
@@ -30,12 +35,18 @@ class JsonlSink:
         self._file: TextIO | None = None
 
     def resume_at(self, step: int) -> None:
-        """Cut the rows beyond `step`, with 0 those of step 0 too, and a last line that a kill tore; the rest stays byte
-        for byte. A kill in the middle leaves the old file or the new one."""
-        self.cut(lambda line: line.endswith(b"\n") and _step_of(line) <= step if step else False)
+        """Remove the rows after `step` and a last line that was torn by a kill. 0 removes all rows.
+
+        The other lines stay byte for byte. A kill in the middle leaves the old file or the new one.
+        """
+
+        def stays(line: bytes) -> bool:
+            return step > 0 and line.endswith(b"\n") and _step_of(line) <= step
+
+        self.cut(stays)
 
     def cut(self, stays: Callable[[bytes], bool]) -> None:
-        """Leave the lines that stay."""
+        """Remove the lines for which `stays` returns False."""
         if not self._path.exists():
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
@@ -44,6 +55,7 @@ class JsonlSink:
             replace(self._path, b"".join(kept))
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
@@ -57,13 +69,14 @@ class JsonlSink:
 
 
 def _step_of(line: bytes) -> float:
-    """The row's step; infinity where the line is no row, so that it goes."""
-    step = (parse_row(line) or {}).get("step")
+    """Return a row's step; infinity for a damaged line, which is then after every step."""
+    row = parse_row(line) or {}
+    step = row.get("step")
     return step if isinstance(step, int | float) else float("inf")
 
 
 class TensorBoardSink:
-    """Scalars `train/<field>`, `val/<field>` and `eval/<field>` by step."""
+    """TensorBoard events: scalars `train/<field>`, `val/<field>` and `eval/<field>` by step."""
 
     name = "TensorBoard"
     is_view = True
@@ -75,13 +88,14 @@ class TensorBoardSink:
         self._writer: SummaryWriter | None = None
 
     def resume_at(self, step: int) -> None:
-        # Events of a run that was cut stay in their file; TensorBoard leaves out those from purge_step on.
+        """Hide the events after `step`. Their file is not changed: TensorBoard leaves out events from purge_step on."""
         if self._directory.exists():
             self._purge_step = step + 1
 
     def write(self, row: Mapping[str, int | float]) -> None:
+        """Write the scalars of a row."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # optional
 
             self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
         for name, value in row.items():
@@ -97,13 +111,16 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of a W&B project; a resumed run goes on in the same one, whose id lies in the run directory."""
+    """A run of a Weights & Biases project.
+
+    The id of the W&B run is stored in the run's directory, so that a resumed run continues the same W&B run.
+    """
 
     name = "Weights & Biases"
     is_view = True
 
     def __init__(self, project: str, run_dir: Path, config_yaml: str):
-        import wandb
+        import wandb  # optional
 
         self.failures = (wandb.Error, OSError, RuntimeError, ValueError)
         self._wandb = wandb
@@ -113,14 +130,19 @@ class WandbSink:
         self._run: Any = None
 
     def resume_at(self, step: int) -> None:
+        """Start a new W&B run if all steps are trained again."""
         if step == 0:
             self._id_file.unlink(missing_ok=True)
 
     def write(self, row: Mapping[str, int | float]) -> None:
+        """Log a row."""
         if self._run is None:
             self._run = self._open()
         # The step is a field with its own axis: W&B's internal counter refuses rows of steps it has seen.
-        self._run.log({_tag(name, row) if name != "step" else name: value for name, value in row.items()})
+        tagged = {}
+        for name, value in row.items():
+            tagged[name if name == "step" else _tag(name, row)] = value
+        self._run.log(tagged)
 
     def close(self) -> None:
         if self._run is not None:
@@ -151,6 +173,11 @@ class WandbSink:
 
 
 def _tag(name: str, row: Mapping[str, int | float]) -> str:
+    """Return the name of a row's field in a view.
+
+    >>> _tag("eval_math_reward_mean", {}), _tag("lr", {"loss": 2.5}), _tag("val_loss", {})
+    ('eval/math_reward_mean', 'train/lr', 'val/loss')
+    """
     if name.startswith("eval_"):
         return f"eval/{name.removeprefix('eval_')}"
     return f"train/{name}" if "loss" in row else f"val/{name.removeprefix('val_')}"
