@@ -1,8 +1,8 @@
 """The sets of a recipe's `eval`: their names, when they are due, and the fields that they write. No torch.
 
-A set's rows of metrics.jsonl have fields that begin with its `prefix`: `eval_` where the recipe has one set without a
-name, `eval_<name>_` in a table. `run.evaluations` writes them; `checkpoint.keep_best` and `train.patience` may name
-one.
+A set's fields in metrics.jsonl begin with its `prefix`. With `eval: {path: ...}` the recipe has one set without a name,
+whose prefix is `eval_`. With `eval: {math: {path: ...}, code: {path: ...}}` it has two, whose prefixes are `eval_math_`
+and `eval_code_`. `training.evaluations` writes the fields, and `checkpoint.keep_best` may name one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dtrain.rl.judging import Questions
 
 Better = Callable[[Iterable[float]], float]
-DEFAULT_MAX_NEW_TOKENS = 512
+"""`max` or `min`: chooses the best of several values of a field."""
+DEFAULT_MAX_NEW_TOKENS = 512  # tokens of an answer, if neither the recipe nor the model's length sets fewer
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ class EvalSet:
 
     @property
     def code(self) -> list[tuple[str, str | None, str]]:
-        """The code that the set names, as `Method.code`."""
+        """The code that the set names, as in `Method.code`: key, import path, kind."""
         return [(f"{self.key}.rewards[{i}].fn", reward.fn, "reward") for i, reward in enumerate(self.section.rewards)]
 
     def is_due(self, step: int, is_last: bool) -> bool:
+        """Check whether the set is evaluated after `step`. Step 0 is before the first step."""
+        if step == 0:
+            return self.section.at_start
         every = self.section.every
-        return self.section.at_start if step == 0 else is_last or (every is not None and step % every == 0)
+        return is_last or (every is not None and step % every == 0)
 
 
 @dataclass(frozen=True)
@@ -61,32 +65,50 @@ class EvalFacts:
 
 
 def sets(section: Eval | dict[str, Eval] | None) -> list[EvalSet]:
-    """Return the sets of a recipe's `eval`, in its order."""
+    """Return the sets of a recipe's section `eval`, in its order."""
+    if section is None:
+        return []
     if isinstance(section, Eval):
         return [EvalSet("eval", "eval", "eval_", section)]
-    return [EvalSet(name, f"eval.{name}", f"eval_{name}_", each) for name, each in (section or {}).items()]
+    return [EvalSet(name, f"eval.{name}", f"eval_{name}_", set_section) for name, set_section in section.items()]
 
 
-def default_max_new_tokens(positions: int) -> int:
-    """Tokens, of a model with so many positions, where nothing is asked for."""
-    return min(DEFAULT_MAX_NEW_TOKENS, positions // 2)
+def default_max_new_tokens(max_positions: int) -> int:
+    """Return the maximum length of an answer if the recipe sets none: at most half of the model's positions.
+
+    >>> default_max_new_tokens(40_960), default_max_new_tokens(256)
+    (512, 128)
+    """
+    return min(DEFAULT_MAX_NEW_TOKENS, max_positions // 2)
 
 
 def fields(eval_set: EvalSet) -> dict[str, Better]:
-    """The fields of a set by which a save can be the best, and which of two values is. A reward of several is measured
-    beside them as `reward/<its name>`."""
-    from dtrain.rl.rewards.scoring import names_of, passes
+    """Return the fields of a set that `checkpoint.keep_best` can name, and whether the largest or smallest is best."""
+    from dtrain.rl.rewards.scoring import names_of, passes  # loads rl, which only a recipe with `eval` needs
 
-    rising = ["reward_mean", *(f"pass@{k}" for k in passes(eval_set.section.samples))]
-    falling = ["completion_len", "truncated_frac"]
-    if len(eval_set.section.rewards) > 1:
-        rising += [f"reward/{name}" for name in names_of(eval_set.section.rewards)]
-    names: dict[str, Better] = {f"{eval_set.prefix}{name}": max for name in rising}
-    return names | {f"{eval_set.prefix}{name}": min for name in falling}
+    larger_is_better = ["reward_mean"]
+    larger_is_better += [f"pass@{k}" for k in passes(eval_set.section.samples)]
+    if len(eval_set.section.rewards) > 1:  # each reward of several is written too
+        larger_is_better += [f"reward/{name}" for name in names_of(eval_set.section.rewards)]
+    better_of: dict[str, Better] = {}
+    for name in larger_is_better:
+        better_of[f"{eval_set.prefix}{name}"] = max
+    for name in ("completion_len", "truncated_frac"):
+        better_of[f"{eval_set.prefix}{name}"] = min
+    return better_of
 
 
 def better(field: str, section: Eval | dict[str, Eval] | None) -> Better:
-    """Return the function (max, min) that chooses the better of two values of `checkpoint.keep_best`. section: a
-    recipe's `eval`."""
-    measured = {name: choose for each in sets(section) for name, choose in fields(each).items()}
-    return BEST.get(field) or measured.get(field, min)
+    """Return the function that chooses the better of two values of `checkpoint.keep_best`: `max` or `min`.
+
+    Args:
+        field: The value of `checkpoint.keep_best`.
+        section: The recipe's section `eval`.
+    """
+    if field in BEST:
+        return BEST[field]
+    for eval_set in sets(section):
+        better_of = fields(eval_set)
+        if field in better_of:
+            return better_of[field]
+    return min

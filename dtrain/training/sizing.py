@@ -1,7 +1,12 @@
-"""Sizes of a run that its recipe leaves to `auto`, decided on rank 0 and shared before anything is built.
+"""Sizes of a run that its recipe leaves to `auto`: decided on rank 0 and shared before anything is built.
 
-They are what the run chose before on such a machine, else of a small model on CPUs the usual ones, else what the plan
-beside the run chooses (`commands.plan.choose`), else such as take little memory.
+Such sizes are, for example, `train.micro_batch` and `train.activation_checkpointing`. They come from the first of these
+sources that knows them:
+
+1. an earlier start of this run on the same machine (`previous_sizing`, which reads about.json and config.yaml)
+2. on CPUs, the usual values, if a rough upper bound of the memory shows that a small model fits (`small_model_sizing`)
+3. the memory plan of `dtrain plan`, which another process computes (`commands.plan.choose`)
+4. values that need little memory, if there is no plan
 """
 
 import json
@@ -33,129 +38,207 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 CPU = "cpu"
-_LEAST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "parallel.reduce_each": True}
 MACHINE = "machine"
-"""Key of about.json: kind, memory and number of the devices that sizes were chosen for."""
-_SURE = 0.25  # of the memory, within which a closed form needs no plan
-_FREE_KEYS = ("run.", "launch.", "metrics.", "checkpoint.", "eval.", "train.steps", "train.epochs")  # cost no memory
-_COPIES = 8  # of the weights in float64: masters, gradients, moments, gathered, a reference
-_TENSORS = 64  # of a token's width in float64 that a layer keeps, generously
+"""Key of about.json: the device, its memory, and the number of devices that the sizes were chosen for."""
+
+# Values that need little memory.
+_SMALLEST = {"train.micro_batch": 1, "train.activation_checkpointing": "full", "parallel.reduce_each": True}
+# Changes of these keys and sections do not change the memory of a run.
+_KEYS_WITHOUT_MEMORY = ("run.", "launch.", "metrics.", "checkpoint.", "eval.", "train.steps", "train.epochs")
+
+# The upper bound of `small_model_sizing`. It is much too large on purpose, because it replaces a plan.
+_SAFE_SHARE = 0.25  # the bound has to fit into this share of the memory
+_BYTES = 8  # as if everything were float64
+_WEIGHT_COPIES = 8  # masters, gradients, two moments, gathered weights, a reference; the rest is reserve
+_KEPT_TENSORS = 64  # tensors of a layer's width that a layer keeps for the backward; far fewer in fact
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """Values of the keys that a recipe leaves open, and lines that say why."""
+    """Values of the keys that a recipe leaves to `auto`.
+
+    Attributes:
+        values: The values by key.
+        lines: Lines for the terminal that give the reason.
+    """
 
     values: Mapping[str, Any]
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, recipe: Config, values: Mapping[str, Any], why: str) -> "Sizing":
-        """Return `values` for what `recipe` leaves open, with one line that gives the reason for all."""
-        return cls(values, (f"{', '.join(as_choices(recipe, values))} (auto): {why}",))
+    def of(cls, recipe: Config, values: Mapping[str, Any], reason: str) -> "Sizing":
+        """Return `values` with one line that gives the reason for all of them."""
+        return cls(values, (f"{', '.join(as_choices(recipe, values))} (auto): {reason}",))
 
 
 def previous_sizing(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | None:
-    """Return what this run chose before on such a machine, for a recipe whose memory is the same; None where it did
-    not."""
+    """Return the sizes that an earlier start of this run chose.
+
+    Args:
+        inputs: The run's inputs.
+        machine: The machine now, as `describe_machine` returns it.
+
+    Returns:
+        The sizes. None if there was no earlier start, or if the machine or a key that changes the memory is different.
+    """
     recipe, run = inputs.original_recipe, inputs.run
+    if recipe.checkpoint.resume is None:
+        return None
+    # The files may be missing, of an older version, or damaged. Then there are no earlier sizes.
     with suppress(OSError, ValueError, KeyError, UserError):
-        if recipe.checkpoint.resume is None or json.loads((run.path / ABOUT).read_text())[MACHINE] != machine:
+        about = json.loads((run.path / ABOUT).read_text())
+        if about[MACHINE] != machine:
             return None
         saved = run.config.read_text(encoding="utf-8")
-        values = {key: old for key, old, new in config.diff(saved, recipe) if key in USUAL and new == AUTO}
-        differing = [key for key, _, _ in config.diff(saved, replace_keys(recipe, values))]
-        if values.keys() == {*open_keys(recipe)} and all(key.startswith(_FREE_KEYS) for key in differing):
+        values = {}
+        for key, old, new in config.diff(saved, recipe):
+            if key in USUAL and new == AUTO:
+                values[key] = old
+        other_changes = config.diff(saved, replace_keys(recipe, values))
+        has_same_memory = all(key.startswith(_KEYS_WITHOUT_MEMORY) for key, _, _ in other_changes)
+        if values.keys() == set(open_keys(recipe)) and has_same_memory:
             return Sizing.of(recipe, values, "as this run chose before, on the same machine")
     return None
 
 
 def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
-    """Return the usual values for processes of a CPU with `memory` bytes each, where a closed form that is far too
-    large shows that they fit; None where it takes a plan."""
-    method, shape = inputs.method, inputs.source.config
-    if any(key.endswith((TEACHER, REWARD_MODEL)) for key, _ in method.other_models()):
-        return None
-    model = models.build(shape, device="meta")
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if inputs.recipe.model.init == "pretrained":  # with a tower, whose weights may be in 4 bits
-        weights = max(weights, 2 * sum(file.stat().st_size for file in weight_files(inputs.source.path)))
-    length = method.max_row_length()
-    tokens = inputs.recipe.train.micro * length * method.rows_per_sample()
+    """Return the usual values for a model that is so small that they fit in any case.
+
+    An upper bound of the memory is compared with a quarter of `memory`. For example, a model of 1 M weights counts with
+    8 copies of 8 bytes, 64 MB, plus the activations of a micro-batch.
+
+    Args:
+        inputs: The run's inputs. The processes are on CPUs.
+        memory: Bytes of memory for each process.
+
+    Returns:
+        The sizes. None if the bound does not fit, or if the method has a teacher or a reward model.
+    """
+    method, model_config = inputs.method, inputs.source.config
+    for key, _ in method.other_models():
+        if key.endswith((TEACHER, REWARD_MODEL)):
+            return None
+    model = models.build(model_config, device="meta")
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    if inputs.recipe.model.init == "pretrained":
+        # The files also have the weights of a vision tower. At 4 bits, a byte is two weights.
+        file_bytes = sum(file.stat().st_size for file in weight_files(inputs.source.path))
+        num_weights = max(num_weights, 2 * file_bytes)
+    length = method.longest_row()
+    num_tokens = inputs.recipe.train.micro * length * method.rows_of_a_sample()
+    # The sum of the output sizes of a layer's weights bounds the values that the layer computes for a token. Attention
+    # adds a score for each head and key.
     width = max(sum(weight.shape[0] for weight in layer.parameters()) for layer in model.model.layers)
-    heads = shape.num_attention_heads
-    kept = tokens * (shape.num_hidden_layers * (width + heads * length) + 4 * shape.vocab_size)
-    if 8 * (_COPIES * weights + _TENSORS * kept) > memory * _SURE:
+    per_layer = width + model_config.num_attention_heads * length
+    num_kept = num_tokens * (model_config.num_hidden_layers * per_layer + 4 * model_config.vocab_size)
+    if _BYTES * (_WEIGHT_COPIES * num_weights + _KEPT_TENSORS * num_kept) > memory * _SAFE_SHARE:
         return None
     values = {key: value_of_key(inputs.recipe, key) for key in open_keys(inputs.original_recipe)}
     return Sizing.of(inputs.original_recipe, values, "a small model")
 
 
 def describe_machine(world_size: int, device_name: str, memory: int) -> dict[str, Any]:
-    """Return what a choice of sizes depends on beside the recipe, as about.json keeps it."""
+    """Return the part of about.json by which `previous_sizing` recognises a machine.
+
+    Args:
+        world_size: Number of ranks.
+        device_name: Name of the GPU, or `CPU`.
+        memory: Bytes of memory of the device.
+    """
     return {"device": device_name, "memory": memory, "world_size": world_size}
 
 
 def sizing_without_plan(recipe: Any, machine: Mapping[str, Any], host: int) -> Sizing | None:
-    """Return the sizes of a run on CPUs that needs no plan for them, or None. host: bytes of its memory for a rank."""
+    """Return the sizes of a run on CPUs if they are known without a plan; None otherwise.
+
+    Args:
+        recipe: The recipe.
+        machine: The machine, as `describe_machine` returns it.
+        host: Bytes of the host's memory for each rank.
+    """
     inputs = RunInputs.of(recipe, World(machine["world_size"]))
-    return previous_sizing(inputs, machine) or small_model_sizing(inputs, host)
+    previous = previous_sizing(inputs, machine)
+    return previous if previous is not None else small_model_sizing(inputs, host)
 
 
 def sizing_with_plan(
     recipe: Any, machine: Mapping[str, Any], host: int, planned: Any, device: Any = None, free: int | None = None
 ) -> Sizing:
-    """Return the sizes of a run: on GPUs those that it chose before on such a machine, else by its plan.
+    """Return the sizes of a run: those of an earlier start on the same GPUs, or else those of its plan.
 
-    planned: the plan beside the run, None where there can be none. host: bytes of the host's memory for a rank. device:
-    the GPU with the least memory, None on CPUs; free: its bytes, where others use it too. Raises UserError where
-    nothing fits.
+    Args:
+        recipe: The recipe.
+        machine: The machine, as `describe_machine` returns it.
+        host: Bytes of the host's memory for each rank.
+        planned: The plan, which another process computes (`commands.plan.background.PlannedPeak`). None if there can
+            be none.
+        device: The GPU with the least memory. None on CPUs.
+        free: Bytes of its memory that are free, if other processes use the GPU too.
+
+    Raises:
+        UserError: If nothing fits.
     """
     world_size, is_cpu = machine["world_size"], machine["device"] == CPU
-    before = None if is_cpu else previous_sizing(RunInputs.of(recipe, World(world_size)), machine)
-    if before is not None:
-        if planned is not None:
-            planned.settle(before.values)
-        return before
-    why = "no plan" if recipe.metrics.plan is not False else "metrics.plan=false"
+    if not is_cpu:  # on CPUs, `sizing_without_plan` has tried it
+        previous = previous_sizing(RunInputs.of(recipe, World(world_size)), machine)
+        if previous is not None:
+            if planned is not None:
+                planned.settle(previous.values)  # the plan is still shown, and continues with these values
+            return previous
+    reason = "metrics.plan=false" if recipe.metrics.plan is False else "no plan"
     if planned is not None:
-        peak = planned.choose(host if is_cpu else free or machine["memory"], device, host)
+        memory = host if is_cpu else free or machine["memory"]
+        peak = planned.choose(memory, device, host)
         if peak.choice is not None:
             return peak.choice
-        why = peak.words
-    return Sizing.of(recipe, _without_plan(recipe, world_size), why)
+        reason = peak.words
+    return Sizing.of(recipe, _small_values(recipe, world_size), reason)
 
 
-def _without_plan(recipe: Any, world_size: int) -> dict[str, Any]:
-    """Return values that take little memory, where no plan can choose them."""
+def _small_values(recipe: Any, world_size: int) -> dict[str, Any]:
+    """Return values that need little memory, for the keys that the recipe leaves to `auto`."""
     usual = without_auto(recipe, dp_of(recipe, world_size))
     values = {key: value_of_key(usual, key) for key in open_keys(recipe)}
     if recipe.parallel.cpu_offload:
         return values
-    values |= {key: value for key, value in _LEAST.items() if key in values}
+    for key, value in _SMALLEST.items():
+        if key in values:
+            values[key] = value
     if recipe.train.masters != "float32" and "parallel.reduce_each" in values:
-        values["parallel.reduce_each"] = False  # it would round their sums otherwise
+        values["parallel.reduce_each"] = False  # with it, the sum over micro-batches would be rounded
     return values
 
 
 def share_sizing(
     recipe: Config, rank: int, attempt: int, store: "dist.Store | None", decide: Callable[[], Sizing]
 ) -> tuple[Config, tuple[str, ...]]:
-    """Return `recipe` with the values that `decide` gives on rank 0, and lines for the terminal. store: where the ranks
-    meet; None for a single rank. Raises UserError on every rank where `decide` does."""
-    key, answer = f"sizes of attempt {attempt}", "null"
+    """Decide the sizes on rank 0 and return the recipe with them, and lines for the terminal, on every rank.
+
+    There is no process group yet, so the decision travels as JSON through the store.
+
+    Args:
+        recipe: The recipe.
+        rank: This rank.
+        attempt: Number of this start of the ranks, which makes the key in the store unique.
+        store: The store that all ranks have opened. None for a single rank.
+        decide: Returns the sizes. Called on rank 0 only.
+
+    Raises:
+        UserError: On every rank, if `decide` raises one.
+    """
+    key = f"sizes of attempt {attempt}"
     if rank == 0:
         try:
             sizing = decide()
-            answer = json.dumps({"values": dict(sizing.values), "lines": sizing.lines})
+            message = json.dumps({"values": dict(sizing.values), "lines": sizing.lines})
         except UserError as error:
-            answer = json.dumps({"refusal": str(error)})
+            message = json.dumps({"refusal": str(error)})
         if store is not None:
-            store.set(key, answer)
+            store.set(key, message)
     else:
-        assert store is not None, "several ranks meet in a store"
-        answer = store.get(key).decode()
-    decided = json.loads(answer)
-    if "refusal" in decided:
-        raise UserError(decided["refusal"])
-    return replace_keys(recipe, decided["values"]), tuple(decided["lines"])
+        assert store is not None, "several ranks have a store"
+        message = store.get(key).decode()
+    decision = json.loads(message)
+    if "refusal" in decision:
+        raise UserError(decision["refusal"])
+    return replace_keys(recipe, decision["values"]), tuple(decision["lines"])
