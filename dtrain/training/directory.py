@@ -1,18 +1,18 @@
-"""The directory of a run: who holds it, its config.yaml, and what a resume may change.
+"""The directory of a run: its files, the lock that keeps other runs out, and the changes that a resume may make.
 
     runs/<name>/
-      lock             locked while a run writes here; the file stays, its lock ends with the process
+      lock             locked while a run writes here. The file stays; the lock ends with the process
       config.yaml      the resolved recipe, without its secrets
-      data.json        of each split, how many rows, samples and tokens it has, and its identity
-      about.json       versions, mesh, device, sizes, the planned memory: what a reader of the run wants to know
-      began.json       the checkpoints that the run began from, if it did (see `origin`)
+      data.json        for each split, the numbers of rows, samples and tokens, and the digest of its content
+      about.json       facts about the run for its readers: versions, mesh, device, sizes, planned memory
+      began.json       the checkpoints that the run began from, if any (`checkpoint.dcp.store.Origin`)
       model/           config.json, tokenizer and chat template of the model, for exports
-      metrics.jsonl    one JSON object a line
-      evals.jsonl      judged answers of the evaluations, so too
-      checkpoints/     see `store`
-      export/          Hugging Face layout, of an adapter PEFT's
+      metrics.jsonl    a JSON object per line for each step, validation and evaluation
+      evals.jsonl      the judged answers of the evaluations, one per line
+      checkpoints/     see `checkpoint.dcp.store`
+      export/          the trained model in Hugging Face's layout, or an adapter in PEFT's
 
-Imports no torch. Only rank 0 opens a `RunDirectory`; the others need its path alone.
+Imports no torch. Only rank 0 acquires a `RunDirectory`; the other ranks only use its paths.
 """
 
 import errno
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.files import NO_LOCKS, can_sync_directories, real, replace_text
@@ -34,87 +34,132 @@ from dtrain.checkpoint.huggingface.model_files import copy_companions
 
 DATA = "data.json"
 ABOUT = "about.json"
-WAIT_SECONDS = 30.0
-# Where a host has died, a file server keeps its locks until their lease ends (90 s is usual with NFSv4).
+WAIT_SECONDS = 30.0  # for a lock of a process on this host
+# If a host has died, a file server keeps its locks until their lease ends (usually 90 s with NFSv4).
 AWAY_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 
-# Changes of these make another run; the rest of a recipe may change between a save and a resume. `method` is not among
-# them: `resume.compare` never lets it change.
+# A change of these keys and sections makes another run, so a resume refuses it unless `checkpoint.allow_changes` names
+# it. `method` is not here, because `resume.compare` never lets it change.
 TRAINED_KEYS = ("lora", "train.vision", "train.train_only", "train.freeze")
 GUARDED_KEYS = ("model", "tokenizer", "data", "optimizer", "run.seed", *TRAINED_KEYS)
-# Of those, what changes speed or place and no number.
+# Keys inside the guarded sections that change the speed or a location, but no number.
 UNGUARDED_KEYS = ("data.num_workers", "data.cache_dir", "data.allow_dropped_text")
-# What decides which tensors a save holds, and their dtype: a resume cannot read others, whatever is allowed.
+# Keys that decide which tensors a checkpoint holds, and their dtypes. A resume cannot read other tensors, so it refuses
+# a change of these keys in any case.
 TENSOR_KEYS = ("optimizer.name", "optimizer.state", "train.masters")
 
 Difference = tuple[str, Any, Any]
+"""A difference between the saved recipe and the present one: key, saved value, new value."""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """Keys of a recipe by which its trained tensors are not those of a checkpoint, and what to do about it."""
+    """The reason why a recipe's trained tensors are not those of a checkpoint.
+
+    Attributes:
+        keys: The changed keys because of which they differ.
+        advice: The last line of the error: what to set.
+    """
 
     keys: tuple[str, ...]
     advice: str
 
 
 class RunDirectory:
-    """A run's directory, held from `acquire` to `release`.
+    """A run's directory.
 
-    locks: Whether a lock keeps other runs out (`run.lock`).
+    Args:
+        path: The directory, which need not exist yet.
+        use_lock: Whether a lock keeps other runs out (`run.lock`).
+
+    Attributes:
+        path: The directory.
+        use_lock: Whether a lock keeps other runs out.
+        config: The path of config.yaml.
+        began: The path of began.json.
+        metrics: The path of metrics.jsonl.
+        model: The directory of the model's small files.
+        checkpoints: The directory of the checkpoints.
+        export: The directory of the export.
     """
 
-    def __init__(self, path: str | Path, locks: bool = True):
-        self.path, self.locks = Path(path), locks
-        self.config, self.began, self.metrics = map(self.path.joinpath, ("config.yaml", "began.json", "metrics.jsonl"))
-        self.model, self.checkpoints, self.export = map(self.path.joinpath, ("model", "checkpoints", "export"))
-        self._lock: int | None = None
+    def __init__(self, path: str | Path, use_lock: bool = True):
+        self.path = Path(path)
+        self.use_lock = use_lock
+        self.config = self.path / "config.yaml"
+        self.began = self.path / "began.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.model = self.path / "model"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+        self._lock: int | None = None  # the descriptor of the locked file
 
-    def acquire(self, wait: float | None = None, tell: Callable[[str], None] | None = None) -> "RunDirectory":
-        """Create the directory and take its lock; after `wait` seconds a UserError names the holder's host and process
-        (None: WAIT_SECONDS, or AWAY_SECONDS where the holder is, or was, on another host).
+    def acquire(self, wait: float | None = None, say: Callable[[str], None] | None = None) -> "RunDirectory":
+        """Create the directory and lock it, until `release`.
 
-        tell: called with a line for the user, when there is someone to wait for, and where the file system does less
-        for a save than others. The lock is a POSIX record lock:
-        the system drops it with the process, however that ends, and forked workers do not inherit it.
+        The lock is a POSIX record lock: the system drops it when the process ends in any way, and forked workers do not
+        inherit it.
+
+        Args:
+            wait: Seconds to wait for a run that uses the directory. None: WAIT_SECONDS, or AWAY_SECONDS if that run is
+                or was on another host.
+            say: Prints a line for the user if there is a run to wait for, or if the file system cannot sync
+                directories.
+
+        Returns:
+            This object.
+
+        Raises:
+            UserError: If another run still uses the directory after `wait` seconds, or if it cannot be written.
         """
         try:
-            for directory in (self.path, self.checkpoints, self.model):
-                _refuse_unwritable(directory)
-                if directory == self.path or directory.is_symlink():  # to a disk where nothing is yet, perhaps
-                    real(directory).mkdir(parents=True, exist_ok=True)
-            saves = self.checkpoints if self.checkpoints.is_dir() else self.path  # a link may lead to another disk
-            if tell is not None and not can_sync_directories(saves):
-                tell(
-                    f"note: the file system of {self.path} does not sync directories: if its server loses power, the "
-                    "newest checkpoint may be lost with it. Checkpoints before it stay whole"
-                )
-            if not self.locks:
+            self._create(say)
+            if not self.use_lock:
                 return self
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"run.dir: {error.filename}: {error.strerror}") from error
-        begun = time.monotonic()
-        while not _try(lock):
-            holder, host = _holder(lock)
-            if wait is None:
-                wait = WAIT_SECONDS if host in (None, socket.gethostname()) else AWAY_SECONDS
-            if tell is not None:
-                tell(f"{self.path} is held by {holder}; waiting up to {wait:.0f} s")
-                tell = None
-            if time.monotonic() - begun >= wait:
-                os.close(lock)
-                raise UserError(self._taken(holder))
-            time.sleep(_POLL_SECONDS)
+        self._wait_for(lock, wait, say)
         try:
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
-        except OSError as error:  # the disk is full
+        except OSError as error:  # for example, the disk is full
             os.close(lock)
             raise UserError(f"run.dir: {self.path / 'lock'}: {error.strerror}") from error
         self._lock = lock
         return self
+
+    def _create(self, say: Callable[[str], None] | None) -> None:
+        """Create the directory, and print a note if its file system cannot sync directories."""
+        for directory in (self.path, self.checkpoints, self.model):
+            _refuse_unwritable(directory)
+            # A symbolic link may lead to a directory on another disk that does not exist yet.
+            if directory == self.path or directory.is_symlink():
+                real(directory).mkdir(parents=True, exist_ok=True)
+        directory_of_saves = self.checkpoints if self.checkpoints.is_dir() else self.path
+        if say is not None and not can_sync_directories(directory_of_saves):
+            say(
+                f"note: the file system of {self.path} does not sync directories: if its server loses power, the "
+                "newest checkpoint may be lost. Earlier checkpoints are safe"
+            )
+
+    def _wait_for(self, lock: int, wait: float | None, say: Callable[[str], None] | None) -> None:
+        """Lock an open file, as `acquire` describes. Closes the file if another run keeps it."""
+        began = time.monotonic()
+        has_said = False
+        while not _try_lock(lock):
+            holder = _read_holder(lock)
+            if wait is None:
+                is_near = holder.host in (None, socket.gethostname())
+                wait = WAIT_SECONDS if is_near else AWAY_SECONDS
+            if say is not None and not has_said:
+                say(f"{self.path} is in use by {holder.text}; waiting up to {wait:.0f} s")
+                has_said = True
+            if time.monotonic() - began >= wait:
+                os.close(lock)
+                raise UserError(self._in_use_by(holder))
+            time.sleep(_POLL_SECONDS)
 
     def check_usable(self) -> None:
         """Raise the UserError that `acquire` would raise, without waiting and without leaving files.
@@ -124,46 +169,65 @@ class RunDirectory:
         """
         for directory in (self.path, self.checkpoints, self.model):
             _refuse_unwritable(directory)
-        if self.locks and (self.path / "lock").is_file():
+        if self.use_lock and (self.path / "lock").is_file():
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
             try:
-                if not _try(lock):
-                    raise UserError(self._taken(_holder(lock)[0]))
+                if not _try_lock(lock):
+                    raise UserError(self._in_use_by(_read_holder(lock)))
             finally:
                 os.close(lock)
 
-    def _taken(self, holder: str) -> str:
+    def _in_use_by(self, holder: "_Holder") -> str:
         return (
-            f"{self.path} is held by {holder}: another run writes there. Wait for it, stop it, or choose another "
-            "run.name"
+            f"{self.path} is in use by {holder.text}: another run writes there. Wait for it, stop it, or choose "
+            "another run.name"
         )
 
     def release(self) -> None:
+        """Unlock the directory. Does nothing if it is not locked."""
         if self._lock is not None:
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
     def write_json(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Put DATA, what is known of the data, or ABOUT, of the run, in their file, in one step."""
+        """Write DATA or ABOUT, and replace the old file in one step.
+
+        Args:
+            name: DATA or ABOUT.
+            facts: The content.
+        """
         replace_text(self.path / name, json.dumps(facts, indent=1))
 
     def copy_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
-        """Copy config.json, tokenizer and chat template of `source`, so that exports do without it; `chat_template` is
-        the text of another one that the run trains with."""
+        """Copy the small files of a model, so that an export does not need the model's directory.
+
+        Args:
+            source: The model's directory, with config.json, tokenizer and chat template.
+            chat_template: The text of another chat template that the run trains with.
+        """
         self.model.mkdir(exist_ok=True)
         copy_companions(Path(source), self.model, config=True, chat_template=chat_template)
 
     @property
     def leftovers(self) -> str | None:
-        """Kind of files that an earlier run has left here: metrics, checkpoints, or None."""
+        """The kind of files that an earlier run has left here: "metrics", "checkpoints" or None."""
         if self.metrics.is_file() and self.metrics.stat().st_size > 0:
             return "metrics"
-        return "checkpoints" if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")) else None
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
+            return "checkpoints"
+        return None
 
     def refuse_used(self, resume: str | None, began: str | None = None) -> None:
-        """Raise UserError where an earlier run has left metrics or checkpoints, for a `checkpoint.resume` that starts
-        anew here (null, or another run's checkpoint). began: the checkpoint that it began from."""
+        """Refuse a directory with metrics or checkpoints of an earlier run, for a run that starts over.
+
+        Args:
+            resume: The value of `checkpoint.resume`: null, or the path of another run's checkpoint.
+            began: The checkpoint that the earlier run began from, for the message.
+
+        Raises:
+            UserError: If there are such files.
+        """
         if self.leftovers is not None:
             which = f", which began from {began}" if began else ""
             setting = f"checkpoint.resume={resume or 'null'}"
@@ -174,20 +238,28 @@ class RunDirectory:
 
 
 def _refuse_unwritable(directory: Path) -> None:
-    """Raise UserError where the directory, or the nearest one above it that is there, cannot be written."""
-    place = real(directory)
-    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
-    if there == place and there.is_dir():
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"run.dir: {directory}, which is {place}, cannot be written")
+    """Raise UserError if a directory cannot be written or created."""
+    target = real(directory)
+    existing = target
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if existing == target and existing.is_dir():
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"run.dir: {directory}, which is {target}, cannot be written")
         return
-    try:  # rights do not tell all: one is made for a moment
-        Path(tempfile.mkdtemp(prefix=".look-", dir=there)).rmdir()
+    # Access rights do not tell everything (quotas, read-only mounts), so a directory is created for a moment.
+    try:
+        Path(tempfile.mkdtemp(prefix=".look-", dir=existing)).rmdir()
     except OSError as error:
-        raise UserError(f"run.dir: {place} cannot be made: {there}: {error.strerror}; choose another") from error
+        raise UserError(f"run.dir: {target} cannot be made: {existing}: {error.strerror}; choose another") from error
 
 
-def _try(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
+    """Lock an open file without waiting. Return False if another process has locked it.
+
+    Raises:
+        UserError: If the file system has no locks.
+    """
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -202,80 +274,35 @@ def _try(lock: int) -> bool:
     return True
 
 
-def guard(
-    differences: Iterable[Difference],
-    allow_changes: Sequence[str],
-    known: Collection[str] = (),
-    models: Sequence[str] = (),
-    misfit: "Misfit | None" = None,
-    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> list[str]:
-    """Return the lines to print for a resume with a changed recipe, one per difference.
+class _Holder(NamedTuple):
+    """The process that has locked a run's directory.
 
-    Args:
-        differences: Key, saved value and new value. Digests of files have keys of their own, "data.fingerprint" for
-            example.
-        allow_changes: Keys, or sections above them, that may differ although they are `GUARDED_KEYS`.
-        known: Keys that name only the place of a file whose content is the same.
-        models: Keys of the method's section that name models. They are guarded too.
-        misfit: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
-        details: Lines that explain a difference, by its key.
-
-    Raises:
-        UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
+    Attributes:
+        text: The process, for messages.
+        host: Its host. None if it is not known.
     """
-    differences = list(differences)
-    kept_in = set(TENSOR_KEYS)
-    if any(key == "train.dtype" and "float64" in (old, new) for key, old, new in differences):
-        kept_in.add("train.dtype")  # in float64 the weights and moments are float64 too
-    fixed = kept_in | {*(misfit.keys if misfit else ())}
-    refused = []
-    for key, old, new in differences:
-        is_guarded = _within(key, (*GUARDED_KEYS, *models)) and key not in known and not _within(key, UNGUARDED_KEYS)
-        if key in fixed or (is_guarded and not _within(key, allow_changes)):
-            refused.append((key, old, new))
-    if refused:
-        lines = []
-        for key, old, new in refused:
-            lines.append(f"  {key}: {_short(old)} -> {_short(new)}")
-            lines += [f"    {line}" for line in details.get(key, ())]
-        keys = ",".join(dict.fromkeys(key for key, _, _ in refused if key not in fixed))
-        back = " and ".join(f"{key}={_short(old)}" for key, old, _ in refused if key in kept_in)
-        if back:
-            lines.append(
-                f"The saved tensors are those of the old values, and no resume converts them: set {back} back, or "
-                "start from the weights alone, by checkpoint.init_from and another run.name"
-            )
-        if misfit is not None:
-            lines.append(misfit.advice)
-        if keys:
-            lines.append(
-                f"To go on with the change, name it: checkpoint.allow_changes=[{keys}]; for a new run, choose another "
-                "run.name"
-            )
-        raise UserError(
-            "the recipe, or what the files that it names hold, is not what this run was saved with:\n"
-            + "\n".join(lines)
-        )
-    printed = []
-    for key, old, new in differences:
-        printed.append(f"{key}: {_short(old)} -> {_short(new)}")
-        printed += details.get(key, ())
-    return printed
+
+    text: str
+    host: str | None
 
 
-def _within(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _short(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _read_holder(lock: int) -> _Holder:
+    """Read the process that has locked an open file, which it has written into the file."""
+    text = os.pread(lock, 4096, 0)
+    try:
+        holder = json.loads(text)
+        return _Holder(f"process {holder['pid']} on {holder['host']}", holder["host"])
+    except (ValueError, KeyError, TypeError):
+        return _Holder("another process", None)
 
 
 def is_locked(directory: Path) -> bool | None:
-    """Return whether a run writes in `directory` now; None where that cannot be told. Not for a process that holds
-    it."""
+    """Check whether a run is writing to a directory. Must not be called by the process of that run.
+
+    Returns:
+        True or False. None if it cannot be found out, because the file system has no locks or the lock cannot be
+        opened.
+    """
     try:
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -283,18 +310,112 @@ def is_locked(directory: Path) -> bool | None:
     except OSError:
         return None
     try:
-        return not _try(lock)
-    except UserError:  # there are no locks
+        return not _try_lock(lock)
+    except UserError:
         return None
     finally:
         os.close(lock)
 
 
-def _holder(lock: int) -> tuple[str, str | None]:
-    """The holder in words, and its host."""
-    text = os.pread(lock, 4096, 0)
-    try:
-        holder = json.loads(text)
-        return f"process {holder['pid']} on {holder['host']}", holder["host"]
-    except (ValueError, KeyError, TypeError):
-        return "another process", None
+def guard(
+    differences: Iterable[Difference],
+    allow_changes: Sequence[str],
+    same_content: Collection[str] = (),
+    models: Sequence[str] = (),
+    misfit: "Misfit | None" = None,
+    details: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[str]:
+    """Return the lines to print for a resume with a changed recipe, one per difference.
+
+    Args:
+        differences: Key, saved value and new value. Digests of files have keys of their own, for example
+            "data.fingerprint".
+        allow_changes: Keys, or sections above them, that may differ although they are `GUARDED_KEYS`.
+        same_content: Keys that name the location of files whose content is the same. They may differ.
+        models: Keys of the method's section that name models. They are guarded too.
+        misfit: Set if the saved tensors do not fit the recipe. Its keys are refused whatever `allow_changes` names.
+        details: Lines that explain a difference, by its key.
+
+    Raises:
+        UserError: For a guarded difference that `allow_changes` does not name, and for one that no resume allows.
+
+    Example:
+        >>> guard([("train.steps", 10, 20), ("optimizer.lr", 1e-5, 2e-5)], ["optimizer"])
+        ['train.steps: 10 -> 20', 'optimizer.lr: 1e-05 -> 2e-05']
+    """
+    differences = list(differences)
+    tensor_keys = set(TENSOR_KEYS)
+    for key, old, new in differences:
+        if key == "train.dtype" and "float64" in (old, new):
+            tensor_keys.add("train.dtype")  # in float64 the saved weights and moments are float64 too
+    fixed_keys = set(tensor_keys)
+    if misfit is not None:
+        fixed_keys.update(misfit.keys)
+    guarded = (*GUARDED_KEYS, *models)
+    refused = []
+    for key, old, new in differences:
+        is_guarded = _is_within(key, guarded) and not _is_within(key, UNGUARDED_KEYS) and key not in same_content
+        if key in fixed_keys or (is_guarded and not _is_within(key, allow_changes)):
+            refused.append((key, old, new))
+    if refused:
+        raise UserError(_refusal(refused, tensor_keys, misfit, details))
+    lines = []
+    for key, old, new in differences:
+        lines.append(f"{key}: {_short(old)} -> {_short(new)}")
+        lines += details.get(key, ())
+    return lines
+
+
+def _refusal(
+    refused: Sequence[Difference],
+    tensor_keys: Collection[str],
+    misfit: "Misfit | None",
+    details: Mapping[str, Sequence[str]],
+) -> str:
+    """Return the error for refused differences: each of them, then what to set.
+
+    Args:
+        refused: The refused differences.
+        tensor_keys: Keys that decide which tensors a checkpoint holds, and their dtypes.
+        misfit: As in `guard`.
+        details: As in `guard`.
+    """
+    lines = ["the recipe, or the content of the files that it names, is not what this run was saved with:"]
+    back = []  # settings that restore the saved tensors
+    to_allow = []  # keys that `checkpoint.allow_changes` can name
+    misfit_keys = () if misfit is None else misfit.keys
+    for key, old, new in refused:
+        lines.append(f"  {key}: {_short(old)} -> {_short(new)}")
+        lines += [f"    {line}" for line in details.get(key, ())]
+        if key in tensor_keys:
+            back.append(f"{key}={_short(old)}")
+        elif key not in misfit_keys and key not in to_allow:
+            to_allow.append(key)
+    if back:
+        lines.append(
+            f"The saved tensors belong to the old values, and a resume does not convert them: set {' and '.join(back)} "
+            "back, or start a new run from the weights only, with checkpoint.init_from and another run.name"
+        )
+    if misfit is not None:
+        lines.append(misfit.advice)
+    if to_allow:
+        lines.append(
+            f"To continue with the change, set checkpoint.allow_changes=[{','.join(to_allow)}]. To start a new run, "
+            "set another run.name"
+        )
+    return "\n".join(lines)
+
+
+def _is_within(key: str, names: Sequence[str]) -> bool:
+    """Check whether a key is one of `names`, or is in a section of them.
+
+    >>> _is_within("data.train.path", ["data"]), _is_within("data.train.path", ["data.t"])
+    (True, False)
+    """
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _short(value: Any) -> str:
+    """Return a value of a recipe as text of at most 80 characters."""
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

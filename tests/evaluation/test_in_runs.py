@@ -129,7 +129,7 @@ def test_a_resume_repeats_no_evaluation_and_loses_none(whole, monkeypatch, at):
     """Stopped before the first step, within an evaluation, and within that of the last step."""
     root = Path(whole.run.dir).parent
     recipe = tiny_recipe(root, *asked(root), "checkpoint.every=10", name=f"cut-at-{at}")
-    stop, draw = StopFlag(), Evaluations._of
+    stop, draw = StopFlag(), Evaluations._evaluate_set
 
     def stopped(self, one, step):
         if (one.set.name, step) == ("drawn" if at else "sure", at):
@@ -137,7 +137,7 @@ def test_a_resume_repeats_no_evaluation_and_loses_none(whole, monkeypatch, at):
         return draw(self, one, step)
 
     with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(Evaluations, "_of", stopped)
+        patched.setattr(Evaluations, "_evaluate_set", stopped)
         train(recipe, Runtime(stop=stop))
     assert all(row["step"] < at or row["set"] == "sure" for row in (lines(recipe, "evals") if at else ()))
     with (recipe.run.directory / "evals.jsonl").open("a") as file:  # a kill before the row

@@ -56,7 +56,7 @@ def test_a_directory_that_another_process_holds(tmp_path):
         os._exit(0)
     os.read(ready, 1)
     try:
-        with pytest.raises(RecipeError, match=f"is held by process {child} on"):
+        with pytest.raises(RecipeError, match=f"is in use by process {child} on"):
             validate(recipe)
     finally:
         os.write(end, b"1")

@@ -113,7 +113,7 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     recipe, run = inputs.recipe, inputs.run
 
     def lock() -> None:
-        run.acquire(tell=print)
+        run.acquire(say=print)
 
     ranks.first(lock)
     if is_main:
