@@ -144,11 +144,11 @@ class Evaluations:
     def _evaluate_set(self, opened: _OpenSet, step: int) -> dict[str, float]:
         """Evaluate a set, write its answers and its row, and print the results. Return its fields."""
         began = time.perf_counter()
-        metrics, ask_stop = self._run.metrics, self._run.ask_stop
+        metrics, should_stop = self._run.metrics, self._run.should_stop
         table: list[str] = []  # lines with the first answers, on rank 0
 
         def generate(requests: Sequence[Request]) -> Sequence[Completion]:
-            return self._engine.generate(requests, ask_stop)
+            return self._engine.generate(requests, should_stop)
 
         def keep(answers: list[ScoredAnswer]) -> None:
             metrics.write_rows("evals", step, (_answer_row(opened, answer) for answer in answers))
@@ -159,7 +159,7 @@ class Evaluations:
                 table.extend(_answer_line(answer) for answer in to_show)
 
         report = evaluate(
-            opened.questions, generate, self._decode, opened.judges, keep, ranks=self._ranks, ask_stop=ask_stop
+            opened.questions, generate, self._decode, opened.judges, keep, ranks=self._ranks, should_stop=should_stop
         )
         prefix = opened.set.prefix
         fields = {f"{prefix}{name}": value for name, value in fields_of(report).items()}

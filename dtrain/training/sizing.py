@@ -124,8 +124,8 @@ def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
         # The files also have the weights of a vision tower. At 4 bits, a byte is two weights.
         file_bytes = sum(file.stat().st_size for file in weight_files(inputs.source.path))
         num_weights = max(num_weights, 2 * file_bytes)
-    length = method.longest_row()
-    num_tokens = inputs.recipe.train.micro * length * method.rows_of_a_sample()
+    length = method.max_row_length()
+    num_tokens = inputs.recipe.train.micro * length * method.rows_per_sample()
     # The sum of the output sizes of a layer's weights bounds the values that the layer computes for a token. Attention
     # adds a score for each head and key.
     width = max(sum(weight.shape[0] for weight in layer.parameters()) for layer in model.model.layers)

@@ -75,7 +75,7 @@ def opening_lines(run: BuiltRun) -> list[str]:
         mesh = f"{spec.sizes.world_size} processes: {spec.sizes.axes}"
     lines.append(labelled_line("mesh", f"{mesh}, {run.policy.device.type}"))
     lines.append(_batch_line(spec))
-    lines += run.runtime.chosen
+    lines += run.runtime.size_notes
     lines.append(labelled_line("steps", _steps(run)))
     if spec.recipe.train.validate_every == "auto" and spec.validate_every is not None:
         text = f"a validation every {spec.validate_every} of them (auto), and at the end"

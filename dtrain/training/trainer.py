@@ -40,8 +40,8 @@ from dtrain.checkpoint.dcp.retention import (
     save_bytes,
     space_line,
 )
-from dtrain.checkpoint.dcp.store import run_of
-from dtrain.checkpoint.huggingface.model_files import held_by
+from dtrain.checkpoint.dcp.store import run_id_of_save
+from dtrain.checkpoint.huggingface.model_files import read_saved_step
 from dtrain.data.rows.rows import Cursor, GlobalBatch
 from dtrain.methods.method import RunContext
 from dtrain.models.common.flops import get_text_flops
@@ -184,13 +184,13 @@ class Trainer:
         self._newest_save: dict[str, Any] = {"step": self.start.step, "save": saved_mark}
         self._run_mark = secrets.token_hex(8)
         if saved_mark is not None and self.start.store is self.store:  # the run continues its own checkpoints
-            self._run_mark = run_of(saved_mark)
+            self._run_mark = run_id_of_save(saved_mark)
 
         self.evaluations: Evaluations | None = None
         if recipe.eval is not None:
             module = import_module("dtrain.training.evaluations")  # loads rl and inference, which only `eval` needs
             self.evaluations = module.Evaluations(spec, self.policy, self._run_context())
-        self._planned = runtime.planned  # returns the memory plan once it is ready; None after it was printed
+        self._planned = runtime.wait_for_plan  # returns the memory plan once it is ready; None after it was printed
         if runtime.is_main:
             for line in opening_lines(self._built):
                 self.metrics.say(line)
@@ -218,7 +218,7 @@ class Trainer:
             retention,
             self.runtime.device,
             background=section.async_save and section.every is not None and not has_state_on_host,
-            beside=self.policy.checkpoint.beside,
+            write_extra_files=self.policy.checkpoint.adapter_writer,
             collective_timeout=self.runtime.collective_timeout,
         )
 
@@ -403,7 +403,7 @@ class Trainer:
     def _record(self, fields: Mapping[str, float]) -> None:
         """Add fields to the metrics of the current step, and show them to `train.patience`."""
         self._latest_metrics |= fields
-        self.patience.see(fields)
+        self.patience.record(fields)
 
     def stop_if_asked(self) -> None:
         """Raise Stopped if a signal came before the first step. One all-reduce."""
@@ -448,7 +448,7 @@ class Trainer:
 
     def lacks_export(self) -> bool:
         """Check whether the run was stopped between its last save and the export of it. Collective."""
-        is_outdated = self.ranks.first(lambda: held_by(self.run.export) != self._newest_save)
+        is_outdated = self.ranks.first(lambda: read_saved_step(self.run.export) != self._newest_save)
         return self.recipe.checkpoint.export != "none" and is_outdated
 
     def finish_without_steps(self, start: Start) -> None:
@@ -492,7 +492,7 @@ class Trainer:
             step,
             epoch=epoch,
             loss=result.loss,
-            **self.method.fields(result.metrics),
+            **self.method.train_metrics(result.metrics),
             **result.routing_metrics,
             grad_norm=update.grad_norm,
             lr=update.lr,
@@ -516,7 +516,7 @@ class Trainer:
     def _run_context(self) -> RunContext:
         """Return the part of the run that the method and the evaluations use."""
 
-        def ask_stop() -> bool:
+        def should_stop() -> bool:
             return self.runtime.stop.signum != 0
 
         return RunContext(
@@ -542,13 +542,13 @@ class Trainer:
         every = self.recipe.checkpoint.every
         if every is None or not self.runtime.is_main:
             return
-        save_bytes = bytes_of(self.policy.checkpoint.tensors())
+        size = save_bytes(self.policy.checkpoint.tensors())
         retention, directory = self.saver.retention, self.run.checkpoints
         num_saves = -(-self.total_steps // every)
         free = free_bytes(directory)
-        space = space_line(save_bytes, retention, num_saves)
-        self.metrics.say(f"saves: {space}; {shown_bytes(free)} are free in {directory}")
-        if free < save_bytes * (saves_at_once(retention, num_saves) or 1):
+        space = space_line(size, retention, num_saves)
+        self.metrics.say(f"saves: {space}; {format_bytes(free)} are free in {directory}")
+        if free < size * (max_concurrent_saves(retention, num_saves) or 1):
             self.metrics.say(
                 "note: that is less than the saves take: lower checkpoint.keep_last, save less often "
                 "(checkpoint.every), or set run.dir to a larger disk"
