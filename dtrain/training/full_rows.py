@@ -81,7 +81,7 @@ def build_images(spec: StepSpec, num_rows: int, device: str = "cpu") -> RowImage
     if not spec.row_images or tower is None:
         return None
     num_patches = sum(image.patches for image in spec.row_images)
-    pixels = [torch.zeros((num_patches, tower.values), device=device) for _ in range(num_rows)]
+    pixels = [torch.zeros((num_patches, tower.values_per_patch), device=device) for _ in range(num_rows)]
     grids = [image.grid for image in spec.row_images]
     return RowImages(pixels, [grids] * num_rows)
 

@@ -167,12 +167,12 @@ def _compute_lines(run: BuiltRun) -> list[str]:
         kernel = model.model.kernel
         note = f" ({kernel.note})" if kernel.note else ""
         lines.append(f"attention: {kernel.name}{note}")
-        if model.config.linear is not None:
-            reason = f" ({model.model.delta_note})" if model.model.delta_note else ""
+        if model.config.linear_attention is not None:
+            reason = f" ({model.model.no_flash_delta_reason})" if model.model.no_flash_delta_reason else ""
             name = f"torch{reason}" if model.model.flash_delta is None else "fla"
             lines.append(f"linear attention: {name}")
-    if model.uncompiled is not None:
-        lines.append(f"note: train.compile=true, and layers run uncompiled: {model.uncompiled}")
+    if model.uncompiled_reason is not None:
+        lines.append(f"note: train.compile=true, and layers run uncompiled: {model.uncompiled_reason}")
     return lines
 
 

@@ -508,9 +508,9 @@ class Trainer:
 
     def _flops_of_step(self, counts: StepCounts) -> float:
         """Return the training FLOPs of a global batch over all ranks, without recomputation."""
-        per = self._text_flops
-        of_tokens = per.token * counts.tokens
-        of_attention = per.pair * counts.pairs + per.windowed_pair * counts.windowed_pairs
+        flops = self._text_flops
+        of_tokens = flops.per_token * counts.tokens
+        of_attention = flops.per_pair * counts.pairs + flops.per_windowed_pair * counts.windowed_pairs
         return of_tokens + of_attention + counts.vision_flops
 
     def _run_context(self) -> RunContext:
