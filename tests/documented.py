@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtrain.base.hub import is_id
+from dtrain.base.hub import is_model_id
 from dtrain.commands.cli import _parser, main
 from dtrain.training import load_recipe
 from tests.pages import ROOT, Command
@@ -135,7 +135,7 @@ class Directory:
         elif words[0] == "export" and words[2].endswith(".gguf"):  # of tokenizers that llama.cpp has: tests/checkpoint
             assert Path(self.path, words[1]).is_dir()
         elif words[0] == "download":
-            assert is_id(words[1]) and len(words) == 2
+            assert is_model_id(words[1]) and len(words) == 2
         else:
             assert words[0] in ADDED, f"no rule of tests/documented.py covers: dtrain {' '.join(words)}"
             self.expect([*words, *ADDED[words[0]]], status)

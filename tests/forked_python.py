@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import tests.world  # noqa: F401  imports all of torch that a rank needs, and sets its threads
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from dtrain.launch.processes import START
 
 SHORTCUTS = {"dtrain", "tests.launch.launched", "torch.distributed.run", START}  # modules, and code after -c
@@ -47,7 +47,7 @@ class ForkedPython(subprocess.Popen):
         super().__init__(command, preexec_fn=self._begin, **options)
 
     def _begin(self) -> None:
-        end_with(self._parent)
+        end_with_parent(self._parent)
         self._enter()
 
     def _execute_child(self, *arguments):

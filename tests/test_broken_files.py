@@ -9,8 +9,8 @@ import pytest
 
 from dtrain import models
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import OWN, read_text
-from dtrain.base.model_directory import indexed_files
+from dtrain.base.json_files import OWN_FILE_BYTES, read_text
+from dtrain.base.model_directory import read_weights_index
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.models.read_config import read_config
@@ -44,7 +44,7 @@ def told(directory):
     for read in (
         read_config,
         lambda path: choose_template(path, Tokenizer.from_directory(path)),
-        indexed_files,
+        read_weights_index,
     ):
         try:
             read(directory)
@@ -166,7 +166,7 @@ def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path):
     (tmp_path / "a.json").write_text("{}")
     tracemalloc.start()
     try:
-        assert read_text(tmp_path / "a.json", OWN) == "{}"
+        assert read_text(tmp_path / "a.json", OWN_FILE_BYTES) == "{}"
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.base.torch_functions import cumsum, deterministic_algorithms, doubled_sums
+from dtrain.base.torch_functions import cumsum, deterministic_algorithms, prefix_sums
 from dtrain.launch.rank import RunJob, run_rank
 from dtrain.launch.rank_info import RankInfo
 from dtrain.parallel.mesh import StopFlag
@@ -14,8 +14,8 @@ from tests.tiny import tiny_recipe
 def test_doubled_sums_are_cumulative_sums(length):
     values = torch.randn(3, length, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(3, length, dtype=torch.float64)
-    [grad] = torch.autograd.grad(doubled_sums(values), values, upstream)
-    torch.testing.assert_close(doubled_sums(values), values.cumsum(-1), rtol=1e-13, atol=1e-13)
+    [grad] = torch.autograd.grad(prefix_sums(values), values, upstream)
+    torch.testing.assert_close(prefix_sums(values), values.cumsum(-1), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(grad, upstream.flip(-1).cumsum(-1).flip(-1), rtol=1e-13, atol=1e-13)
     assert cumsum(values.float(), torch.float64).dtype == torch.float64
 

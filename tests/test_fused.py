@@ -15,7 +15,7 @@ from torch._inductor import metrics as generated
 
 from dtrain.adapters import nf4
 from dtrain.base import compiled, top_p
-from dtrain.base.compiled import Compiled
+from dtrain.base.compiled import CompiledFunction
 from dtrain.base.fused import Fused
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
@@ -39,9 +39,9 @@ def compile_here(monkeypatch):
     def choose(*functions, backend="inductor"):
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         for one in functions:
-            monkeypatch.setattr(one, "_compiled", Compiled(one.function, "it", -1))
+            monkeypatch.setattr(one, "_compiled", CompiledFunction(one.function, "it", -1))
         chosen.extend(functions)
-        monkeypatch.setattr(Fused, "compiles", lambda self, tensor: self in chosen)
+        monkeypatch.setattr(Fused, "will_compile", lambda self, tensor: self in chosen)
 
     with torch._inductor.config.patch(compile_threads=1):  # a pool would import torch in a process of its own
         yield choose
@@ -164,7 +164,7 @@ def filtered_values():
         values = filtered.filtered_logprobs_from_hidden_states(hidden, weight, targets, rule, index=index)
         total = torch.where(values.isinf(), 0, values).sin().sum()
         results += [values.detach(), *torch.autograd.grad(total, (hidden, weight))]
-    return [*results, top_p.kept_by_top_p(hidden.detach() @ weight.detach().t(), 0.7)]
+    return [*results, top_p.top_p_mask(hidden.detach() @ weight.detach().t(), 0.7)]
 
 
 PARTS = {
@@ -183,7 +183,7 @@ def test_other_heads_are_exact_in_float64_whatever_of_them_is_compiled(compile_h
     compile_here(*functions, backend="aot_eager")
     for mine, theirs in zip(values(), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
-    assert not any(function._compiled.is_written for function in functions)
+    assert not any(function._compiled.runs_uncompiled for function in functions)
 
 
 GRADIENTS = {
@@ -297,7 +297,7 @@ def on_card(rank):
     torch.compile = partial(torch.compile, backend="aot_eager")
     compiled.has_triton = lambda: True
     held = stepped(*CASES[1], torch.bfloat16, "cuda")
-    return [tensor.tolist() for tensor in held], low_bit_adam._step_rows.compiles(torch.zeros(1).cuda())
+    return [tensor.tolist() for tensor in held], low_bit_adam._step_rows.will_compile(torch.zeros(1).cuda())
 
 
 def test_a_card_compiles_its_steps_and_keeps_the_bits():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from dtrain.base.batch import IGNORE, collate
+from dtrain.base.batch import IGNORE_INDEX, collate
 from dtrain.commands.cli import main
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ def inputs_of(family: str, rows: list, image_id: int) -> tuple[dict, torch.Tenso
     """What transformers' model takes of rows, and the labels, not shifted."""
     batch = collate(rows)
     ids = batch["input_ids"].masked_fill(batch["seq_ids"] < 0, 0)
-    labels = torch.full_like(ids, IGNORE)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     labels[:, 1:] = batch["labels"][:, :-1]
     pixels = torch.cat([row["pixels"] for row in rows if len(row["pixels"])]).double()
     grids = torch.cat([row["grids"] for row in rows])

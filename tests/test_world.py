@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from tests import world
 from tests.world import fork, join_gloo, run_world
 
@@ -30,7 +30,7 @@ def rank_sleeper(rank, pipe):
 
 def starts_all(pipe):
     fork(sleeper, pipe)
-    with subprocess.Popen(["sleep", "60"], preexec_fn=partial(end_with, os.getpid())) as program:
+    with subprocess.Popen(["sleep", "60"], preexec_fn=partial(end_with_parent, os.getpid())) as program:
         pipe.send(program.pid)
         run_world(rank_sleeper, 2, pipe)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 
 # Before any kernel has run: a fork does not take OpenMP's threads along, and the child's first large kernel would wait
 # for them without end.
@@ -51,7 +51,7 @@ def _fork(function, *args):
 
 
 def _child_main(parent, function, args):
-    end_with(parent)
+    end_with_parent(parent)
     gc.freeze()
     function(*args)
 

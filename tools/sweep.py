@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from dtrain.commands.cli import main as dtrain
 from tests import test_every_pair as pairs
 from tests.checkpoint import test_kills as kills
@@ -173,7 +173,7 @@ def outcome(seed: int, number: int) -> str | None:
 
 
 def _child(seed, number, root, report, parent):
-    end_with(parent)
+    end_with_parent(parent)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)

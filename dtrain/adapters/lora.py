@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.adapters.config import PARAMETERS, AdapterConfig, adapter_parameter_shapes, is_adapter
-from dtrain.base.batch import Batch, document_ids, documents, sum_by_document
-from dtrain.base.randomness import key, mix, uniform
+from dtrain.base.batch import Batch, document_ids, num_documents, sum_by_document
+from dtrain.base.randomness import mix, random_key, random_uniform
 from dtrain.models.building import adaptable_shapes, build
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -70,7 +70,7 @@ class AdapterSettings:
         """
         of, places = document_ids(batch), batch["position_ids"]
         words = mix(mix(batch["input_ids"] + 1) + places)
-        sums = sum_by_document(words, of, documents(batch)) + key(self.seed, step)  # [documents]
+        sums = sum_by_document(words, of, num_documents(batch)) + random_key(self.seed, step)  # [documents]
         # Padding has document -1, which reads the zero that is appended.
         return mix(mix(torch.cat([sums, sums.new_zeros(1)])[of]) + places)
 
@@ -138,7 +138,7 @@ class Adapter:
         if tp is not None:  # sequence parallel cuts the rows outside of blocks
             tokens = tokens.chunk(tp.size, 1)[tp.rank]
         elements = torch.arange(first, first + x.shape[-1], device=x.device)
-        kept = uniform(elements, (tokens ^ key(self.number))[..., None]) >= share  # [B, S, in]
+        kept = random_uniform(elements, (tokens ^ random_key(self.number))[..., None]) >= share  # [B, S, in]
         return x * (kept / (1 - share)).to(x.dtype).view_as(x)
 
     @torch.no_grad()
@@ -292,7 +292,7 @@ def init_adapters(model: CausalLM, seed: int) -> None:
         flat = torch.zeros((), dtype=torch.int64, device=local.device)
         for size, part in zip(a.shape, local_slices(a), strict=True):
             flat = flat[..., None] * size + torch.arange(part.start, part.stop, device=local.device)
-        drawn = uniform(flat, key(seed, f"{model.config.file_module(name)}.lora_A")).mul_(2).sub_(1)
+        drawn = random_uniform(flat, random_key(seed, f"{model.config.file_module(name)}.lora_A")).mul_(2).sub_(1)
         local.copy_(drawn.mul_(1 / math.sqrt(a.shape[-1])))
         local_tensor(layer.get_parameter("lora_B")).zero_()
         if isinstance(layer, Linear) and isinstance(layer.wrapper, Adapter) and layer.wrapper.dora:

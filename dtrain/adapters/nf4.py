@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from dtrain.adapters.config import is_stack
 from dtrain.base.errors import Problem
-from dtrain.base.fused import Fused, rounds
-from dtrain.base.ranges import either
+from dtrain.base.fused import Fused, uniform_iterations
+from dtrain.base.ranges import join_with_or
 from dtrain.models.building import expert_shapes, linear_shapes
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.decoder import CausalLM
@@ -85,11 +85,11 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     whole = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     parts = [(codes.reshape(-1, BLOCK // 2), scales.reshape(-1, 1), whole.view(-1, BLOCK))]
-    if not (torch.compiler.is_compiling() or _fill.compiles(codes)):
+    if not (torch.compiler.is_compiling() or _fill.will_compile(codes)):
         tile = (2**18 if codes.device.type == "cpu" else 2**22) // BLOCK  # a CPU's in its cache
         parts = [*zip(*(tensor.split(tile) for tensor in parts[0]), strict=True)]
     pairs = _pairs(codes.device, codes.is_meta)
-    for part in rounds(parts, codes):
+    for part in uniform_iterations(parts, codes):
         _fill(*part, pairs)
     return whole
 
@@ -238,7 +238,7 @@ def find_block_problems(config: ModelConfig, names: Iterable[str], tp: int) -> l
                 f"parallel.tp={tp} does not divide the {inputs // BLOCK} blocks of {BLOCK} inputs that {made} of "
                 f"{name}'s {inputs}"
             )
-            problems.append(Problem("parallel.tp", text, f"Use {either(fitting)}"))
+            problems.append(Problem("parallel.tp", text, f"Use {join_with_or(fitting)}"))
     return problems
 
 

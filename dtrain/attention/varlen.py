@@ -134,7 +134,7 @@ def choose_version(device: torch.device, prove: Callable[[bool], str | None], ra
         One exchange of the versions, and those of the argument `prove`.
     """
     name, note = _activate_later_version(device)
-    names = ranks.every(lambda: name)
+    names = ranks.gather_results(lambda: name)
     if len(set(names)) > 1:
         _refuse_version(name)
         name, note = None, note or f"FA2: {next(filter(None, names))} is not on every rank"

@@ -8,10 +8,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-EVERYWHERE = ""
+ALL_INTERFACES = ""
 
 
-def own_address(host: str, port: int) -> str | None:
+def local_address_towards(host: str, port: int) -> str | None:
     """Return this machine's address on the route to `host`; None where no route leads there. No packet is sent."""
     with suppress(OSError):
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -22,15 +22,15 @@ def own_address(host: str, port: int) -> str | None:
     return None
 
 
-def address_to_listen_at(host: str, port: int) -> str:
+def choose_listen_address(host: str, port: int) -> str:
     """Return the address of this machine that other processes reach when they look up `host`.
 
     EVERYWHERE where that is not known: Debian gives a host's own name a loopback address, and other hosts know it by
     another one.
     """
-    own = own_address(host, port)
+    own = local_address_towards(host, port)
     is_meant = "localhost" in host or _is_address(host)
-    return own if own is not None and (is_meant or not is_loopback(own)) else EVERYWHERE
+    return own if own is not None and (is_meant or not is_loopback(own)) else ALL_INTERFACES
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -45,19 +45,19 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(plain(address)).is_loopback
+    return ipaddress.ip_address(normalize_address(address)).is_loopback
 
 
-def plain(address: str) -> str:
+def normalize_address(address: str) -> str:
     """Return `address` in plain form: an IPv4 address from an IPv6 socket as IPv4, an IPv6 one without its zone."""
     return address.removeprefix("::ffff:").split("%")[0]
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the network interface of this machine that has `address`; None where none has it, or off Linux."""
     if not sys.platform.startswith("linux"):
         return None
-    wanted = ipaddress.ip_address(plain(address))
+    wanted = ipaddress.ip_address(normalize_address(address))
     if wanted.version == 6:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         having = {line.split()[-1] for line in lines if bytes.fromhex(line.split()[0]) == wanted.packed}
@@ -72,11 +72,11 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def loopback() -> str | None:
+def find_loopback_interface() -> str | None:
     """Return the loopback interface where it is known and up, else None."""
     if sys.platform == "darwin":
         return "lo0"
-    return interface_of("127.0.0.1")
+    return find_interface("127.0.0.1")
 
 
 def _is_address(host: str) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE = -100  # the label of a position without loss
-PADDING_DOCUMENT = -1  # the seq_id of padding
+IGNORE_INDEX = -100  # the label of a position without loss
+PADDING_SEQ_ID = -1  # the seq_id of padding
 
 Batch = dict[str, Tensor]
 Row = Mapping[str, Tensor]
@@ -31,10 +31,10 @@ class Stream:
 
 STREAMS = {
     "input_ids": Stream(0, torch.int64),
-    "labels": Stream(IGNORE, torch.int64),
+    "labels": Stream(IGNORE_INDEX, torch.int64),
     "position_ids": Stream(None, torch.int64),
-    "seq_ids": Stream(PADDING_DOCUMENT, torch.int64),
-    "document_ids": Stream(PADDING_DOCUMENT, torch.int64),  # seq_ids counted through the whole batch
+    "seq_ids": Stream(PADDING_SEQ_ID, torch.int64),
+    "document_ids": Stream(PADDING_SEQ_ID, torch.int64),  # seq_ids counted through the whole batch
     "token_weights": Stream(0.0, torch.float64),
     "reference_logprobs": Stream(0.0, torch.float64),  # of labels, where these stand; so are those that follow
     "old_logprobs": Stream(0.0, torch.float64),  # by the weights that an update starts from
@@ -50,8 +50,9 @@ STREAMS = {
 }
 ROW_STREAMS = ("input_ids", "labels", "position_ids", "seq_ids")  # what a data row has; methods add the others
 IMAGE_STREAMS = ("image_features", "rotary_ids", "image_ends")  # what the rows of a model with a vision tower have too
-PER_ROW = ("input_lengths", "sample_mask")  # [n], of a caller's batch
-COMPLETED = frozenset({*ROW_STREAMS, *PER_ROW, "attention_mask", "token_mask"})  # what `complete` reads
+PER_ROW_STREAMS = ("input_lengths", "sample_mask")  # [n], of a caller's batch
+# The streams that `complete_batch` reads.
+COMPLETED_STREAMS = frozenset({*ROW_STREAMS, *PER_ROW_STREAMS, "attention_mask", "token_mask"})
 
 
 def pad_stream(name: str, values: Tensor, length: int) -> Tensor:
@@ -82,13 +83,13 @@ def collate(rows: Sequence[Row], streams: Sequence[str] = ROW_STREAMS) -> Batch:
     }
 
 
-def rows_in(batch: Batch) -> int:
+def num_rows(batch: Batch) -> int:
     return batch["input_ids"].shape[0]
 
 
 def trim(batch: Batch) -> Batch:
     """Cut off the columns on the right that are padding in every row; one column stays. Host tensors only."""
-    used = (batch["seq_ids"] != PADDING_DOCUMENT).any(0).nonzero()
+    used = (batch["seq_ids"] != PADDING_SEQ_ID).any(0).nonzero()
     length = int(used[-1]) + 1 if used.numel() else 1
     return {name: tensor[:, :length] for name, tensor in batch.items()}
 
@@ -97,18 +98,18 @@ def document_ids(batch: Batch) -> Tensor:
     """Return [B, S]: the document of each position, counted row by row through the whole batch; −1 on padding."""
     seq_ids = batch["seq_ids"]
     counts = seq_ids.amax(1, keepdim=True) + 1  # [B, 1]
-    return torch.where(seq_ids == PADDING_DOCUMENT, PADDING_DOCUMENT, seq_ids + counts.cumsum(0) - counts)
+    return torch.where(seq_ids == PADDING_SEQ_ID, PADDING_SEQ_ID, seq_ids + counts.cumsum(0) - counts)
 
 
-def documents(batch: Batch) -> int:
+def num_documents(batch: Batch) -> int:
     """Return the number of documents of the batch. Host tensors only."""
-    return int((batch["seq_ids"].amax(1) + 1).sum()) if rows_in(batch) else 0
+    return int((batch["seq_ids"].amax(1) + 1).sum()) if num_rows(batch) else 0
 
 
 def document_lengths(batch: Batch) -> Tensor:
     """Return the number of tokens of each document of the batch, [documents] int64. Host tensors only."""
     ids = document_ids(batch)
-    return ids[ids != PADDING_DOCUMENT].bincount()
+    return ids[ids != PADDING_SEQ_ID].bincount()
 
 
 def sum_by_document(values: Tensor, ids: Tensor, count: int) -> Tensor:
@@ -117,16 +118,16 @@ def sum_by_document(values: Tensor, ids: Tensor, count: int) -> Tensor:
     return sums.index_add(-1, (ids + 1).flatten(), values.flatten(-2))[..., 1:]
 
 
-def next_tokens(batch: Batch) -> Tensor:
+def next_token_labels(batch: Batch) -> Tensor:
     """Return labels [B, S] for the next token: every token of a document but its first is one, trained or not."""
     ids, seq_ids = batch["input_ids"], batch["seq_ids"]
-    labels = torch.full_like(ids, IGNORE)
-    same = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_DOCUMENT)
-    labels[:, :-1] = torch.where(same, ids[:, 1:], IGNORE)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    same = (seq_ids[:, 1:] == seq_ids[:, :-1]) & (seq_ids[:, 1:] != PADDING_SEQ_ID)
+    labels[:, :-1] = torch.where(same, ids[:, 1:], IGNORE_INDEX)
     return labels
 
 
-def complete(batch: Mapping[str, Tensor]) -> Batch:
+def complete_batch(batch: Mapping[str, Tensor]) -> Batch:
     """Complete a caller's batch, on the host, detached: missing seq_ids, position_ids and labels are made, masks are
     merged into the labels and dropped.
 
@@ -150,23 +151,23 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
         if lengths is not None and bool(((lengths < 0) | (lengths > ids.shape[1])).any()):
             raise ValueError(f"input_lengths must be from 0 to the {ids.shape[1]} tokens of a row")
         real = places < (ids.shape[1] if lengths is None else lengths[:, None])
-        known["seq_ids"] = torch.where(real, 0, PADDING_DOCUMENT).expand(ids.shape).contiguous()
+        known["seq_ids"] = torch.where(real, 0, PADDING_SEQ_ID).expand(ids.shape).contiguous()
     seq_ids = known["seq_ids"]
     after, step = seq_ids[:, 1:], seq_ids.diff()
-    counts = (after == PADDING_DOCUMENT) | ((after >= 0) & (step == 0)) | ((after > 0) & (step == 1))
-    if not bool(counts.all()) or not torch.isin(seq_ids[:, :1], torch.tensor([0, PADDING_DOCUMENT])).all():
+    counts = (after == PADDING_SEQ_ID) | ((after >= 0) & (step == 0)) | ((after > 0) & (step == 1))
+    if not bool(counts.all()) or not torch.isin(seq_ids[:, :1], torch.tensor([0, PADDING_SEQ_ID])).all():
         raise ValueError("seq_ids must count a row's documents from 0, with padding (-1) on the right alone")
     if "position_ids" not in known:
         begins = torch.ones_like(seq_ids, dtype=torch.bool)
         begins[:, 1:] = seq_ids[:, 1:] != seq_ids[:, :-1]
         known["position_ids"] = places - torch.where(begins, places, 0).cummax(1).values
-    positions, padding = known["position_ids"].expand(ids.shape), seq_ids == PADDING_DOCUMENT
+    positions, padding = known["position_ids"].expand(ids.shape), seq_ids == PADDING_SEQ_ID
     if bool(((positions.diff() <= 0) & (step == 0) & (after >= 0)).any()):
         raise ValueError("position_ids must rise within a document: a token sees what is at its place or before")
     going_on = positions.masked_fill(padding, -1).cummax(1).values + 1 + places - (~padding).sum(1, keepdim=True)
     known["position_ids"] = torch.where(padding, going_on, positions)
     if "labels" not in known:
-        known["labels"] = next_tokens(known)
+        known["labels"] = next_token_labels(known)
     token_mask, sample_mask = known.pop("token_mask", None), known.pop("sample_mask", None)
     untrained = padding
     if token_mask is not None:
@@ -174,7 +175,7 @@ def complete(batch: Mapping[str, Tensor]) -> Batch:
         untrained[:, -1:] = True
     if sample_mask is not None:
         untrained = untrained | ~sample_mask.bool()[:, None]
-    known["labels"] = known["labels"].masked_fill(untrained, IGNORE)
+    known["labels"] = known["labels"].masked_fill(untrained, IGNORE_INDEX)
     known["input_ids"] = ids.masked_fill(padding, 0)
     return known | {name: known[name].long() for name in ROW_STREAMS}
 
@@ -183,8 +184,8 @@ def _check_shapes(batch: Mapping[str, Any]) -> None:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or (len(ids) and not ids.shape[1]):
         raise ValueError("input_ids must be a tensor [n, S]")
-    for name in sorted(COMPLETED & batch.keys()):
-        value, shape = batch[name], ids.shape[:1] if name in PER_ROW else ids.shape
+    for name in sorted(COMPLETED_STREAMS & batch.keys()):
+        value, shape = batch[name], ids.shape[:1] if name in PER_ROW_STREAMS else ids.shape
         one_for_all = name == "position_ids" and isinstance(value, Tensor) and value.shape == (1, ids.shape[1])
         if not isinstance(value, Tensor) or not (value.shape == shape or one_for_all):
             actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -193,9 +194,9 @@ def _check_shapes(batch: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must hold integers, not {value.dtype}")
 
 
-def trained_tokens(batch: Batch) -> int:
+def num_trained_tokens(batch: Batch) -> int:
     """Return the number of positions with a label. Host tensors only."""
-    return int((batch["labels"] != IGNORE).sum())
+    return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class RowImages:
     keys: Sequence[Sequence[int]] | None = None
 
     @classmethod
-    def beside(cls, rows: Sequence[Mapping[str, Tensor]]) -> "RowImages":
+    def from_rows(cls, rows: Sequence[Mapping[str, Tensor]]) -> "RowImages":
         """Return the images of data rows: their `pixels`, `grids` and `image_keys`."""
         grids = [[(frames, tall, wide) for frames, tall, wide in row["grids"].tolist()] for row in rows]
         return cls([row["pixels"] for row in rows], grids, [row["image_keys"].tolist() for row in rows])
@@ -217,7 +218,7 @@ class RowImages:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def of(self, rows: Iterable[int]) -> "RowImages":
+    def select(self, rows: Iterable[int]) -> "RowImages":
         """Return the images of some rows, in their order."""
         rows = list(rows)
         pixels = [self.pixels[row] for row in rows]
@@ -254,4 +255,4 @@ class RowImages:
 
 def collate_with_images(rows: Sequence[Mapping[str, Tensor]], streams: Sequence[str] = ROW_STREAMS) -> dict[str, Any]:
     """Collate rows that have `pixels` as `batch.collate` does; `images` are their `RowImages`."""
-    return {**collate(rows, streams), "images": RowImages.beside(rows)}
+    return {**collate(rows, streams), "images": RowImages.from_rows(rows)}

@@ -17,7 +17,7 @@ class UserError(Exception):
     """
 
 
-class Unavailable(UserError):
+class ServiceUnavailable(UserError):
     """Something beside the run failed that it cannot go on without, such as a server; its own state is sound."""
 
 
@@ -36,26 +36,26 @@ class Stopped(Exception):
         super().__init__(message)
 
 
-NOTHING_LOST = "stopped before the first step: nothing is lost; the same command starts here again"
+STOPPED_AT_START = "stopped before the first step: nothing is lost; the same command starts here again"
 
 
 class StoppedAtStart(Stopped):
     """A signal ended this rank before the ranks had met, so that the other ranks do not know of it."""
 
     def __init__(self, signum: int):
-        super().__init__(signum, NOTHING_LOST)
+        super().__init__(signum, STOPPED_AT_START)
 
 
-def first_few(problems: Sequence[str], *, by_kind: bool = False) -> list[str]:
-    """Return the first ten problems, and a line that counts the others; by_kind: with the word before the colon of the
-    first."""
+def limit_problems(problems: Sequence[str], *, name_kind: bool = False) -> list[str]:
+    """Return the first ten problems, and a line that counts the others; name_kind: with the word before the
+    colon of the first."""
     more = f"... and {len(problems) - 10} more"
-    if by_kind and problems:
+    if name_kind and problems:
         more += f" {problems[0].split(':')[0]}"
     return [*problems[:10], *([more] if len(problems) > 10 else [])]
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an OSError or UserError as one line that names the file where there is one."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -119,7 +119,7 @@ def problems_of_error(key: str, error: OSError | UserError) -> list[Problem]:
     """Return the problems that an error reports. An error that is no RecipeError is one problem of `key`."""
     if isinstance(error, RecipeError):
         return error.problems
-    return [Problem(key, in_words(error))]
+    return [Problem(key, describe_error(error))]
 
 
 def problems_in(key: str, check: Callable[[], Iterable[Problem]]) -> list[Problem]:
@@ -130,10 +130,10 @@ def problems_in(key: str, check: Callable[[], Iterable[Problem]]) -> list[Proble
         return problems_of_error(key, error)
     except OSError as error:  # for example a directory that this user may not enter, or a name that is too long
         fix = "Let this user read it, or name another path in the recipe"
-        return [Problem(key, in_words(error), fix)]
+        return [Problem(key, describe_error(error), fix)]
 
 
-def without_repetition(refused: Iterable[Problem], found: Iterable[Problem]) -> list[Problem]:
+def merge_problems(refused: Iterable[Problem], found: Iterable[Problem]) -> list[Problem]:
     """Join the problems of a recipe's text with those of the recipe that is left without the refused values.
 
     A refused value is absent from the rest of the recipe, so checks find it missing: this is no second problem. For

@@ -24,7 +24,7 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 NO_LOCKS = (*_NOT_SUPPORTED, errno.ENOLCK)
 
 
-class Record(TypedDict):
+class FileRecord(TypedDict):
     """Size and checksum of a file."""
 
     bytes: int
@@ -67,35 +67,35 @@ class ChecksumStream:
         self._stream.close()
 
     @property
-    def record(self) -> Record:
+    def record(self) -> FileRecord:
         """Size and checksum of the data written so far."""
-        return Record(bytes=self.size, crc32=f"{self._crc:08x}")
+        return FileRecord(bytes=self.size, crc32=f"{self._crc:08x}")
 
 
-def checksum(path: Path) -> Record:
+def checksum(path: Path) -> FileRecord:
     """Return size and checksum of the file `path` as it lies on disk."""
     crc = size = 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
             crc = zlib.crc32(block, crc)
             size += len(block)
-    return Record(bytes=size, crc32=f"{crc:08x}")
+    return FileRecord(bytes=size, crc32=f"{crc:08x}")
 
 
-def write_new(path: Path, text: str) -> Record:
+def write_synced(path: Path, text: str) -> FileRecord:
     """Write `text` to `path`, synced to disk. For files in a directory not yet published."""
     content = text.encode()
     _write(path, content)
-    return Record(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
+    return FileRecord(bytes=len(content), crc32=f"{zlib.crc32(content):08x}")
 
 
-def replace_text(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Put `text` at `path` in one step: a reader, or a kill, finds the old file or the new one."""
-    replace(path, text.encode())
+    atomic_write_bytes(path, text.encode())
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Put `content` at `path` in one step, as `replace_text` does."""
+def atomic_write_bytes(path: Path, content: bytes) -> None:
+    """Put `content` at `path` in one step, as `atomic_write_text` does."""
     beside = path.with_name(f".{path.name}.new")
     _write(beside, content)
     beside.replace(path)
@@ -143,7 +143,7 @@ def can_sync_directories(directory: Path) -> bool:
     return True
 
 
-def real(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     """Return `path` with its symbolic links resolved: files staged beside it must lie on the same disk. Raises
     UserError for links that lead in a circle."""
     try:
@@ -152,14 +152,14 @@ def real(path: Path) -> Path:
         raise UserError(f"{path}: {error}") from error
 
 
-def staged(directory: Path) -> Path:
+def staging_path(directory: Path) -> Path:
     """Return the path at which `directory` is put together until it gets its name."""
     return directory.with_name(f".{directory.name}.partial")
 
 
-def refuse_unwritable(path: Path) -> None:
+def check_can_publish(path: Path) -> None:
     """UserError where no directory could be published at `path` later on. Leaves nothing but its parent."""
-    directory = real(path)
+    directory = resolve_links(path)
     named = str(path) if path == directory else f"{path}, which leads to {directory},"
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{named} is no directory: delete it, or choose another place")
@@ -168,7 +168,7 @@ def refuse_unwritable(path: Path) -> None:
             f"{named} is a disk's own mount point, which no directory can take the place of: let the path lead to a "
             "directory below it"
         )
-    partial = staged(directory)
+    partial = staging_path(directory)
     try:
         if partial.exists():
             shutil.rmtree(partial)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 if TYPE_CHECKING:
-    from dtrain.base.compiled import Compiled
+    from dtrain.base.compiled import CompiledFunction
 
 
 class Fused:
@@ -22,34 +22,38 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._compiled: Compiled | None = None
+        self._compiled: CompiledFunction | None = None
 
-    def compiles(self, tensor: Tensor) -> bool:
+    def will_compile(self, tensor: Tensor) -> bool:
         """Return whether a call with `tensor` [..] is compiled."""
         if has_torch_function((tensor,)) or not tensor.is_cuda or torch.are_deterministic_algorithms_enabled():
             return False
         if self._compiled is None:
-            from dtrain.base.compiled import Compiled, obstacle
+            from dtrain.base.compiled import CompiledFunction, missing_compiler_reason
 
             name = f"{self.function.__module__}.{self.function.__name__}"
-            self._compiled = Compiled(self.function, name, varying=-1)
-            self._compiled.is_written = obstacle("cuda") is not None
-        return not self._compiled.is_written
+            self._compiled = CompiledFunction(self.function, name, num_dynamic_dims=-1)
+            self._compiled.runs_uncompiled = missing_compiler_reason("cuda") is not None
+        return not self._compiled.runs_uncompiled
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = [] if torch.compiler.is_compiling() else tensors_in(arguments)
         if tensors and has_torch_function(tensors):
             return handle_torch_function(self, tensors, *arguments)
-        if any(map(self.compiles, tensors)) and self._compiled is not None:
-            return self._compiled.over(tensors, *arguments)
+        if any(map(self.will_compile, tensors)) and self._compiled is not None:
+            return self._compiled.call_with_tensors(tensors, *arguments)
         return self.function(*arguments)
 
 
-def rounds(items: Sequence[Any], tensor: Tensor) -> Iterable[Any]:
+def uniform_iterations(items: Sequence[Any], tensor: Tensor) -> Iterable[Any]:
     """Return `items`, for each of which a loop does the same with tensors of the same sizes, smaller ones for the last
     perhaps; all that it keeps is there after the first. A mode of torch's functions that sees `tensor`, any of the
     loop's, may answer with some of the items: `dtrain plan` follows three of them."""
-    return handle_torch_function(rounds, (tensor,), items, tensor) if has_torch_function_unary(tensor) else items
+    return (
+        handle_torch_function(uniform_iterations, (tensor,), items, tensor)
+        if has_torch_function_unary(tensor)
+        else items
+    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_TYPES = ("cpu", "cuda")
 
-FREE_MEMORY_SHARE = 0.8  # of a GPU's free memory
+FREE_MEMORY_FRACTION = 0.8  # of a GPU's free memory
 C_COMPILERS = ("cc", "gcc", "clang")  # one of which Triton needs on a GPU's machine
 _GPU_TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
 BOARDS: dict[str, dict[str, Any]] = _GPU_TABLE["boards"]
@@ -88,7 +88,7 @@ def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     return rate or None
 
 
-def board_of(device_name: str) -> str | None:
+def find_board(device_name: str) -> str | None:
     """Return the key in BOARDS of a device by the name CUDA gives it; None where `dtrain plan` does not know it."""
     device = _table_entry(device_name)
     return device if isinstance(device, str) else None
@@ -111,7 +111,7 @@ def free_device_memory(device: "torch.device", ranks: int = 1) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + reserved) * FREE_MEMORY_SHARE)
+        return int((free + reserved) * FREE_MEMORY_FRACTION)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // ranks
 
 

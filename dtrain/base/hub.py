@@ -19,13 +19,13 @@ from dtrain.base.errors import UserError
 from dtrain.base.model_directory import (
     COMPANIONS,
     CONFIG,
-    INDEX,
     NESTED_COMPANIONS,
-    SINGLE,
-    TOKENIZER,
-    files_of_weights,
+    TOKENIZER_FILE,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    find_weight_files,
 )
-from dtrain.base.ranges import near_directories, plural
+from dtrain.base.ranges import directory_hint, plural
 
 # Module of a client -> its error for a server that cannot be reached or a transfer that breaks off.
 NETWORK_CLIENTS = {
@@ -38,43 +38,43 @@ NETWORK_CLIENTS = {
 }
 
 SHARDS = "model-*.safetensors"
-MOST_FILES_NAMED = 8  # missing files in a message
+MAX_FILES_NAMED = 8  # missing files in a message
 SMALL_FILES = [CONFIG, *COMPANIONS, *NESTED_COMPANIONS]
-DOWNLOADED_FILES = [*SMALL_FILES, SINGLE, SHARDS, INDEX]
+DOWNLOADED_FILES = [*SMALL_FILES, WEIGHTS, SHARDS, WEIGHTS_INDEX]
 _SNAPSHOT = re.compile(r"models--([A-Za-z0-9][\w.-]*)--([\w.-]+)")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def is_id(path: str) -> bool:
+def is_model_id(path: str) -> bool:
     """Return whether `path` reads as a model's id on the hub. A directory of that name comes first, and beside a
     run's directory no id is looked for."""
     is_one = _ID.fullmatch(path) is not None and not Path(path).exists()
     return is_one and not any(Path(path).parent.glob("*/config.yaml"))
 
 
-def id_of(directory: Path) -> str | None:
+def cached_model_id(directory: Path) -> str | None:
     """Return the id of the model whose directory in the cache this is; None for another directory."""
     repository = directory.absolute().parent.parent
     match = _SNAPSHOT.fullmatch(repository.name) if directory.absolute().parent.name == "snapshots" else None
     return f"{match[1]}/{match[2]}" if match else None
 
 
-def find_directory(path: Path) -> Path:
+def find_model_directory(path: Path) -> Path:
     """Return `path` where it is a directory, else the cached directory of the model whose id it is. No network.
     Raises UserError."""
     if path.is_dir():
         return path
     name = str(path)
-    if (has_id := is_id(name)) and (directory := cached(name)) is not None:
+    if (has_id := is_model_id(name)) and (directory := cached_model_directory(name)) is not None:
         return directory
     if has_id and (missing := missing_files(name)):
-        raise UserError(incomplete(name, missing, f"dtrain download {name}"))
+        raise UserError(incomplete_download_message(name, missing, f"dtrain download {name}"))
     fetched = f"; a model of the Hugging Face hub is fetched first: `dtrain download {name}`"
     takes = "give a model's directory, an adapter's, a run's or a step's"
-    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else near_directories(name)}")
+    raise UserError(f"{name}: no such directory; {takes}{fetched if has_id else directory_hint(name)}")
 
 
-def cached(name: str, *, weights: bool = True) -> Path | None:
+def cached_model_directory(name: str, *, weights: bool = True) -> Path | None:
     """Return the directory of model `name` in the cache; None where it is not there whole. No network.
 
     weights: without them the directory is not whole.
@@ -102,15 +102,17 @@ def missing_files(name: str, *, weights: bool = True) -> list[str]:
     if directory is None:
         return []
     listed = cached_listing(name, "model", directory.name)
-    needed = [path for path in listed if path in (CONFIG, TOKENIZER)]
+    needed = [path for path in listed if path in (CONFIG, TOKENIZER_FILE)]
     if weights and not _has_weights(directory):
-        needed += [path for path in listed if any(fnmatchcase(path, pattern) for pattern in (SINGLE, SHARDS, INDEX))]
+        needed += [
+            path for path in listed if any(fnmatchcase(path, pattern) for pattern in (WEIGHTS, SHARDS, WEIGHTS_INDEX))
+        ]
         with suppress(UserError):  # a damaged index is reported where the weights are read
-            needed += files_of_weights(directory) or ()
+            needed += find_weight_files(directory) or ()
     return sorted({path for path in needed if not (directory / path).is_file()})
 
 
-def incomplete(name: str, missing: Sequence[str], command: str) -> str:
+def incomplete_download_message(name: str, missing: Sequence[str], command: str) -> str:
     """Return the message for a model or dataset whose download was interrupted.
 
     Args:
@@ -118,7 +120,7 @@ def incomplete(name: str, missing: Sequence[str], command: str) -> str:
         missing: The files that are missing, at least one.
         command: The command that finishes the download.
     """
-    shown = ", ".join(missing[:MOST_FILES_NAMED]) + (", .." if len(missing) > MOST_FILES_NAMED else "")
+    shown = ", ".join(missing[:MAX_FILES_NAMED]) + (", .." if len(missing) > MAX_FILES_NAMED else "")
     count = f"{len(missing)} {plural(len(missing), 'file')} {'is' if len(missing) == 1 else 'are'} missing"
     return (
         f"{name}: its download into the hub's cache on this machine is incomplete: {count} ({shown}). Run `{command}` "
@@ -174,7 +176,7 @@ def _is_whole(directory: Path, weights: bool) -> bool:
     return (directory / CONFIG).is_file() and (not weights or _has_weights(directory))
 
 
-def download(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
+def download_model(name: str, *, weights: bool = True, key: str = "model.path") -> Path:
     """Download what the cache does not hold of model `name`, and return its directory there. Raises UserError that
     says what to do where the hub does not give it. Several processes may ask at once: the library locks each file.
     key: that names the model."""
@@ -186,22 +188,22 @@ def download(name: str, *, weights: bool = True, key: str = "model.path") -> Pat
         directory = Path(snapshot_download(name, allow_patterns=patterns))
     # Without a network the library returns a snapshot for which it keeps no listing as it is.
     if missing := missing_files(name, weights=weights):
-        raise UserError(incomplete(name, missing, command))
+        raise UserError(incomplete_download_message(name, missing, command))
     _refuse_unfit(name, (directory / CONFIG).is_file(), not weights or _has_weights(directory))
     return directory
 
 
-def look(name: str, key: str = "model.path") -> tuple[Path, int]:
+def look_up_model(name: str, key: str = "model.path") -> tuple[Path, int]:
     """Download the small files of model `name`; return its directory in the cache and the bytes of the weights that
-    `download` would fetch beside them. Raises UserError as `download` does."""
+    `download_model` would fetch beside them. Raises UserError as `download_model` does."""
     from huggingface_hub import HfApi
 
-    directory = download(name, weights=False, key=key)
+    directory = download_model(name, weights=False, key=key)
     with hub_errors(name, "model", f"dtrain download {name}", f"{key} to a directory"):
         listed = HfApi().list_repo_tree(name, revision=directory.name)
         sizes = {entry.path: getattr(entry, "size", 0) for entry in listed}
-    _refuse_unfit(name, True, SINGLE in sizes or INDEX in sizes)
-    weights = [path for path in sizes if any(fnmatchcase(path, pattern) for pattern in (SINGLE, SHARDS))]
+    _refuse_unfit(name, True, WEIGHTS in sizes or WEIGHTS_INDEX in sizes)
+    weights = [path for path in sizes if any(fnmatchcase(path, pattern) for pattern in (WEIGHTS, SHARDS))]
     return directory, sum(sizes[path] for path in weights)
 
 
@@ -250,7 +252,7 @@ def hub_errors(
         ) from error
     except client_errors(LocalEntryNotFoundError) as error:
         if names := missing():
-            raise UserError(incomplete(name, names, command)) from error
+            raise UserError(incomplete_download_message(name, names, command)) from error
         raise UserError(
             f"{name} is no {here} here and not in the hub's cache on this machine, and the hub cannot be reached "
             f"(no network, or HF_HUB_OFFLINE=1): run `{command}` where there is a network, or set {otherwise}"
@@ -263,7 +265,7 @@ def hub_errors(
 
 def _has_weights(directory: Path) -> bool:
     try:
-        return all((directory / name).is_file() for name in files_of_weights(directory) or [SINGLE])
+        return all((directory / name).is_file() for name in find_weight_files(directory) or [WEIGHTS])
     except UserError:  # told of where the weights are read
         return False
 

@@ -11,9 +11,13 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 
-DEPTH = 100  # levels; what walks a value later may recurse
-PARTS = 100_000_000  # entries of all lists and objects together
-SMALL, LARGE, OWN = 1 << 24, 1 << 27, 1 << 33  # bytes: of a configuration, a vocabulary, a file of dtrain's own
+MAX_DEPTH = 100  # levels; what walks a value later may recurse
+MAX_ENTRIES = 100_000_000  # entries of all lists and objects together
+SMALL_FILE_BYTES, LARGE_FILE_BYTES, OWN_FILE_BYTES = (
+    1 << 24,
+    1 << 27,
+    1 << 33,
+)  # bytes: of a configuration, a vocabulary, a file of dtrain's own
 _BLOCK = 1 << 20  # bytes read at once
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 _KINDS[type(None)] = "null"
@@ -24,13 +28,13 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """Return the name of the value's JSON type."""
     return _KINDS.get(type(value), type(value).__name__)
 
 
-def loads(text: str | bytes, *, constants: bool = True) -> Any:
-    """Return the value of a JSON text, UTF-8 where it is bytes. constants: read NaN and Infinity, which Python writes.
+def loads(text: str | bytes, *, allow_nan: bool = True) -> Any:
+    """Return the value of a JSON text, UTF-8 where it is bytes. allow_nan: read NaN and Infinity, which Python writes.
 
     Raises ValueError that says what is wrong, json.JSONDecodeError and UnicodeDecodeError among them.
     """
@@ -38,23 +42,23 @@ def loads(text: str | bytes, *, constants: bool = True) -> Any:
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
     try:
-        value = (decoder if constants else _STRICT).decode(text)
+        value = (DECODER if allow_nan else _STRICT).decode(text)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {DEPTH} levels") from None
-    check_shape(value)
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    check_json_size(value)
     return value
 
 
-def check_shape(value: Any, most: int = PARTS) -> None:
-    """Raise ValueError for a value nested deeper than DEPTH, or with more than `most` entries, shared ones counted
-    each time."""
+def check_json_size(value: Any, max_entries: int = MAX_ENTRIES) -> None:
+    """Raise ValueError for a value nested deeper than MAX_DEPTH, or with more than `max_entries` entries, shared ones
+    counted each time."""
     level, depth, parts = [value] if isinstance(value, dict | list) else [], 0, 0
     while level:
         depth, parts = depth + 1, parts + sum(map(len, level))
-        if depth > DEPTH:
-            raise ValueError(f"it is nested deeper than {DEPTH} levels")
-        if parts > most:
-            raise ValueError(f"it has more than {most:,} entries")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if parts > max_entries:
+            raise ValueError(f"it has more than {max_entries:,} entries")
         level = [
             inner
             for outer in level
@@ -63,18 +67,20 @@ def check_shape(value: Any, most: int = PARTS) -> None:
         ]
 
 
-def read_text(path: Path, most: int = SMALL) -> str:
-    """Return the text of a file that a stranger may have written. Raises UserError: no regular file, more than `most`
-    bytes, not UTF-8."""
+def read_text(path: Path, max_bytes: int = SMALL_FILE_BYTES) -> str:
+    """Return the text of a file that a stranger may have written. Raises UserError: no regular file, more than
+    `max_bytes` bytes, not UTF-8."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is a directory or a device; a file belongs there")
         with path.open("rb") as stream:
             text = bytearray()
-            while block := stream.read(min(_BLOCK, most + 1 - len(text))):  # read(n) allocates n bytes first
+            while block := stream.read(min(_BLOCK, max_bytes + 1 - len(text))):  # read(n) allocates n bytes first
                 text += block
-        if len(text) > most:
-            raise UserError(f"{path} is larger than {most >> 20} MiB, more than such a file has; is it the right one?")
+        if len(text) > max_bytes:
+            raise UserError(
+                f"{path} is larger than {max_bytes >> 20} MiB, more than such a file has; is it the right one?"
+            )
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); convert it to UTF-8") from None
@@ -94,15 +100,15 @@ def split_lines(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def read_json(path: Path, *, most: int = SMALL, constants: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, max_bytes: int = SMALL_FILE_BYTES, allow_nan: bool = False) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises UserError naming the file."""
-    text = read_text(path, most)
+    text = read_text(path, max_bytes)
     try:
-        value = loads(text, constants=constants)
+        value = loads(text, allow_nan=allow_nan)
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}); is the file whole?") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object but {kind_of(value)}")
+        raise UserError(f"{path} is not a JSON object but {json_type(value)}")
     return value
 
 
@@ -121,16 +127,16 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-decoder = json.JSONDecoder(object_pairs_hook=_object)
-"""For a reader that takes value after value from a text; it owes each one `check_shape`, and catches RecursionError."""
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+"""For a reader that takes value after value from a text. It calls `check_json_size` and catches RecursionError."""
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)
 
 
-def is_natural(value: Any) -> bool:
+def is_non_negative_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def read_list(value: Any, key: str) -> list[Any]:
+def as_list(value: Any, key: str) -> list[Any]:
     """Return `value` as a list; a string is read as JSON, as CSV and some parquet files hold lists. Raises UserError
     that names `key`."""
     if isinstance(value, str):
@@ -139,5 +145,5 @@ def read_list(value: Any, key: str) -> list[Any]:
         except ValueError as problem:
             raise UserError(f"{key} is a string that is not JSON ({problem}); it must be a list") from problem
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise UserError(f"{key} must be a list, not {kind_of(value)}")
+        raise UserError(f"{key} must be a list, not {json_type(value)}")
     return list(value)

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import LARGE, SMALL, is_natural, loads, read_json
+from dtrain.base.json_files import LARGE_FILE_BYTES, SMALL_FILE_BYTES, is_non_negative_int, loads, read_json
 
 CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+TOKENIZER_FILE = "tokenizer.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATES = "additional_chat_templates"  # the folder of the other named templates, as transformers 5 saves them
-HELD = "dtrain.json"
+EXPORT_RECORD = "dtrain.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -28,7 +28,7 @@ COMPANIONS = tuple(_COMPANIONS.split())
 NESTED_COMPANIONS = (f"{CHAT_TEMPLATES}/*.jinja", *(f"*tokenizer*/{name}" for name in COMPANIONS))
 
 
-def companions_in(directory: Path) -> list[str]:
+def find_companions(directory: Path) -> list[str]:
     """Return the companions of a model's directory, those in sub-folders included, as paths relative to it.
 
     For example ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"].
@@ -41,7 +41,7 @@ def companions_in(directory: Path) -> list[str]:
 
 
 def is_chat_template(companion: str) -> bool:
-    """Return whether a companion, by its path as `companions_in` returns it, is a file of chat templates only."""
+    """Return whether a companion, by its path as `find_companions` returns it, is a file of chat templates only."""
     return companion in (CHAT_TEMPLATE, "chat_template.json") or companion.startswith(f"{CHAT_TEMPLATES}/")
 
 
@@ -54,7 +54,7 @@ def has_vision(directory: Path) -> bool:
 
 def has_weights(directory: Path) -> bool:
     """Return whether a directory holds weights, in a file or by an index."""
-    return any((directory / name).is_file() for name in (SINGLE, INDEX))
+    return any((directory / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -62,42 +62,49 @@ def is_adapter_directory(path: str | Path) -> bool:
     return (Path(path) / ADAPTER_CONFIG).is_file() and not has_weights(Path(path))
 
 
-def files_of_weights(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]] | None:
+def find_weight_files(directory: Path, single: str = WEIGHTS) -> Mapping[str, Sequence[str]] | None:
     """Return the files of a directory's weights, and each one's tensors by the index, none of the file `single`, which
     has no index; None without weights. Raises UserError for a damaged index."""
     if (directory / single).is_file():
         return {single: ()}
-    return indexed_files(directory) if (directory / INDEX).is_file() else None
+    return read_weights_index(directory) if (directory / WEIGHTS_INDEX).is_file() else None
 
 
-def indexed_files(directory: Path) -> dict[str, list[str]]:
+def read_weights_index(directory: Path) -> dict[str, list[str]]:
     """Return the files that the index of a model's directory names, and each one's tensors. Raises UserError."""
     try:
-        weight_map = read_json(directory / INDEX, most=LARGE).get("weight_map")
+        weight_map = read_json(directory / WEIGHTS_INDEX, max_bytes=LARGE_FILE_BYTES).get("weight_map")
     except UserError as error:
-        raise UserError(f"{directory / INDEX}: damaged: {error}") from error
+        raise UserError(f"{directory / WEIGHTS_INDEX}: damaged: {error}") from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(f"{directory / INDEX}: damaged: {INDEX} is damaged: it has no weight_map from tensors to files")
+        raise UserError(f"{directory / WEIGHTS_INDEX} is damaged: it has no weight_map from tensors to files")
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if Path(file).name != file:
-            raise UserError(f"{directory / INDEX}: places {name} in {file!r}, which is no file of this directory")
+            raise UserError(
+                f"{directory / WEIGHTS_INDEX}: places {name} in {file!r}, which is no file of this directory"
+            )
         files.setdefault(file, []).append(name)
     return files
 
 
-def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+def read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return each tensor's dtype, shape and data_offsets in a safetensors file, and where data begin. UserError."""
     try:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            if not 0 < size <= SMALL:
+            if not 0 < size <= SMALL_FILE_BYTES:
                 raise ValueError(f"a header of {size} bytes")
             header = loads(stream.read(size))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         for entry in entries.values():
             begin, end = entry["data_offsets"]
-            if not (is_natural(begin) and is_natural(end) and begin <= end and isinstance(entry["shape"], list)):
+            if not (
+                is_non_negative_int(begin)
+                and is_non_negative_int(end)
+                and begin <= end
+                and isinstance(entry["shape"], list)
+            ):
                 raise ValueError("an entry of another form")
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         if path.stat().st_size != 8 + size + max(ends, default=0):

@@ -31,12 +31,12 @@ def matches_suffix(pattern: str, name: str) -> bool:
     return re.fullmatch(suffix_pattern(pattern), name) is not None
 
 
-def matched(names: Iterable[str], patterns: Iterable[str]) -> bool:
+def matches_any(names: Iterable[str], patterns: Iterable[str]) -> bool:
     """Return whether any of a parameter's `names` matches any of the globs in `patterns`."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[Problem]:
+def unmatched_patterns(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[str]) -> list[Problem]:
     """Return a problem for each pattern that matches none of the model's parameters.
 
     Args:
@@ -46,7 +46,7 @@ def unmatched(patterns_by_key: Mapping[str, Iterable[str]], names: Collection[st
     problems = []
     for key, patterns in patterns_by_key.items():
         for pattern in patterns:
-            if not matched(names, [pattern]):
+            if not matches_any(names, [pattern]):
                 text = f"{key}: {pattern} matches no parameter of the model"
                 fix = f"Names are such as {next(iter(names))}, and * stands for any part"
                 problems.append(Problem(key, text, fix))

@@ -13,16 +13,16 @@ from typing import Any
 def has_column(row: Mapping[str, Any], name: str) -> bool:
     """Return whether `row` has the column `name`, at its top level or in an object."""
     try:
-        column_of(row, name)
+        get_column(row, name)
     except KeyError:
         return False
     return True
 
 
-def column_of(row: Mapping[str, Any], name: str) -> Any:
+def get_column(row: Mapping[str, Any], name: str) -> Any:
     """Return the value of the column `name`. Raises KeyError if the row has none.
 
-    >>> column_of({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth")
+    >>> get_column({"reward_model": {"ground_truth": "4"}}, "reward_model.ground_truth")
     '4'
     """
     if name in row:

@@ -12,7 +12,7 @@ from pathlib import Path
 POLL_SECONDS = 0.5
 
 
-def end_with(parent: int, status: int = 1) -> None:
+def end_with_parent(parent: int, status: int = 1) -> None:
     """End this process when `parent`, the process that started it, has ended, however that was.
 
     On Linux the kernel kills it; elsewhere a thread looks, and ends it with `status`. So does this call where `parent`
@@ -27,7 +27,7 @@ def end_with(parent: int, status: int = 1) -> None:
         os._exit(status)
 
 
-def kill(pids: list[int]) -> None:
+def kill_all(pids: list[int]) -> None:
     """End these processes, which may be gone, stopped ones too."""
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -55,7 +55,7 @@ def _watch(parent: int, status: int) -> None:
 def main() -> None:
     """Run a command in place of this process, which on Linux ends with its parent: orphans.py PARENT COMMAND ..."""
     parent, *command = sys.argv[1:]
-    end_with(int(parent))
+    end_with_parent(int(parent))
     os.execvp(command[0], command)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from dtrain.base.errors import NOTHING_LOST
+from dtrain.base.errors import STOPPED_AT_START
 
 # Batch systems announce a pre-emption with SIGUSR1. SIGHUP comes when a terminal or an ssh connection closes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -34,16 +34,16 @@ def stop_signals_handled_by(handle: Callable[[int, FrameType | None], None]) -> 
             signal.signal(signum, handler)
 
 
-def exit_at_once(signum: int, frame: FrameType | None) -> None:
+def exit_without_saving(signum: int, frame: FrameType | None) -> None:
     """Handle a signal while there is nothing to save: say so, and end with the signal's status.
 
     An exception would do for Python code. torch aborts if one is raised while it is imported.
     """
-    os.write(2, f"dtrain: {NOTHING_LOST}\n".encode())
+    os.write(2, f"dtrain: {STOPPED_AT_START}\n".encode())
     os._exit(128 + signum)
 
 
-def search_path() -> list[str]:
+def import_search_path() -> list[str]:
     """Return sys.path with the working directory at its end where it is not on it yet: a file there may have the name
     of a library, and does not take its place."""
     here = str(Path.cwd())

@@ -22,7 +22,7 @@ def digest(*parts: object) -> bytes:
     return hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
 
 
-def key(*parts: object) -> int:
+def random_key(*parts: object) -> int:
     """Return a signed 64-bit number made of anything that prints."""
     return int.from_bytes(digest(*parts), "little", signed=True)
 
@@ -34,14 +34,14 @@ def mix(values: "Tensor") -> "Tensor":
     return values ^ _shift(values, 31)
 
 
-def bits(index: "Tensor", key: "int | Tensor") -> "Tensor":
+def random_int64(index: "Tensor", key: "int | Tensor") -> "Tensor":
     """Return 64 random bits, int64, of each index [..] int64 in the sequence that `key` names."""
     return mix(index * _GAMMA + key)
 
 
-def uniform(index: "Tensor", key: "int | Tensor") -> "Tensor":
+def random_uniform(index: "Tensor", key: "int | Tensor") -> "Tensor":
     """Return uniform numbers in (0, 1), float64, never 0 or 1, of each index [..] int64 in the sequence of `key`."""
-    return (_shift(bits(index, key), 11).double() + 0.5) * 2.0**-53  # 53 bits and a half
+    return (_shift(random_int64(index, key), 11).double() + 0.5) * 2.0**-53  # 53 bits and a half
 
 
 def _shift(bits: "Tensor", count: int) -> "Tensor":

@@ -7,7 +7,7 @@ On files they agree by content: names, places and time stamps play no part. A fi
 its chunks, which the processes of a machine read side by side: each takes its share, in several threads. A machine with
 copies of its own reads these, and not those of another.
 
-`deal` divides work among ranks by its cost. It needs no communication.
+`balance_by_cost` divides work among ranks by its cost. It needs no communication.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dtrain.base.errors import UserError, in_words
+from dtrain.base.errors import UserError, describe_error
 from dtrain.base.json_files import digest
 
 CHUNK_BYTES = 64 << 20
@@ -33,25 +33,25 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of `group` (None: the whole world; this process alone where no process group is up).
 
-    alone: this process by itself although a process group is up. Objects that travel between the ranks of one run are
-    pickled by torch.distributed; they never come from a file.
+    single_process: this process by itself although a process group is up. Objects that travel between the ranks of one
+    run are pickled by torch.distributed; they never come from a file.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
+    def __init__(self, group: dist.ProcessGroup | None = None, *, single_process: bool = False):
         self.group = group
-        self.distributed = not alone and dist.is_available() and dist.is_initialized()
+        self.distributed = not single_process and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
 
     @property
-    def me(self) -> str:
+    def description(self) -> str:
         return f"rank {self.rank} on {socket.gethostname()}"
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def first(self, act: Callable[[], T]) -> T:
+    def run_on_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; return its result, or raise its error as a UserError, on every rank.
 
         Collective: one broadcast.
@@ -66,7 +66,7 @@ class Ranks:
             raise UserError(problem)
         return value
 
-    def every(self, act: Callable[[], T]) -> list[T]:
+    def gather_results(self, act: Callable[[], T]) -> list[T]:
         """Call `act` on every rank; return all results in rank order, or raise all errors in one UserError, everywhere.
 
         Collective: one all-gather of objects.
@@ -80,21 +80,21 @@ class Ranks:
             raise UserError("\n".join(problems))
         return [value for value, _ in outcomes]
 
-    def alike(self, values: Sequence[T]) -> list[int]:
+    def ranks_with_same(self, values: Sequence[T]) -> list[int]:
         """Return the ranks whose value is this rank's, itself among them. values: of every rank, as `every` gives
         them."""
         return [rank for rank, value in enumerate(values) if value == values[self.rank]]
 
-    def same(self, value: str | None, wrong: str) -> None:
-        """Raise UserError on every rank, `wrong` and the ranks that differ from the first, where `value` is not the
+    def check_same(self, value: str | None, mismatch: str) -> None:
+        """Raise UserError on every rank, `mismatch` and the ranks that differ from the first, where `value` is not the
         same on all; None is no answer. Collective: one all-gather of objects."""
-        answers = [answer for answer in self.every(lambda: (self.me, value)) if answer[1] is not None]
+        answers = [answer for answer in self.gather_results(lambda: (self.description, value)) if answer[1] is not None]
         differing = [name for name, other in answers if other != answers[0][1]]
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise UserError(f"{wrong}: that of {', '.join(differing[:3])}{more} is not that of {answers[0][0]}")
+            raise UserError(f"{mismatch}: that of {', '.join(differing[:3])}{more} is not that of {answers[0][0]}")
 
-    def together(self, act: Callable[[], T]) -> T:
+    def run_on_all(self, act: Callable[[], T]) -> T:
         """Call `act` on every rank; return this rank's result, which does not travel, or raise all errors in one
         UserError on every rank.
 
@@ -106,7 +106,7 @@ class Ranks:
             if problem is not None:
                 raise UserError(problem)
 
-        self.every(raise_problem)
+        self.gather_results(raise_problem)
         return value
 
 
@@ -114,18 +114,18 @@ def _attempt(act: Callable[[], T]) -> tuple[Any, str | None]:
     try:
         return act(), None
     except (OSError, UserError) as error:
-        return None, in_words(error)
+        return None, describe_error(error)
 
 
-def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None = None) -> list[str]:
+def file_digests(files: Sequence[Path], mismatch: str | None = None, ranks: Ranks | None = None) -> list[str]:
     """Return the digest of each file, as this rank sees it. Collective over `ranks`: 3 or 4 all-gathers of objects.
 
-    wrong: what to say, in a UserError on every rank, where machines have files of other content. A file that cannot be
-    read, or changes meanwhile, is a UserError on every rank too.
+    mismatch: what to say, in a UserError on every rank, where machines have files of other content. A file that cannot
+    be read, or changes meanwhile, is a UserError on every rank too.
     """
     ranks = ranks or Ranks()
-    seen = ranks.every(lambda: files_as_seen(files))
-    beside = ranks.alike(seen)
+    seen = ranks.gather_results(lambda: file_identity(files))
+    beside = ranks.ranks_with_same(seen)
 
     def read() -> dict[tuple[int, int], str]:
         counts = [-(-file.stat().st_size // CHUNK_BYTES) for file in files]
@@ -136,7 +136,7 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
                 zip(mine, threads.map(lambda chunk: _chunk_digest(files[chunk[0]], chunk[1]), mine), strict=True)
             )
 
-    per_rank = ranks.every(read)
+    per_rank = ranks.gather_results(read)
     table = {chunk: value for rank in beside for chunk, value in per_rank[rank].items()}
     counts = Counter(number for number, _ in table)
 
@@ -149,13 +149,13 @@ def digests(files: Sequence[Path], wrong: str | None = None, ranks: Ranks | None
             whole.append(digest(parts))
         return whole
 
-    whole = ranks.together(join)
-    if wrong is not None and len(set(seen)) > 1:
-        ranks.same(digest(whole), wrong)
+    whole = ranks.run_on_all(join)
+    if mismatch is not None and len(set(seen)) > 1:
+        ranks.check_same(digest(whole), mismatch)
     return whole
 
 
-def files_as_seen(files: Sequence[Path]) -> str:
+def file_identity(files: Sequence[Path]) -> str:
     """Return a text that is the same for processes of one machine that see the same `files`, whatever their mounts."""
     machine = _BOOT_ID.read_text() if _BOOT_ID.is_file() else socket.gethostname()
     return digest(machine, [(stat.st_dev, stat.st_ino) for stat in (file.stat() for file in files)])
@@ -171,16 +171,16 @@ def _chunk_digest(file: Path, chunk: int) -> str:
     return hasher.hexdigest()
 
 
-def deal(costs: Sequence[float], places: int, most: int | None = None) -> list[list[int]]:
+def balance_by_cost(costs: Sequence[float], places: int, max_items: int | None = None) -> list[list[int]]:
     """Deal indices to places, each place's ascending: the dearest first, each to the place with the least so far.
 
-    most: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
+    max_items: items that a place takes at most (None: any number). At most 4/3 of the best (R. L. Graham, Bounds on
     multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969).
     """
     shares: list[list[int]] = [[] for _ in range(places)]
     loads = [0.0] * places
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        free = [place for place in range(places) if most is None or len(shares[place]) < most]
+        free = [place for place in range(places) if max_items is None or len(shares[place]) < max_items]
         place = min(free, key=lambda place: (loads[place], place))
         loads[place] += costs[index]
         shares[place].append(index)

@@ -18,7 +18,7 @@ _FEW = 2**22  # elements up to which passes cost more than sums
 _BITS, _BITS_OF_FEW = 2, 4  # found in one pass; each trial value is another sum
 
 
-def last_kept(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
+def smallest_kept_value(values: Tensor, probabilities: Tensor, share: Tensor) -> Tensor:
     """Return [n, 1] of values [n, V], any float dtype: the largest v for which the probabilities [n, V] of all tokens
     with values ≥ v sum to at least `share` [n, 1] float64, at most the sum of all. NaN where a row has NaN."""
     are_few = values.numel() <= _FEW
@@ -56,14 +56,14 @@ def _value_of(order: Tensor, dtype: torch.dtype, least: int | None = None) -> Te
     return torch.where(signed >= 0, signed, ~(signed - lowest)).to(integer).view(dtype)
 
 
-def kept_by_top_p(logits: Tensor, top_p: float) -> Tensor:
+def top_p_mask(logits: Tensor, top_p: float) -> Tensor:
     """Return the mask [n, V] of logits [n, V], some of which may be −inf: the likeliest tokens up to the one whose
     probability makes the sum reach top_p, at least one, equal ones by lower id. A row with NaN or with nothing but −inf
     has no distribution, and no token is kept."""
     p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     whole = p.sum(-1, keepdim=True, dtype=torch.float64)
     share = whole.clamp(max=top_p)
-    return _down_to(last_kept(logits, p, share), logits, p, share) | (whole < top_p)  # by rounding
+    return _down_to(smallest_kept_value(logits, p, share), logits, p, share) | (whole < top_p)  # by rounding
 
 
 @Fused

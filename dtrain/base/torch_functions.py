@@ -65,10 +65,10 @@ def cumsum(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-1, dtype=dtype)
-    return doubled_sums(values if dtype is None else values.to(dtype))
+    return prefix_sums(values if dtype is None else values.to(dtype))
 
 
-def doubled_sums(values: Tensor) -> Tensor:
+def prefix_sums(values: Tensor) -> Tensor:
     """Return the cumulative sums of values [.., n]: sums of 1, 2, 4, ... neighbours, each of two that are half as long
     (Hillis and Steele, 1986)."""
     length = 1

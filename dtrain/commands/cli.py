@@ -19,7 +19,7 @@ from pathlib import Path
 from dtrain import __version__
 from dtrain.base.errors import Stopped, UserError
 from dtrain.base.json_files import split_lines
-from dtrain.base.processes import exit_at_once, stop_signals_handled_by
+from dtrain.base.processes import exit_without_saving, stop_signals_handled_by
 from dtrain.commands.arguments import (
     DIRECTORY,
     PROCESSES,
@@ -192,7 +192,7 @@ def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: lis
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    with stop_signals_handled_by(exit_at_once):  # until the run handles signals itself
+    with stop_signals_handled_by(exit_without_saving):  # until the run handles signals itself
         from dtrain.commands.run import start_background_plan
         from dtrain.launch import launch
         from dtrain.launch.exits import WorkerFailed
@@ -272,7 +272,7 @@ def _download(arguments: argparse.Namespace) -> None:
     from dtrain.base import hub
 
     name, kind = arguments.name, "dataset" if arguments.data else "model"
-    if not hub.is_id(name):
+    if not hub.is_model_id(name):
         address = re.match(r"https?://[^/]+/(?:datasets/)?([^/]+/[^/?#]+)", name)
         meant = f": write {address[1]}" if address else ", or a directory has that name"
         raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
@@ -284,13 +284,13 @@ def _download(arguments: argparse.Namespace) -> None:
         return
     if arguments.split != "train" or arguments.subset or arguments.revision:
         raise UserError("--split, --subset and --revision are for datasets: add --data")
-    print(hub.download(name))
+    print(hub.download_model(name))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from dtrain.base.hub import find_directory
+    from dtrain.base.hub import find_model_directory
 
-    find_directory(arguments.directory)  # before torch is loaded, which takes long
+    find_model_directory(arguments.directory)  # before torch is loaded, which takes long
     if arguments.image and arguments.raw:
         raise UserError("--image: images stand in a chat, and --raw is without one: leave --raw out")
     from dtrain.inference.generate import generate_text

@@ -10,7 +10,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE
+from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import plural
 from dtrain.data.formats.labels import is_desirable
@@ -127,7 +127,7 @@ def documents(
     each image. images: of each document; image_id: the id of image tokens."""
     begin, end = (TRAINED, PLAIN) if color else ("[[", "]]")
     targets = torch.zeros_like(row["labels"], dtype=torch.bool)
-    targets[1:] = row["labels"][:-1] != IGNORE  # a label stands one place before the token that it names
+    targets[1:] = row["labels"][:-1] != IGNORE_INDEX  # a label stands one place before the token that it names
     for document, records in enumerate(images):
         inside = row["seq_ids"] == document
         ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()

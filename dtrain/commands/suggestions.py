@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import closest_name
 from dtrain.recipe import find, spelling
 from dtrain.recipe.spelling import by_word
 from dtrain.training import recipe_keys
@@ -35,9 +35,9 @@ def no_command(typed: Sequence[str], known: Collection[str]) -> str:
     of_a_tool = [word for word in typed if word not in TOOLS]
     word = of_a_tool[0] if first in TOOLS and of_a_tool else first
     answer = COMMANDS["train"] if word == "run" else f"`dtrain {word}` is it" if word in known else COMMANDS.get(word)
-    if answer is None and (near := nearest(word, known)):
+    if answer is None and (near := closest_name(word, known)):
         answer = f"did you mean `dtrain {near}`?"
-    elif answer is None and (theirs := nearest(word, [command for command in COMMANDS if command.isalpha()])):
+    elif answer is None and (theirs := closest_name(word, [command for command in COMMANDS if command.isalpha()])):
         word, answer = theirs, COMMANDS[theirs]
     answer = answer or f"the commands are {', '.join(known)}"
     return f"there is no command {first}: {answer.replace('{word}', word)}"
@@ -93,7 +93,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     if answer is None and leaves:
         full = [plain] if plain in leaves else leaves
         answer = " or ".join(f"{name}={value or '...'}" for name in full)
-    near = None if answer else nearest(plain, recipe_keys())
+    near = None if answer else closest_name(plain, recipe_keys())
     hint = answer or (f"did you mean {near}={value or '...'}?" if near else "such as optimizer.lr=1e-5")
     return f"keys of a recipe are written key=value, without dashes: {hint}"
 
@@ -101,7 +101,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
 def _option(key: str, options: Sequence[str]) -> str | None:
     """Return the option among `options` that another tool calls `key`, or whose name is near it; None for none."""
     meant = OPTIONS.get(key.replace("_", "-"))
-    near = nearest(key, [option.removeprefix("--") for option in options])
+    near = closest_name(key, [option.removeprefix("--") for option in options])
     return meant if meant and meant.split()[0] in options else f"--{near}" if near else None
 
 

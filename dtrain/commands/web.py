@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.errors import UserError, in_words
+from dtrain.base.errors import UserError, describe_error
 
 if TYPE_CHECKING:
     import uvicorn
@@ -70,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
             dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
         )
     except (OSError, OverflowError) as error:
-        where = f"{host}:{port} ({in_words(error)})"
+        where = f"{host}:{port} ({describe_error(error)})"
         raise UserError(f"cannot listen at {where}; choose another --port, or 0 for a free one") from error
 
 

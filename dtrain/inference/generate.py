@@ -12,7 +12,7 @@ from dtrain.adapters.lora import build_with_adapters
 from dtrain.base import hub
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import choose_device_type
-from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER, has_weights, is_adapter_directory
+from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, TOKENIZER_FILE, has_weights, is_adapter_directory
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore, locate_step, step_of
 from dtrain.checkpoint.dcp.training_state import SCORE_WEIGHT, model_tensors, training_tensors
@@ -194,7 +194,7 @@ def image_problem(directory: Path) -> str | None:
 def _whole_in(directory: Path) -> Path | None:
     """Return the directory of the model, or the adapter, that stands for `directory`; None where a step of a run
     does."""
-    directory = hub.find_directory(directory)
+    directory = hub.find_model_directory(directory)
     directory = step_of_adapter(directory) or directory
     for candidate in (directory, directory / "export"):
         holds_model = (candidate / CONFIG).is_file() or is_adapter_directory(candidate)
@@ -205,7 +205,7 @@ def _whole_in(directory: Path) -> Path | None:
 
 def _step_in(directory: Path) -> tuple[CheckpointStore, int, Path]:
     """Return the store and the number of a run's step, and the directory of the run's model files."""
-    directory = hub.find_directory(directory)
+    directory = hub.find_model_directory(directory)
     directory = step_of_adapter(directory) or directory
     is_run = (directory / "checkpoints").is_dir()
     if not is_run and step_of(directory.absolute()) is None:
@@ -213,7 +213,7 @@ def _step_in(directory: Path) -> tuple[CheckpointStore, int, Path]:
             f"{directory} holds neither a model (config.json), nor an adapter ({ADAPTER_CONFIG}), nor a run "
             "(checkpoints/ or export/), nor a checkpoint"
         )
-    store, step = locate_step(directory, Ranks(alone=True))
+    store, step = locate_step(directory, Ranks(single_process=True))
     return store, step, store.directory.parent / "model"
 
 
@@ -241,7 +241,7 @@ def _tokenizer(directory: Path) -> Tokenizer:
     if not is_adapter_directory(directory):
         return Tokenizer.from_directory(directory)
     base = base_of(directory)
-    return Tokenizer.from_directory(directory if (directory / TOKENIZER).is_file() else base, base)
+    return Tokenizer.from_directory(directory if (directory / TOKENIZER_FILE).is_file() else base, base)
 
 
 def _model_of(
@@ -276,7 +276,7 @@ def _model_of(
 
 def _is_newest(export: Path) -> bool:
     """Return whether the run that `export` lies in holds no checkpoint beyond it, nor one of another training."""
-    store = CheckpointStore(export.parent / "checkpoints", Ranks(alone=True))
+    store = CheckpointStore(export.parent / "checkpoints", Ranks(single_process=True))
     step, held = store.latest(), read_saved_step(export)
     if step is None or is_adapter_directory(export):  # whose base may be in the step alone
         return step is None

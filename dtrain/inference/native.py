@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain.base.errors import Interrupted
 from dtrain.base.hardware import free_device_memory
-from dtrain.base.ranks import Ranks, deal
+from dtrain.base.ranks import Ranks, balance_by_cost
 from dtrain.inference.cached_attention import Prefill
 from dtrain.inference.engine import Engine, Peers, evaluation_mode
 from dtrain.inference.images import empty_images
@@ -114,7 +114,9 @@ class NativeEngine(RolloutEngine):
                     images = empty_images(token, self.model.config) if peers.run_tower else None
                     self.model.next_logits(token, Prefill(store, [store.new_prompt(1)], self.device), images)
         mine_and_why = completions, *((None, None) if self._steps is None else (self._steps.obstacle, self._steps.lost))
-        everywhere = Ranks(self.mesh.dp_cp.get_group()).every(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
+        everywhere = (
+            Ranks(self.mesh.dp_cp.get_group()).gather_results(lambda: mine_and_why) if ranks > 1 else [mine_and_why]
+        )
         if self._steps is not None:
             self._steps.lost = next((lost for *_, lost in everywhere if lost is not None), None)
         self._without_graphs(next((obstacle for _, obstacle, _ in everywhere if obstacle is not None), None))
@@ -243,7 +245,7 @@ def distribute_requests(requests: Sequence[Request], ranks: int) -> list[list[in
             size = -(-len(members) // parts)
             pieces += [members[start : start + size] for start in range(0, len(members), size)]
         costs = [_work(requests, piece) for piece in pieces]
-        dealt = deal(costs, ranks)
+        dealt = balance_by_cost(costs, ranks)
         load = max(sum(costs[piece] for piece in share) for share in dealt)
         if best is None or load < best[0]:
             best = load, [sorted(index for piece in share for index in pieces[piece]) for share in dealt]

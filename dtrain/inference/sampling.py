@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key, uniform
-from dtrain.base.top_p import last_kept
+from dtrain.base.randomness import random_key, random_uniform
+from dtrain.base.top_p import smallest_kept_value
 from dtrain.base.torch_functions import cumsum
 from dtrain.inference.kv_cache import PromptKey, slot_size
 from dtrain.inference.request import Request, SamplingParams
@@ -31,9 +31,9 @@ _COLD = 1e-3
 _LIKELIEST = 1024
 
 
-def random_key(request: Request) -> int:
+def request_key(request: Request) -> int:
     """Return the key of a request's draws: 64 bits of seed, prompt and sample."""
-    return key(request.seed, request.prompt_index, request.sample_index)
+    return random_key(request.seed, request.prompt_index, request.sample_index)
 
 
 def check_request(request: Request, vocabulary: int, name: str, *, has_decode: bool) -> None:
@@ -98,7 +98,7 @@ class Sampler:
         """
         if not self._chunks:
             self.prepare(logits.shape[1])
-        numbers = uniform(drawn, self._keys)
+        numbers = random_uniform(drawn, self._keys)
         draws = [_draw(logits[chunk.rows], numbers[chunk.rows], chunk) for chunk in self._chunks]
         if len(draws) == 1:
             return draws[0]
@@ -204,7 +204,7 @@ def filter_probabilities(
         if probabilities.device.type == "cpu":
             least = _least_of_top_p(probabilities, top_p, share, _LIKELIEST)
         else:  # a sort is slow there, and a look whether the likeliest suffice would wait
-            least = last_kept(probabilities, probabilities, share)
+            least = smallest_kept_value(probabilities, probabilities, share)
         probabilities = probabilities.masked_fill((probabilities < least) & (top_p < 1.0), 0.0)
     if min_p is not None:
         least = min_p.to(probabilities.dtype) * probabilities.amax(-1, keepdim=True)
@@ -291,7 +291,7 @@ class RunningSequence:
     def __init__(self, ticket: int, request: Request, decode: Callable[[list[int]], str] | None):
         self.ticket, self.request = ticket, request
         self.prompt = PromptKey.of(request)
-        self.key = random_key(request)
+        self.key = request_key(request)
         self.ids: list[int] = []  # seen by the host
         self.logprobs: list[float] = []
         self.drawn = 0  # tokens drawn, seen or not

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dtrain.base.errors import Stopped, UserError
-from dtrain.base.files import replace_text
-from dtrain.base.orphans import descendants, kill
+from dtrain.base.files import atomic_write_text
+from dtrain.base.orphans import descendants, kill_all
 from dtrain.base.processes import STOP_SIGNALS, stop_signals_handled_by
 from dtrain.recipe import Recipe, redact
 
@@ -61,7 +61,7 @@ def on_stop_signals(ask: Callable[[int], None]) -> Iterator[None]:
     def insist() -> None:
         while not ended.wait(LOOK_SECONDS):
             if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
-                kill(descendants(owner))
+                kill_all(descendants(owner))
                 os._exit(128 + last[0])
 
     threading.Thread(target=insist, daemon=True).start()
@@ -140,7 +140,7 @@ class Report:
             # The format of torch's own ErrorHandler. torchrun prints py_callstack last.
             shown = {"py_callstack": self.text, "timestamp": str(int(self.time))}
             content = {"message": {"message": self.reason, "extraInfo": shown}, "dtrain": asdict(self)}
-            replace_text(Path(path), json.dumps(content))
+            atomic_write_text(Path(path), json.dumps(content))
 
     @classmethod
     def read(cls, path: Path) -> "Report | None":

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from dtrain.base.errors import Stopped, StoppedAtStart, UserError
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from dtrain.launch.devices import choose_device
 from dtrain.launch.exits import (
     LAUNCHER_GONE,
@@ -220,7 +220,7 @@ def work(directory: Path, rank_info: RankInfo) -> None:
     The launcher blocks stop signals before it starts this process, so that none ends it before it has handlers.
     """
     settings = json.loads((directory / "job.json").read_text(encoding="utf-8"))
-    end_with(settings["launcher"], LAUNCHER_GONE)
+    end_with_parent(settings["launcher"], LAUNCHER_GONE)
     rank_info = replace(rank_info, started_by=None, file=directory / f"store-{rank_info.attempt}")
     stop = StopFlag()
     status = 0

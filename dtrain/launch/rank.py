@@ -135,7 +135,7 @@ def run_rank(
         terminal: A descriptor on which a failure is shown, if this process's stderr goes to its log.
 
     Raises:
-        UserError: If memory ran out, or if another rank was lost (Unavailable).
+        UserError: If memory ran out, or if another rank was lost (ServiceUnavailable).
         Exception: Whatever `job.train` raises.
     """
     set_threads(job.threads)
@@ -553,7 +553,7 @@ def check_hosts_agree(recipe: Recipe) -> None:
     from dtrain.base.ranks import Ranks
 
     ranks = Ranks()
-    ranks.same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
+    ranks.check_same(f"dtrain {__version__}, torch {torch.__version__}", "the hosts have different versions")
     _refuse_separate_directories(recipe.run.directory, ranks)
 
 
@@ -566,20 +566,20 @@ def _refuse_separate_directories(run: Path, ranks: "Ranks") -> None:
         path.touch()
         return path
 
-    path = ranks.first(write)
+    path = ranks.run_on_first(write)
 
     def look() -> None:
         until = time.monotonic() + SEEN_SECONDS
         while not path.exists():
             if time.monotonic() > until:
                 raise UserError(
-                    f"{ranks.me} does not see what rank 0 writes to {run}: set run.dir to a directory that all hosts "
-                    "share, under the same path; a checkpoint is written by all ranks"
+                    f"{ranks.description} does not see what rank 0 writes to {run}: set run.dir to a directory that "
+                    "all hosts share, under the same path; a checkpoint is written by all ranks"
                 )
             time.sleep(0.1)
 
     try:
-        ranks.every(look)
+        ranks.gather_results(look)
     finally:
         if ranks.is_first:
             path.unlink(missing_ok=True)

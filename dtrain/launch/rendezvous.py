@@ -32,8 +32,15 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from dtrain.base.addresses import address_to_listen_at, interface_of, is_loopback, listen, loopback, own_address
-from dtrain.base.errors import Stopped, StoppedAtStart, Unavailable, UserError, first_line
+from dtrain.base.addresses import (
+    choose_listen_address,
+    find_interface,
+    find_loopback_interface,
+    is_loopback,
+    listen,
+    local_address_towards,
+)
+from dtrain.base.errors import ServiceUnavailable, Stopped, StoppedAtStart, UserError, first_line
 from dtrain.launch.exits import Report, newest_checkpoint, on_stop_signals
 from dtrain.launch.rank_info import GLOO, NCCL, RankInfo
 from dtrain.parallel.mesh import StopFlag
@@ -162,7 +169,7 @@ def _open_store(rank_info: RankInfo, seconds: float) -> dist.Store:
     if rank_info.rank > 0 or rank_info.agent_store:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     # By default torch would listen at all addresses of this host.
-    address = address_to_listen_at(host, port)
+    address = choose_listen_address(host, port)
     try:
         listener = listen(address, port)
     except OSError as error:
@@ -247,7 +254,7 @@ def network_interface_set(rank_info: RankInfo, *, nccl: bool) -> Iterator[None]:
     """
     chosen: dict[str, str] = {}
     if rank_info.is_single_host:
-        interface = loopback()
+        interface = find_loopback_interface()
         if interface:
             chosen[GLOO] = interface
             if nccl:
@@ -268,11 +275,11 @@ def network_interface_set(rank_info: RankInfo, *, nccl: bool) -> Iterator[None]:
 
 def _interface_to(host: str, port: int) -> str | None:
     """Return the network interface that leads to rank 0's host, or None if it is not known."""
-    address = own_address(host, port)
+    address = local_address_towards(host, port)
     if address is not None and is_loopback(address) and "localhost" not in host and not host.startswith("127."):
         # `host` is this host's own name. Debian gives it a loopback address, which other hosts cannot reach.
-        address = own_address(*UNUSED_ADDRESS)
-    return None if address is None else interface_of(address)
+        address = local_address_towards(*UNUSED_ADDRESS)
+    return None if address is None else find_interface(address)
 
 
 def allow_open_files() -> None:
@@ -315,7 +322,7 @@ def first_failure_reported(
         if rank_info.rank == 0 and not rank_info.agent_store:
             time.sleep(STORE_SECONDS)  # the others read the reason from the store, which ends with this process
         if failure != own_failure or lost is not None:
-            raise Unavailable(message) from error
+            raise ServiceUnavailable(message) from error
         raise
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dtrain.base.errors import Problem, RecipeError, UserError, problems_of_error
 from dtrain.base.hardware import num_cores
-from dtrain.base.processes import search_path
+from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import plural
 from dtrain.launch.devices import resolve_device_type, resolve_nproc
 from dtrain.launch.rank import RunJob, StartPlan, Train, run_in_place
@@ -117,7 +117,7 @@ def _admit_code(recipe: Recipe, tells: bool) -> None:
     """A recipe may come from anyone: what it makes a run import is said before that happens."""
     lines = named_code(RunInputs.of(recipe, World(1)))
     if lines:
-        sys.path[:] = search_path()
+        sys.path[:] = import_search_path()
         lines = ["the recipe names code, which this run imports:", *(f"  {line}" for line in lines)]
     for line in [*lines, *notes(recipe)] if tells else []:
         print(line, file=sys.stderr)

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dtrain.base.compiled import Compiled
-from dtrain.base.compiled import obstacle as compiler_obstacle
+from dtrain.base.compiled import CompiledFunction
+from dtrain.base.compiled import missing_compiler_reason as compiler_obstacle
 from dtrain.memory.activation_checkpointing import UNCOMPILED_CONTEXTS, checkpoint_selectively
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.recipe.schema import Train
@@ -61,14 +61,14 @@ def compile_model(
         compile_layers(model, is_selective, is_outside, compile_part or _compiled, determinism_check)
 
 
-def _compiled(part: Callable[..., Any], is_selective: bool = False) -> Compiled:
+def _compiled(part: Callable[..., Any], is_selective: bool = False) -> CompiledFunction:
     """Return a part of a layer that is compiled when it is first called.
 
     Args:
         part: The part.
         is_selective: Whether it has selective checkpointing inside.
     """
-    return Compiled(checkpoint_selectively(part) if is_selective else part, NAME, NUM_VARYING_SIZES)
+    return CompiledFunction(checkpoint_selectively(part) if is_selective else part, NAME, NUM_VARYING_SIZES)
 
 
 def compile_layers(

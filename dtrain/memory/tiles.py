@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dtrain.base.fused import rounds
+from dtrain.base.fused import uniform_iterations
 from dtrain.memory.activation_checkpointing import storing_nothing
 from dtrain.models.common.decoder import Attention, CausalLM, Layer
 from dtrain.models.common.micro_batch import AdapterContext
@@ -126,7 +126,7 @@ class _Run:
     def outputs(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs of all tiles, without a graph."""
         wholes: list[Tensor] = []
-        for tile in rounds(self.tiles, tensors[0]):
+        for tile in uniform_iterations(self.tiles, tensors[0]):
             with storing_nothing():
                 parts = self.compute([self.part(tensor, tile) for tensor in tensors], tile)
             if not wholes:
@@ -195,7 +195,7 @@ class _Tiled(torch.autograd.Function):
             torch.empty_like(tensor) if need else None for tensor, need in zip(inputs, run.needed, strict=True)
         ]
         of_parameters = [_Sum() for _ in run.parameters]
-        for tile in rounds(run.tiles, inputs[0]):
+        for tile in uniform_iterations(run.tiles, inputs[0]):
             # The tile's own backward is inside the context too, because it may recompute checkpointed parts.
             with storing_nothing():
                 parts = run.gradients(tile, inputs, grads)

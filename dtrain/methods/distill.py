@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.ranges import DIVISOR, SHARE, UP_TO_1, at_least, shown
+from dtrain.base.ranges import DIVISOR, FRACTION, UP_TO_1, at_least, format_value
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Rows
 from dtrain.losses.head.kl import kl_sum_from_hidden_states
@@ -39,9 +39,9 @@ class Distill:
     Jensen-Shannon divergence (arXiv:2306.13649)."""
     temperature: Annotated[float, DIVISOR] = 1.0
     """Divides the logits of both; the loss is multiplied by its square."""
-    mixed_kl_weight: Annotated[float, SHARE] = 0.5
+    mixed_kl_weight: Annotated[float, FRACTION] = 0.5
     """The forward KL's share where `kl` is mixed; the reverse KL has the rest."""
-    jsd_beta: Annotated[float, SHARE] = 0.5
+    jsd_beta: Annotated[float, FRACTION] = 0.5
     """The teacher's share of the mixture where `kl` is jsd. 0: the forward KL; 1: the reverse KL."""
     zero_outside_topk: bool = True
     """With `top_k`. true: the teacher is zero outside its top k, and what the student gives to other tokens counts
@@ -112,7 +112,7 @@ class DistillMethod(Method):
         for key, (is_read, reader) in readers.items():
             value = getattr(section, key)
             if not is_read and value != getattr(Distill(), key):
-                text = f"distill.{key}={shown(value)} is read only with {reader}"
+                text = f"distill.{key}={format_value(value)} is read only with {reader}"
                 errors.append(Problem(f"distill.{key}", text, f"Leave it out, or set {reader}"))
         return errors
 

@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from dtrain.base.batch import (
-    IGNORE,
+    IGNORE_INDEX,
     Batch,
     collate,
     collate_with_images,
     document_ids,
-    documents,
-    rows_in,
+    num_documents,
+    num_rows,
     sum_by_document,
 )
 from dtrain.base.errors import Problem
 from dtrain.base.json_files import digest
-from dtrain.base.ranges import SHARE, UP_TO_1, WEIGHT, at_least, is_number, shown
+from dtrain.base.ranges import FRACTION, UP_TO_1, WEIGHT, at_least, format_value, is_number
 from dtrain.base.ranks import Ranks
 from dtrain.data.rows.rows import GlobalBatch, Rows, pack
 from dtrain.losses.preference.losses import (
@@ -74,7 +74,7 @@ class Dpo:
     """Weights of the names in `loss`, in their order. null: 1 each."""
     f_divergence: str = "reverse_kl"
     """The divergence from the reference: reverse_kl | forward_kl | js_divergence | alpha_divergence."""
-    ld_alpha: Annotated[float | None, (SHARE[0], "from 0 to 1, or null for no weights")] = None
+    ld_alpha: Annotated[float | None, (FRACTION[0], "from 0 to 1, or null for no weights")] = None
     """LD-DPO's weight of the tokens beyond the shorter completion. null: off."""
     use_weighting: bool = False
     """WPO: a pair's loss is weighted by how likely the policy finds its completions (arXiv:2406.11827)."""
@@ -124,7 +124,7 @@ class PairTotals(NamedTuple):
             [
                 logprobs * weights,
                 torch.zeros_like(logprobs) if reference is None else reference * weights,
-                (batch["labels"] != IGNORE).to(logprobs),
+                (batch["labels"] != IGNORE_INDEX).to(logprobs),
                 logprobs,
                 *aligned,
             ]
@@ -240,7 +240,7 @@ class DpoMethod(MethodWithReference):
         errors += self.base_problems() + self.loss_on_problems()
         for key, value in (("sync_every", section.sync_every), ("precompute", section.precompute or None)):
             if value is not None and not has_reference:
-                text = f"dpo.{key}={shown(value)} needs a reference, and dpo.reference is none"
+                text = f"dpo.{key}={format_value(value)} needs a reference, and dpo.reference is none"
                 errors.append(Problem(f"dpo.{key}", text, "Set dpo.reference=start"))
         return errors
 
@@ -321,7 +321,7 @@ class DpoMethod(MethodWithReference):
         loss by them; exact, for the weights stay what they are within a step."""
         logprobs = policy.logprobs(batch, self.micro_rows)
         streams = PairTotals.streams(batch, logprobs)  # [4, n, S]
-        count, ids = documents(batch), document_ids(batch)
+        count, ids = num_documents(batch), document_ids(batch)
         local = sum_by_document(streams, ids, count)
         gathered, first = gather_rows(local.t(), policy.mesh.dp)  # [documents of all ranks, 4]
         sums = PairTotals.of(gathered.t())
@@ -356,7 +356,11 @@ class DpoMethod(MethodWithReference):
 
 def _labels_of_chosen(batch: Batch) -> Tensor:
     """[n, S]: where the labels of chosen completions are."""
-    return (batch["labels"] != IGNORE) & (document_ids(batch) % 2 == 0) if rows_in(batch) else batch["labels"] != IGNORE
+    return (
+        (batch["labels"] != IGNORE_INDEX) & (document_ids(batch) % 2 == 0)
+        if num_rows(batch)
+        else batch["labels"] != IGNORE_INDEX
+    )
 
 
 def loss_problems(
@@ -421,7 +425,7 @@ def reference_table(
     file = rows.samples.directory / name
     shape = (len(rows.samples), 2)
     kept = _read_table(file, 16 * shape[0])
-    everywhere = all(Ranks().every(lambda: kept is not None))
+    everywhere = all(Ranks().gather_results(lambda: kept is not None))
     if kept is not None and everywhere:
         return torch.frombuffer(kept, dtype=torch.float64).view(shape)
     if policy.reference is None:
@@ -467,7 +471,7 @@ def _score_pairs(
     ids = document_ids(batch)
     if ld_alpha is not None:
         logprobs = logprobs * length_desensitised_weights(ids, batch["labels"], ld_alpha)
-    sums = sum_by_document(logprobs, ids, documents(batch))
+    sums = sum_by_document(logprobs, ids, num_documents(batch))
     order = torch.tensor([index for members in mine for index in members], dtype=torch.int64)
     table[order] = sums.view(-1, 2)
 
@@ -475,7 +479,7 @@ def _score_pairs(
 def at_first_labels(batch: Batch, sums: Tensor) -> Tensor:
     """A stream [n, S] whose sums by document are `sums` [documents]: each stands at its document's first label, where
     every weight is 1."""
-    labelled = (batch["labels"] != IGNORE).flatten().nonzero().squeeze(1)
+    labelled = (batch["labels"] != IGNORE_INDEX).flatten().nonzero().squeeze(1)
     owners = document_ids(batch).flatten()[labelled]
     is_first = torch.ones_like(owners, dtype=torch.bool)
     is_first[1:] = owners[1:] != owners[:-1]

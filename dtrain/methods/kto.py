@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, Batch, collate, document_ids, documents, trim
+from dtrain.base.batch import IGNORE_INDEX, Batch, collate, document_ids, num_documents, trim
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.randomness import key
+from dtrain.base.randomness import random_key
 from dtrain.base.ranges import DIVISOR, UP_TO_1, WEIGHT, at_least
 from dtrain.data.formats.labels import is_desirable
 from dtrain.data.rows.rows import GlobalBatch, Rows, build_row, pack
@@ -122,12 +122,12 @@ class KtoMethod(MethodWithReference):
         signs = [0.0, *(1.0 if is_desirable(of_split.samples, index) else -1.0 for index in rows.samples)]  # 0: padding
         signs += [0.0] * len(others)
         marks = torch.tensor(signs, dtype=torch.float64)[document_ids(batch) + 1]
-        return {**batch, "desirable": torch.where(batch["labels"] != IGNORE, marks, 0.0)}
+        return {**batch, "desirable": torch.where(batch["labels"] != IGNORE_INDEX, marks, 0.0)}
 
     def _mismatched(self, rows: Rows, samples: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """(ids, trained) of each sample's prompt with the reply of the sample that stands a fixed way behind it."""
         count = len(rows.samples)
-        way = 1 + key("kto", self.recipe.run.seed) % (count - 1)
+        way = 1 + random_key("kto", self.recipe.run.seed) % (count - 1)
         for index in samples:
             ((ids, trained),) = rows.samples[index]
             ((other, marked),) = rows.samples[(index + way) % count]
@@ -155,7 +155,7 @@ class KtoMethod(MethodWithReference):
         with policy.use_reference_model():
             if others is not None and logprobs is not None:
                 logprobs -= policy.logprobs(others, self.micro_rows).double()
-                total[0], total[1] = logprobs.sum(), documents(others)
+                total[0], total[1] = logprobs.sum(), num_documents(others)
             if own is not None:
                 own["reference_logprobs"] = policy.logprobs(own, self.micro_rows)
         return total

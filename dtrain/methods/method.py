@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch, collate, collate_with_images
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.ranges import shown
+from dtrain.base.ranges import format_value
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
@@ -360,7 +360,7 @@ class Method:
 
     def before_step(self, cursor: Cursor) -> None:
         """Prepare what the next step's batch needs that is no data: a rollout. cursor: where the run began. Collective.
-        May raise Interrupted, on every rank, where the run is asked to stop, and Unavailable."""
+        May raise Interrupted, on every rank, where the run is asked to stop, and ServiceUnavailable."""
 
     def batch(self, rows: GlobalBatch, split: str = "train") -> Batch:
         """A dp rank's part of a step as a batch [n, S] on the host."""
@@ -499,9 +499,9 @@ class MethodWithReference(Method):
             name = self.recipe.method
             holds = "holds the reference that it had moved to" if had_moved else "holds no reference"
             raise UserError(
-                f"{name}.sync_every={shown(self.section.sync_every)}: the checkpoint {holds}, and a resume cannot "
-                f"change whether the reference moves. Take the change of section {name} back, or begin another run "
-                "with these weights (checkpoint.init_from, run.name)"
+                f"{name}.sync_every={format_value(self.section.sync_every)}: the checkpoint {holds}, and a resume "
+                f"cannot change whether the reference moves. Take the change of section {name} back, or begin another "
+                "run with these weights (checkpoint.init_from, run.name)"
             )
         super().check_state(state, changed)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.base.batch import Batch, documents
+from dtrain.base.batch import Batch, num_documents
 from dtrain.base.errors import Problem
 from dtrain.base.ranges import WEIGHT
 from dtrain.checkpoint.huggingface.model_files import padding_token
@@ -132,7 +132,7 @@ class RewardMethod(Method):
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
         if "targets" not in batch:  # a plan's
-            batch = add_targets_at_last_tokens(batch, torch.zeros(documents(batch), dtype=torch.float64), self._pad)
+            batch = add_targets_at_last_tokens(batch, torch.zeros(num_documents(batch), dtype=torch.float64), self._pad)
         return batch, self.loss
 
     def loss(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import NUMBER, is_number, shown
+from dtrain.base.ranges import NUMBER, format_value, is_number
 from dtrain.losses.head import weighted_sum
 from dtrain.losses.token_options import LOSSES, RANGES
 from dtrain.methods.method import Method
@@ -58,7 +58,7 @@ class SftMethod(Method):
             if name not in named.options:
                 errors.append(Problem(key, f"{key} is not read by sft.loss={section.loss}", "Leave it out"))
             elif not allowed(value):
-                errors.append(Problem(key, f"{key}={shown(value)} must be {sentence}"))
+                errors.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
         if section.label_smoothing and not named.smooths:
             key = "sft.label_smoothing"
             smoothing = [name for name, loss in LOSSES.items() if loss.smooths]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.attention.kernels import SdpaKernel
-from dtrain.base.randomness import key, uniform
+from dtrain.base.randomness import random_key, random_uniform
 from dtrain.models.common.config import ModelConfig, is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.linear import Linear
@@ -73,11 +73,13 @@ def init_weights(model: CausalLM, seed: int, only: str = "*") -> None:
         local = local_tensor(parameter)
         kind = next(kind for pattern, kind in model.initial_values.items() if fnmatchcase(name, pattern))
         if kind == "normal":
-            fill_normal(local, parameter.shape, local_slices(parameter), key(seed, name), config.initializer_range)
+            fill_normal(
+                local, parameter.shape, local_slices(parameter), random_key(seed, name), config.initializer_range
+            )
         elif kind == "decay":
             (held,) = local_slices(parameter)
             places = torch.arange(held.start, held.stop, device=local.device)
-            local.copy_(uniform(places, key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
+            local.copy_(random_uniform(places, random_key(seed, name)).mul_(16 - 0.01).add_(0.01).log_())
         else:
             local.fill_(1.0 if kind == "ones" else 0.0)
         if name in _EMBEDDINGS and config.pad_token_id is not None:
@@ -115,7 +117,7 @@ def fill_normal(local: Tensor, shape: torch.Size, held: tuple[slice, ...], key: 
 
 def _normal(index: Tensor, key: int) -> Tensor:
     """Standard normals [...] float64 of flat indices [...] int64: the inverse distribution function of a uniform."""
-    return torch.erfinv(uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))
+    return torch.erfinv(random_uniform(index, key).mul_(2).sub_(1)).mul_(math.sqrt(2))
 
 
 def build_on_meta(config: ModelConfig) -> CausalLM:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import read_json
-from dtrain.base.ranges import near_directories
+from dtrain.base.ranges import directory_hint
 from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import read_unquantized_modules
 from dtrain.models.common.model_fields import ModelFields
@@ -62,7 +62,7 @@ def _no_directory(name: str) -> str:
     message = f"model.path: there is no directory {name!r}"
     if command := how_to_make(name):
         return message + command
-    if hint := near_directories(name):
+    if hint := directory_hint(name):
         return message + hint
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         message += f"; for a model of the Hugging Face hub, `dtrain download {name}` fetches it and says where it is"

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtrain.base.randomness import bits, key
+from dtrain.base.randomness import random_int64, random_key
 from dtrain.parallel.placement import get_sharding_dims, local_bounds, local_tensor
 
 MAX_SLICE_ELEMENTS = 2**22
@@ -257,7 +257,7 @@ class BitPositions(NamedTuple):
 
 def random_sequence(seed: int, step: int, name: str) -> int:
     """Return the name of the random sequence for one optimizer step of the parameter `name`."""
-    return key("optimizer", seed, step, name)
+    return random_key("optimizer", seed, step, name)
 
 
 def bit_positions(shard: LocalShard, rows: slice, sequence: int) -> BitPositions:
@@ -293,7 +293,7 @@ def random_bits(shape: Sequence[int], positions: BitPositions, device: torch.dev
     column_shape = shape[1:]
     columns = torch.arange(math.prod(column_shape), device=device).view(column_shape) + positions.first_column
     row_starts = global_rows(shape[0], positions, device) * positions.num_columns
-    return bits(row_starts.view(-1, *[1] * len(column_shape)) + columns, positions.sequence)
+    return random_int64(row_starts.view(-1, *[1] * len(column_shape)) + columns, positions.sequence)
 
 
 def random_16_bits(shape: tuple[int, int], positions: BitPositions, device: torch.device) -> Tensor:
@@ -316,10 +316,10 @@ def random_16_bits(shape: tuple[int, int], positions: BitPositions, device: torc
     row_starts = global_rows(num_rows, positions, device)[:, None] * numbers_per_row
     if torch.compiler.is_compiling():
         columns = torch.arange(num_columns, device=device) + positions.first_column
-        return bits(row_starts + (columns >> 2), positions.sequence) >> ((columns & 3) * 16)
+        return random_int64(row_starts + (columns >> 2), positions.sequence) >> ((columns & 3) * 16)
     first_number, skipped = divmod(int(positions.first_column), 4)
     end_number = first_number + (skipped + num_columns + 3) // 4
-    numbers = bits(row_starts + torch.arange(first_number, end_number, device=device), positions.sequence)
+    numbers = random_int64(row_starts + torch.arange(first_number, end_number, device=device), positions.sequence)
     return numbers.view(torch.int16)[:, skipped : skipped + num_columns].int()
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import closest_name
 from dtrain.optim.local_shard import ShardOptimizer, allocate_state
 from dtrain.parallel.fsdp import get_host_masters
 from dtrain.parallel.placement import bytes_of, clip_grads_, grad_norm, local_tensor, nonfinite_names, scale_grads_
@@ -199,7 +199,7 @@ def import_named(path: str, key: str, names: Iterable[str]) -> Any:
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         names = list(names)
-        near = nearest(path, names)
+        near = closest_name(path, names)
         hint = f"; did you mean {near}?" if near else "."
         raise UserError(
             f"{key}={path} is unknown{hint} Known: {', '.join(names)}, or an import path such as torch.optim.Adagrad"

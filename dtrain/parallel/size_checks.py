@@ -4,7 +4,7 @@ import math
 from typing import Protocol
 
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import either
+from dtrain.base.ranges import join_with_or
 
 
 class ModelSizes(Protocol):
@@ -34,7 +34,7 @@ def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
     """
     reasons = _reasons_against(model, tp)
     fitting = [size for size in range(1, model.num_attention_heads + 1) if not _reasons_against(model, size)]
-    fix = f"Use {either(map(str, fitting))}"
+    fix = f"Use {join_with_or(map(str, fitting))}"
     problems = [Problem("parallel.tp", reason, fix) for reason in reasons]
     count = model.num_experts
     if ep > 1 and count is None:
@@ -42,7 +42,7 @@ def check_model_mesh(model: ModelSizes, tp: int, ep: int = 1) -> list[Problem]:
     elif count is not None and count % ep:
         dividing = [str(size) for size in range(1, count + 1) if count % size == 0]
         text = f"parallel.ep={ep} does not divide the model's {count} experts"
-        problems.append(Problem("parallel.ep", text, f"Use {either(dividing)}"))
+        problems.append(Problem("parallel.ep", text, f"Use {join_with_or(dividing)}"))
     return problems
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, ROW_STREAMS, STREAMS, Batch, RowImages, complete, trim
-from dtrain.base.randomness import key
+from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, ROW_STREAMS, STREAMS, Batch, RowImages, complete_batch, trim
+from dtrain.base.randomness import random_key
 from dtrain.base.ranks import Ranks
 from dtrain.data.rows.rows import pack
 
@@ -63,7 +63,7 @@ class StepRows(NamedTuple):
 
 
 class CheckedBatch(NamedTuple):
-    """A complete batch (`batch.complete`), whose streams have the same names, dtypes and kinds on every dp rank.
+    """A complete batch (`batch.complete_batch`), whose streams have the same names, dtypes and kinds on every dp rank.
 
     Attributes:
         batch: Every stream, [n, S, ..] or [n, ..]. Streams per token have their pad value on padding.
@@ -94,11 +94,11 @@ class CheckedBatch(NamedTuple):
         max_rows = min(size, self.max_rows - start)
         if self.sample_mask is None:
             batch = {name: tensor[rows] for name, tensor in self.batch.items()}
-            images = None if self.images is None else self.images.of(range(len(self.images))[rows])
+            images = None if self.images is None else self.images.select(range(len(self.images))[rows])
             return StepRows(batch, self.per_row, max_rows, images)
         kept = torch.arange(len(self.sample_mask))[rows][self.sample_mask[rows]]
         batch = {name: tensor[kept] for name, tensor in self.batch.items()}
-        images = None if self.images is None else self.images.of(kept.tolist())
+        images = None if self.images is None else self.images.select(kept.tolist())
         return StepRows(batch, self.per_row, max_rows, images)
 
 
@@ -106,7 +106,7 @@ def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Ch
     """Return this dp rank's rows of a caller's batch, checked.
 
     Collective: an all-reduce of three integers, and where the ranks' streams are not alike an all-gather of what they
-    are. Raises ValueError, on every dp rank alike, for what `batch.complete` refuses, a token id outside the
+    are. Raises ValueError, on every dp rank alike, for what `batch.complete_batch` refuses, a token id outside the
     vocabulary, a stream that is no tensor or has no row for each of the ids', one that other ranks with rows lack, and
     one whose dtype or shape differs between them.
     """
@@ -115,7 +115,7 @@ def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Ch
     problem = None
     images, batch = batch.get("images"), {name: stream for name, stream in batch.items() if name != "images"}
     try:
-        full = complete(batch)
+        full = complete_batch(batch)
         kinds = _kinds(full, vocab_size)
         if images is not None and len(images) != len(full["input_ids"]):
             raise ValueError(f"images of {len(images)} rows beside {len(full['input_ids'])} of input_ids")
@@ -124,20 +124,20 @@ def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Ch
     rows = len(full["input_ids"]) if full else 0
     max_rows, is_agreed = rows, True
     if dp.size() > 1:
-        digest = key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
+        digest = random_key(problem or sorted((name, *kind.key) for name, kind in kinds.items())) % 2**62
         # max(x) == -max(-x) exactly if all ranks have the same x, so one all-reduce answers both questions.
         largest = all_reduce(torch.tensor([rows, digest, -digest]), dp, dist.ReduceOp.MAX)
         max_rows = int(largest[0])
         is_agreed = bool(largest[1] == -largest[2])
     if not is_agreed:
-        everyone = Ranks(dp.get_group()).every(lambda: (problem, rows, kinds))
+        everyone = Ranks(dp.get_group()).gather_results(lambda: (problem, rows, kinds))
         problem, kinds = _resolve(everyone)
     if problem is not None:
         raise ValueError(problem)
     for name in full.keys() - kinds.keys() - set(ROW_STREAMS):  # of a rank without rows
         del full[name]
     per_row = frozenset(name for name, kind in kinds.items() if not kind.per_token)
-    padding = full["seq_ids"] == PADDING_DOCUMENT
+    padding = full["seq_ids"] == PADDING_SEQ_ID
     for name, kind in kinds.items():
         tail = kind.shape if name in per_row else (full["input_ids"].shape[1], *kind.shape[1:])
         stream = full[name] if rows else torch.empty((0, *tail), dtype=kind.dtype)
@@ -151,7 +151,10 @@ def check_batch(batch: Mapping[str, Any], dp: DeviceMesh, vocab_size: int) -> Ch
 def _kinds(batch: Mapping[str, Any], vocab_size: int) -> dict[str, StreamSpec]:
     """Return the kind of every stream beside the rows' own. Raises ValueError."""
     ids, labels = batch["input_ids"], batch["labels"]
-    for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):  # tensor parallel would take 0
+    for name, values in (
+        ("input_ids", ids),
+        ("labels", labels[labels != IGNORE_INDEX]),
+    ):  # tensor parallel would take 0
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
             low, high = int(values.min()), int(values.max())
             raise ValueError(f"{name} are from {low} to {high}, and the model has {vocab_size} tokens")
@@ -275,7 +278,7 @@ def gather_rows(rows: Tensor, mesh: DeviceMesh) -> tuple[Tensor, int]:
 
 def row_lengths(batch: Batch) -> list[int]:
     """Return the number of tokens of each row, without the padding on the right. Host tensors only."""
-    return (batch["seq_ids"] != PADDING_DOCUMENT).sum(1).tolist()
+    return (batch["seq_ids"] != PADDING_SEQ_ID).sum(1).tolist()
 
 
 class MicroBatch(dict[str, Tensor]):
@@ -328,7 +331,7 @@ def build_micro_batches(
             some["image_features"] = _counted_on(some["image_features"])
         streams = {name: some[name] for name in batch if name not in per_row}
         streams = _joined(streams) if is_packed and len(rows) > 1 else trim(streams)
-        made.append(MicroBatch(some | streams, per_row, None if images is None else images.of(rows)))
+        made.append(MicroBatch(some | streams, per_row, None if images is None else images.select(rows)))
     return made + [_padding(batch, per_row) for _ in range(count - len(plan))]
 
 
@@ -349,7 +352,7 @@ def merge_micro_batch_values(
 
 
 def _joined(batch: Batch) -> Batch:
-    real = batch["seq_ids"] != PADDING_DOCUMENT  # [b, S]
+    real = batch["seq_ids"] != PADDING_SEQ_ID  # [b, S]
     per_row = batch["seq_ids"].amax(1, keepdim=True) + 1
     seq_ids = batch["seq_ids"] + per_row.cumsum(0) - per_row
     return {name: tensor[real][None] for name, tensor in batch.items()} | {"seq_ids": seq_ids[real][None]}

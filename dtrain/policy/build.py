@@ -22,7 +22,7 @@ from dtrain import models
 from dtrain.adapters.config import is_adapter
 from dtrain.attention.kernels import HALF, Kernel, SdpaKernel
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.name_patterns import matched, unmatched
+from dtrain.base.name_patterns import matches_any, unmatched_patterns
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.memory.activation_checkpointing import checkpoint_activations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dtrain.models.vision.common import VisionTower
 
 
-SINGLE_RANK = Ranks(alone=True)
+SINGLE_RANK = Ranks(single_process=True)
 MAX_MASKED_ROW_LENGTH = 16384  # tokens of a row; beyond, a mask over queries × keys takes longer than anyone waits
 
 
@@ -244,7 +244,7 @@ def choose_attention(
         return next(filter(None, problems), None)
 
     def prove(is_later: bool) -> str | None:
-        return next(filter(None, ranks.every(lambda: proof(is_later))), None)
+        return next(filter(None, ranks.gather_results(lambda: proof(is_later))), None)
 
     problem, kernel.note = varlen.choose_version(device, prove, ranks)
     if problem is None:
@@ -292,7 +292,7 @@ def choose_delta(
             exchanges=recipe.parallel.cp > 1,
         )
 
-    problem = next(filter(None, ranks.every(proof)), None)
+    problem = next(filter(None, ranks.gather_results(proof)), None)
     if problem is not None and wanted == "fla":
         raise UserError(f"model.linear_attention=fla: {problem}; set model.linear_attention=auto or torch")
     return (rule, "") if problem is None and not isinstance(rule, str) else (None, problem or "")
@@ -379,7 +379,7 @@ def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]],
     `named_parameters` does; `*` stands for any part. A parameter of several names (a tied head) matches if one of its
     names does."""
     all_names, of_tower = [name for known in names.values() for name in known], set[str]()
-    problems = unmatched(section.parameter_patterns, all_names)
+    problems = unmatched_patterns(section.parameter_patterns, all_names)
     for tower in model.model.vision:
         of_tower |= frozen_tower_names(section, tower)
         problems += frozen_pattern_problems(section, tower, all_names)
@@ -389,7 +389,7 @@ def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]],
     out = {
         parameter
         for parameter, known in names.items()
-        if (only and not matched(known, only)) or matched(known, frozen) or of_tower.intersection(known)
+        if (only and not matches_any(known, only)) or matches_any(known, frozen) or of_tower.intersection(known)
     }
     if len(out) == len(names):
         vision = f"train.vision={section.vision}, " if of_tower else ""
@@ -400,7 +400,7 @@ def _untrained_parameters(model: CausalLM, names: dict[nn.Parameter, list[str]],
 def frozen_tower_names(section: Train, tower: "VisionTower") -> set[str]:
     """Return the names, in the model of `tower`, of its parameters that `train.vision` freezes."""
     trained = {"frozen": (), "projector": tower.projector_patterns, "all": ("*",)}[section.vision]
-    return {f"model.{name}" for name, _ in tower.named_parameters() if not matched([name], trained)}
+    return {f"model.{name}" for name, _ in tower.named_parameters() if not matches_any([name], trained)}
 
 
 def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collection[str]) -> list[Problem]:
@@ -414,7 +414,7 @@ def frozen_pattern_problems(section: Train, tower: "VisionTower", names: Collect
     frozen = frozen_tower_names(section, tower)
     problems = []
     for pattern in section.train_only:
-        named = {name for name in names if matched([name], [pattern])}
+        named = {name for name in names if matches_any([name], [pattern])}
         if named and named <= frozen:
             text = f"train.train_only: {pattern} matches only parameters that train.vision={section.vision} freezes"
             problems.append(Problem("train.train_only", text, "Set train.vision=all"))

@@ -161,8 +161,8 @@ class PolicyCheckpoint:
             CheckpointStore(optimizer_path).save(0, self._optimizer_tensors(), self.state())
         if tokenizer_path is not None:
             target = Path(tokenizer_path)
-            Ranks().first(lambda: target.mkdir(parents=True, exist_ok=True))
-            Ranks().first(lambda: copy_companions(self._directory, target, chat_template=self.chat_template))
+            Ranks().run_on_first(lambda: target.mkdir(parents=True, exist_ok=True))
+            Ranks().run_on_first(lambda: copy_companions(self._directory, target, chat_template=self.chat_template))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Load a save of `save_checkpoint`, on whatever mesh. Collective. Raises UserError where it does not fit."""
@@ -248,7 +248,7 @@ class PolicyCheckpoint:
     @property
     def _base_name(self) -> str | None:
         """Return the name by which others find the adapter's base; None where no files hold it."""
-        return None if self.saves_frozen else hub.id_of(self._directory) or str(self._directory.absolute())
+        return None if self.saves_frozen else hub.cached_model_id(self._directory) or str(self._directory.absolute())
 
     @property
     def chat_template(self) -> str | None:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, STREAMS, Batch, collate, document_ids, rows_in
+from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, STREAMS, Batch, collate, document_ids, num_rows
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import LARGEST_REWARD
+from dtrain.base.ranges import MAX_REWARD
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.losses.head.vocabulary import HeadInput
@@ -100,7 +100,7 @@ class RewardModel:
         batches, plan = split_into_micro_batches(collate(rows), self._batching, len(rows), policy.mesh.dp)
         with torch.no_grad():
             for index, batch in enumerate(batches):
-                scored = add_targets_at_last_tokens(batch, torch.zeros(rows_in(batch), dtype=torch.float64), self._pad)
+                scored = add_targets_at_last_tokens(batch, torch.zeros(num_rows(batch), dtype=torch.float64), self._pad)
                 scores = self._scorer.run_at_head(scored, lambda source, _: source.scores())
                 if index < len(plan):
                     own_scores[plan[index]] = scores[:, 0].double().cpu()
@@ -109,11 +109,11 @@ class RewardModel:
         dp_size = policy.mesh.dp_size
         order = [index for rank in range(dp_size) for index in range(rank, len(prompts), dp_size)]
         scores = torch.empty_like(gathered).index_copy(0, torch.tensor(order, dtype=torch.int64), gathered)
-        unusable = (~(scores.abs() <= LARGEST_REWARD)).nonzero()
+        unusable = (~(scores.abs() <= MAX_REWARD)).nonzero()
         if len(unusable):
             raise UserError(
                 f"grpo.reward_model gave {scores[unusable[0]].item()} for a completion; a number of at most "
-                f"{LARGEST_REWARD:g} in size is needed: is it a reward model, and are its weights whole?"
+                f"{MAX_REWARD:g} in size is needed: is it a reward model, and are its weights whole?"
             )
         return scores
 
@@ -131,7 +131,7 @@ def _document_row(ids: list[int]) -> dict[str, Tensor]:
     tokens = torch.tensor(ids)
     return {
         "input_ids": tokens,
-        "labels": torch.full_like(tokens, IGNORE),
+        "labels": torch.full_like(tokens, IGNORE_INDEX),
         "position_ids": torch.arange(len(ids)),
         "seq_ids": torch.zeros_like(tokens),
     }
@@ -143,11 +143,11 @@ def add_targets_at_last_tokens(batch: Batch, values: Tensor, pad: int | None) ->
     ids, positions = document_ids(batch), torch.arange(batch["input_ids"].numel())
     flat = ids.flatten()
     read = positions + 1 if pad is None else torch.where(batch["input_ids"].flatten() == pad, 0, positions + 1)
-    real = flat != PADDING_DOCUMENT
+    real = flat != PADDING_SEQ_ID
     ends = torch.zeros(len(values), dtype=torch.int64).scatter_reduce(0, flat[real], read[real], "amax")
     firsts = torch.full_like(ends, len(flat)).scatter_reduce(0, flat[real], positions[real], "amin")
     ends = torch.where(ends > 0, ends - 1, firsts)
-    labels = torch.full_like(flat, IGNORE).index_fill(0, ends, 0)
+    labels = torch.full_like(flat, IGNORE_INDEX).index_fill(0, ends, 0)
     targets = torch.zeros(len(flat), dtype=STREAMS["targets"].dtype).index_copy(0, ends, values)
     return {**batch, "labels": labels.view_as(ids), "targets": targets.view_as(ids)}
 

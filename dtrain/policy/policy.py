@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtrain.base.batch import COMPLETED, IMAGE_STREAMS, Batch, document_lengths, next_tokens, trained_tokens
+from dtrain.base.batch import (
+    COMPLETED_STREAMS,
+    IMAGE_STREAMS,
+    Batch,
+    document_lengths,
+    next_token_labels,
+    num_trained_tokens,
+)
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.read import read_weights
 from dtrain.models.common.config import ModelConfig
@@ -489,7 +496,7 @@ class Policy:
         window = self.model.config.sliding_window or 1  # without one, no layer's FLOPs are those of its pairs
         pairs = [int((lengths * keys).sum()) for keys in (lengths, lengths.clamp(max=window))]
         vision = round(sum(self._image_flops.total(batch.images) for batch in batches if batch.images is not None))
-        return torch.tensor([trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
+        return torch.tensor([num_trained_tokens(rows), len(lengths), int(lengths.sum()), *pairs, vision])
 
     @cached_property
     def _image_flops(self) -> "ImageFlops":
@@ -516,7 +523,7 @@ class Policy:
         Returns:
             Tensors [n, S, ..] on the CPU.
         """
-        names = {*COMPLETED, *IMAGE_STREAMS, "images", "routed_experts"}
+        names = {*COMPLETED_STREAMS, *IMAGE_STREAMS, "images", "routed_experts"}
         if every_token:
             names -= {"labels", "token_mask", "sample_mask"}
         if self.reference is not None and self.reference.is_swapped_in:
@@ -524,7 +531,7 @@ class Policy:
         read = {name: value for name, value in batch.items() if name in names}
         batch, _, max_rows, _, images = check_batch(read, self.mesh.dp, self.model.config.vocab_size)
         if every_token:
-            batch["labels"] = next_tokens(batch)
+            batch["labels"] = next_token_labels(batch)
         batching = self._batching(micro_batch_size)
         batches, plan = split_into_micro_batches(batch, batching, max_rows, self.mesh.dp, images=images)
         self.model.eval()

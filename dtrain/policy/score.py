@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.attention.packing import Packing
 from dtrain.base.batch import (
-    IGNORE,
-    PADDING_DOCUMENT,
+    IGNORE_INDEX,
+    PADDING_SEQ_ID,
     STREAMS,
     Batch,
     Grid,
     RowImages,
     document_ids,
-    documents,
+    num_documents,
     sum_by_document,
 )
 from dtrain.base.ranks import Ranks
@@ -272,12 +272,12 @@ class Scorer:
             step: The optimizer step, from which the dropout of adapters is computed in training.
         """
         self._observer.forward_begins(batch)
-        is_packed = bool((batch["seq_ids"] > PADDING_DOCUMENT + 1).any())
+        is_packed = bool((batch["seq_ids"] > PADDING_SEQ_ID + 1).any())
         if self.model.config.experts is not None:  # padding is not routed
-            is_packed |= self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_DOCUMENT).any())
+            is_packed |= self.mesh.cp.size() > 1 or bool((batch["seq_ids"] == PADDING_SEQ_ID).any())
         counted = torch.arange(batch["position_ids"].shape[1])
         by_position = is_packed or self.mesh.cp.size() > 1 or bool((batch["position_ids"] != counted).any())
-        count, whole = documents(batch), {**batch, "document_ids": document_ids(batch)}
+        count, whole = num_documents(batch), {**batch, "document_ids": document_ids(batch)}
         _check_routed(batch, self.model)
         settings = self.model.adapters
         if adapters and settings is not None and settings.dropout and self.model.training:
@@ -291,7 +291,7 @@ class Scorer:
             routing = MicroBatchRouting(
                 document_ids=local["document_ids"],
                 num_documents=count,
-                num_real_tokens=int((whole["seq_ids"] != PADDING_DOCUMENT).sum()),
+                num_real_tokens=int((whole["seq_ids"] != PADDING_SEQ_ID).sum()),
                 replayed_experts=replayed,
                 balance=balance,
                 record=RoutingRecord() if record is None else record,
@@ -346,7 +346,7 @@ class Scorer:
 
     def _by_dp_rank(self, grids: list[Grid]) -> list[list[Grid]]:
         """Return the grids of the images that each dp rank has in this micro-batch. grids: of this rank's."""
-        return Ranks(self.mesh.dp.get_group()).every(lambda: grids)
+        return Ranks(self.mesh.dp.get_group()).gather_results(lambda: grids)
 
     def _packing(self, batch: Batch, is_packed: bool) -> Packing | None:
         """Return the packing of a host micro-batch's whole rows, padded as they are cut over cp; None for plain rows of
@@ -397,7 +397,7 @@ class Scorer:
         from dtrain.losses.head.topk import topk_logits_from_hidden_states
 
         def at_head(source: LogprobSource, local: Batch) -> list[Tensor]:
-            index = (local["seq_ids"].flatten() != PADDING_DOCUMENT).nonzero().squeeze(1)
+            index = (local["seq_ids"].flatten() != PADDING_SEQ_ID).nonzero().squeeze(1)
             topk = topk_logits_from_hidden_states(source.head_input, k, index, shard=source.shard)
             shape = local["seq_ids"].shape
             return [
@@ -438,7 +438,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     The index is made on the host, where it costs no synchronisation. To a GPU all goes in one copy out of pinned
     memory, which the host does not wait for; the streams are views of it.
     """
-    streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE).nonzero().squeeze(1)}
+    streams = {**batch, "label_index": (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)}
     if device.type != "cuda":
         return {name: stream.to(device) for name, stream in streams.items()}
     sizes = (-(-stream.nbytes // _ALIGNED) * _ALIGNED for stream in streams.values())

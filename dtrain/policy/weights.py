@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dtrain.base.addresses import address_to_listen_at, listen
+from dtrain.base.addresses import choose_listen_address, listen
 from dtrain.base.errors import UserError
 from dtrain.models.common.decoder import CausalLM
 from dtrain.parallel.fsdp import Sharding, get_device_parameter, get_host_masters
@@ -169,7 +169,7 @@ def join_weight_group(
     `wait`, which bounds each message too. The keys are those of torch's `_new_process_group_helper` on a store prefixed
     by `name`, so that SGLang's end finds this one. Raises UserError where rank 0 cannot listen there.
     """
-    own = address_to_listen_at(ip, port)
+    own = choose_listen_address(ip, port)
     try:
         listener = listen(own, port) if rank == 0 else None
     except OSError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain.base.batch import Batch
 from dtrain.base.hardware import free_device_memory
-from dtrain.base.randomness import key
+from dtrain.base.randomness import random_key
 from dtrain.models.building import fill_normal
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel import context
@@ -318,7 +318,7 @@ class DTensorPolicyWorker(Policy):
                 if parameter.requires_grad:
                     weight = local_tensor(parameter)
                     noise = torch.empty_like(weight)
-                    number = key(self.recipe.run.seed, "noise", name)
+                    number = random_key(self.recipe.run.seed, "noise", name)
                     fill_normal(noise, parameter.shape, local_slices(parameter), number, NOISE)
                     weight.add_(noise)
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.base.errors import Problem, RecipeError, UserError, first_line
-from dtrain.base.json_files import check_shape, read_text
+from dtrain.base.json_files import check_json_size, read_text
 from dtrain.recipe import secrets, spelling
 from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, nested, redact, table_of, texts, with_origins
 from dtrain.recipe.schema import Lora, Recipe, recipe_type
@@ -154,7 +154,7 @@ def _read(path: Path, sections: Mapping[str, type]) -> dict:
     try:
         if _is_too_deep(text):
             raise UserError(f"{path} is not a recipe: it is nested too deep")
-        check_shape(typed := yaml.load(text, Loader=yaml.BaseLoader), PARTS)
+        check_json_size(typed := yaml.load(text, Loader=yaml.BaseLoader), PARTS)
         if typed and not isinstance(typed, dict):
             raise UserError(_NO_RECIPE.format(path))
         config = OmegaConf.load(io.StringIO(text))

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import check_shape
+from dtrain.base.json_files import check_json_size
 from dtrain.recipe import secrets
 from dtrain.recipe.schema import Recipe, recipe_type
 
@@ -145,7 +145,7 @@ def diff(old_yaml: str, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """
     try:
         saved = yaml.safe_load(old_yaml) or {}
-        check_shape(saved, PARTS)
+        check_json_size(saved, PARTS)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"the saved recipe is damaged: {error}") from error
     if not isinstance(saved, dict):

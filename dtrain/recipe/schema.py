@@ -15,7 +15,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from dtrain.base.ranges import AUTO, COUNT, SHARE, SIZE, STOP, TIME, TOP_K, UP_TO_1, WEIGHT, Range, at_least, is_finite
+from dtrain.base.ranges import (
+    AUTO,
+    COUNT,
+    FRACTION,
+    SIZE,
+    STOP,
+    TIME,
+    TOP_K,
+    UP_TO_1,
+    WEIGHT,
+    Range,
+    at_least,
+    is_finite,
+)
 from dtrain.recipe.rollouts import Reward
 
 Format = Literal[
@@ -427,7 +440,7 @@ class Scheduler:
     own arguments stand in `kwargs`."""
     warmup_steps: Annotated[int | None, at_least(0, ", or null")] = None
     """The same as a count. It wins over `warmup` where it is given."""
-    min_lr_ratio: Annotated[float, SHARE] = 0.1
+    min_lr_ratio: Annotated[float, FRACTION] = 0.1
     """The schedule would reach lr·min_lr_ratio at s = `train.steps`. constant stays at lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dtrain.base import ranges
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
 from dtrain.recipe.saved import UNSET, flat, is_table, table_of
 from dtrain.recipe.schema import Recipe, recipe_type
@@ -121,16 +121,16 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
     if choices:
         near = spelling.our_word_for(re.sub(r"\[\d+\]", "", dotted), value)
         hint = "" if near else spelling.method_hint(dotted, value)
-        near = near or nearest(str(value), choices)
+        near = near or closest_name(str(value), choices)
         if not hint:
             hint = spelling.pasted_character_hint(value)  # a pasted character explains more than a near name
         if not hint and near:
             hint = f"; did you mean {near}?"
-        return [f"{dotted}={ranges.shown(value)} is none of {', '.join(choices)}{hint}"]
+        return [f"{dotted}={ranges.format_value(value)} is none of {', '.join(choices)}{hint}"]
     if alias := spelling.our_word_for(re.sub(r"\[\d+\]", "", dotted), value):
-        return [f"{dotted}={ranges.shown(value)} must be {spelling.type_description(kinds)}: {alias}"]
+        return [f"{dotted}={ranges.format_value(value)} must be {spelling.type_description(kinds)}: {alias}"]
     hint = _hint_for(value, kinds, getattr(section, key, None))
-    return [f"{dotted}={ranges.shown(value)} must be {spelling.type_description(kinds)}{hint}"]
+    return [f"{dotted}={ranges.format_value(value)} must be {spelling.type_description(kinds)}{hint}"]
 
 
 def _converted(value: Any, kinds: list) -> Any:
@@ -207,7 +207,7 @@ def _not_a_section_text(
         meant = f"; write {dotted}=[{{{first}: {spelling.our_word_for(f'{dotted}.{first}', value) or value}}}]"
     if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
         return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
-    return f"{dotted}={ranges.shown(value)}: {dotted} is {wanted}{meant}"
+    return f"{dotted}={ranges.format_value(value)}: {dotted} is {wanted}{meant}"
 
 
 def _hint_for(value: Any, kinds: list, usual: Any) -> str:
@@ -232,7 +232,7 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
     known = spelling.answer_to_unknown_key(dotted)
     # A pasted character that only looks like a letter has a hint of its own below.
     if known is None and not prefix and inner and not spelling.pasted_character_hint(word):
-        section = nearest(word, list(dict.fromkeys([*siblings, *sections])))
+        section = closest_name(word, list(dict.fromkeys([*siblings, *sections])))
         moved = _in_section(inner, dotted, section, keys(sections))
         if moved:
             return moved
@@ -278,14 +278,14 @@ def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, ty
         in_braces = ": {".join(parts) + ": .." + "}" * (len(parts) - 1)
         return f"; in a file keys are nested: {in_braces}"
     siblings = siblings if prefix else list(dict.fromkeys([*siblings, *sections]))
-    near = nearest(word, siblings)
+    near = closest_name(word, siblings)
     same = [key for key in everywhere if key.rpartition(".")[2] == word]
     leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    if near is None and not same and (leaf := nearest(word, leaves)):
+    if near is None and not same and (leaf := closest_name(word, leaves)):
         same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
     if near or same:
         return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
-    if not prefix and (theirs := nearest(word, spelling.OUR_KEYS)):
+    if not prefix and (theirs := closest_name(word, spelling.OUR_KEYS)):
         return f"; did you mean {theirs}? dtrain's word for it is {spelling.OUR_KEYS[theirs]}"
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 

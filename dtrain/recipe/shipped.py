@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import closest_name
 
 CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 """Files beside the shipped recipes that start them on a cluster. `find` knows these by their whole name."""
@@ -87,6 +87,6 @@ def find(recipe: str | Path) -> Path:
     name = path.name.removesuffix(".yaml")
     if command := models.command(name, [name for name in names if not name.startswith(QUICKSTART)]):
         raise UserError(f"there is no recipe {name} any more: `{command}`")
-    near = nearest(path.stem, names)
+    near = closest_name(path.stem, names)
     hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"
     raise UserError(f"there is no recipe {recipe}: neither a file nor a shipped recipe{hint}")

@@ -133,7 +133,7 @@ def value_hint(key: str, value: str, known: Collection[str]) -> str:
     near = our_word_for(key, value)
     if near:
         return f"; did you mean {near}?"
-    return method_hint(key, value) or ranges.hint(value, known)
+    return method_hint(key, value) or ranges.name_hint(value, known)
 
 
 def method_hint(key: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dtrain.base.errors import Problem
 from dtrain.base.hardware import C_COMPILERS
-from dtrain.base.ranges import either, plural
+from dtrain.base.ranges import join_with_or, plural
 from dtrain.recipe.schema import Recipe
 
 LARGEST_AUTO = 16
@@ -133,7 +133,7 @@ def _experts(ep: int, dp_shard: int, cp: int) -> list[Problem]:
         return []
     fitting = [str(size) for size in range(1, shared + 1) if shared % size == 0]
     wrong = f"parallel.ep={ep} does not divide dp_shard {dp_shard} × cp {cp} = {shared}"
-    return [Problem("parallel.ep", wrong, f"Use {either(fitting)}")]
+    return [Problem("parallel.ep", wrong, f"Use {join_with_or(fitting)}")]
 
 
 def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
@@ -153,7 +153,7 @@ def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
         f"train.global_batch={total} is not micro_batch × accumulation × dp: "
         f"micro_batch {micro} × dp {dp} = {unit} does not divide it"
     )
-    return [Problem("train.global_batch", wrong, f"Set {either(fixes)}")]
+    return [Problem("train.global_batch", wrong, f"Set {join_with_or(fixes)}")]
 
 
 def value_of_key(config: Any, key: str) -> Any:

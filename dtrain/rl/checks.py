@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import is_number, nearest, sizes_for
+from dtrain.base.ranges import closest_name, is_number, magnitude_hint
 from dtrain.recipe import spelling
 from dtrain.recipe.rollouts import Reward, RolloutSection
 from dtrain.recipe.schema import Lora, Model, Parallel
@@ -154,7 +154,7 @@ def _judging_problems(section: RolloutSection) -> list[Problem]:
     environment = section.environment
     model_path, weight = section.reward_model.path, section.reward_model.weight
     if not is_number(weight):
-        text = f"grpo.reward_model.weight={weight} must be a finite number{sizes_for(weight)}"
+        text = f"grpo.reward_model.weight={weight} must be a finite number{magnitude_hint(weight)}"
         problems.append(Problem("grpo.reward_model.weight", text))
     if model_path is not None and section.has_episodes:
         text = (
@@ -251,7 +251,7 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
         key, name = f"{rewards_key}[{index}]", reward.fn
         fn_key = f"{key}.fn"
         if not is_number(reward.weight):
-            text = f"{key}.weight={reward.weight} must be a finite number{sizes_for(reward.weight)}"
+            text = f"{key}.weight={reward.weight} must be a finite number{magnitude_hint(reward.weight)}"
             problems.append(Problem(f"{key}.weight", text))
         if not name:
             fix = f"Set it to a reward ({', '.join(rewards.REWARDS)}) or an import path"
@@ -259,7 +259,7 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
         elif name in rewards.REWARDS:
             problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_import_path(name):
-            near = spelling.our_word_for("grpo.rewards.fn", name) or nearest(name, rewards.REWARDS)
+            near = spelling.our_word_for("grpo.rewards.fn", name) or closest_name(name, rewards.REWARDS)
             if near:
                 hint = f"did you mean {near}?"
             else:
@@ -291,7 +291,7 @@ def _option_problems(key: str, name: str, options: Mapping[str, Any]) -> list[Pr
             problems.append(Problem(option_keys[option], f"{option_keys[option]} is required by {name}"))
     for option, value in options.items():
         if option not in known:
-            near = rewards.FORMER_NAMES.get(option) or nearest(option, known)
+            near = rewards.FORMER_NAMES.get(option) or closest_name(option, known)
             fix = f"Did you mean {option_keys[near]}?" if near else f"It reads {', '.join(known)}"
             option_key = f"{key}.kwargs.{option}"
             problems.append(Problem(option_key, f"{option_key} is not read by {name}", fix))

@@ -64,7 +64,7 @@ def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
             return None
         return run.stack.enter_context(Rewards(section.rewards, timeout=section.reward_timeout, say=run.metrics.say))
 
-    return ranks.together(start)
+    return ranks.run_on_all(start)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Collector:
     ):
         self.section, self.sampler, self.rows, self.rewards, self.rates = section, sampler, rows, rewards, rates
         self.ranks = Ranks()
-        of_functions: list[str] = self.ranks.first(lambda: rewards.names if rewards else [])
+        of_functions: list[str] = self.ranks.run_on_first(lambda: rewards.names if rewards else [])
         self.names = of_functions + (["reward_model"] if rates else [])
         self._has_known_reward = False
 
@@ -275,7 +275,7 @@ class Collector:
             scores = self.rewards.score(contents, texts, ids, columns)
             return scores.total, list(scores.parts.values())
 
-        total, parts = self.ranks.first(judge)
+        total, parts = self.ranks.run_on_first(judge)
         rewards = torch.tensor(total, dtype=torch.float64)
         if self.rates is not None:
             rated = self.rates.rate(contents, texts)

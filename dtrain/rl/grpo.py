@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, Batch
+from dtrain.base.batch import IGNORE_INDEX, Batch
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.ranges import UP_TO_1, at_least, is_number
 from dtrain.data.formats.prompts import PromptOptions
@@ -290,7 +290,7 @@ class GrpoMethod(MethodWithReference):
         high = None
         if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
             entropies = policy.entropies(batch, self.micro_rows, self.sampling)
-            gathered, _ = gather_rows(entropies[batch["labels"] != IGNORE], policy.mesh.dp)
+            gathered, _ = gather_rows(entropies[batch["labels"] != IGNORE_INDEX], policy.mesh.dp)
             result = top_entropy_threshold(gathered, quantile)
             threshold, high = (value.to(policy.device, non_blocking=True) for value in result)
         return batch, partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=high)
@@ -307,7 +307,7 @@ class GrpoMethod(MethodWithReference):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalars: the share of the loss, and the sums of `policy_terms`."""
         scores = source.sampled_logprobs(self.sampling, entropy=True)
-        mask = batch["labels"] != IGNORE  # [B, S/cp]
+        mask = batch["labels"] != IGNORE_INDEX  # [B, S/cp]
         return policy_terms(
             self.loss_spec,
             scores.logprobs,

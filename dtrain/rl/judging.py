@@ -157,7 +157,7 @@ def evaluate(
         keep(answers)
         return Report.of(answers, questions, time.perf_counter() - start)
 
-    report = ranks.first(judge)
+    report = ranks.run_on_first(judge)
     if report is None:
         raise Interrupted
     return report

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, ROW_STREAMS, Batch, collate, collate_with_images
+from dtrain.base.batch import IGNORE_INDEX, ROW_STREAMS, Batch, collate, collate_with_images
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key
-from dtrain.base.ranks import deal
+from dtrain.base.randomness import random_key
+from dtrain.base.ranks import balance_by_cost
 from dtrain.data.rows.rows import Cursor, GlobalBatch, Rows, permute
 from dtrain.methods.method import BatchSource
 from dtrain.models.common.flops import flops_per_token
@@ -160,13 +160,13 @@ class Buffer:
             """Return `values` shifted one position to the left, where the label stands."""
             return torch.cat([values[1:], values.new_full((1,), fill)])
 
-        labels = before(torch.where(trained, tokens, IGNORE), IGNORE)
+        labels = before(torch.where(trained, tokens, IGNORE_INDEX), IGNORE_INDEX)
         row = {
             "input_ids": tokens,
             "labels": labels,
             "position_ids": torch.arange(len(tokens)),
             "seq_ids": torch.zeros_like(tokens),
-            "advantages": torch.where(labels == IGNORE, 0.0, self.advantages[index]),
+            "advantages": torch.where(labels == IGNORE_INDEX, 0.0, self.advantages[index]),
         }
         return row | {name: before(values[start:end], 0.0) for name, values in self.per_token.items()}
 
@@ -261,7 +261,7 @@ class Rollouts(BatchSource):
         # Fixed micro-batches are rows: a rank takes no more of them than its part.
         is_fixed = not (self.recipe.data.packing or self.method.is_dynamic())
         most = -(-len(chosen) // ranks) if is_fixed else None
-        return [[chosen[place] for place in share] for share in deal(costs, ranks, most)]
+        return [[chosen[place] for place in share] for share in balance_by_cost(costs, ranks, most)]
 
     def batch(self, rows: GlobalBatch) -> Batch:
         return self.buffer.batch(rows.samples, self.data)
@@ -329,7 +329,7 @@ class Rollouts(BatchSource):
         pass_number, part = divmod(self.position.done, -(-total // size))
         order = torch.arange(total)
         if self.shuffles:
-            drawn = key("minibatch", self.recipe.run.seed, self.position.rollout, pass_number)
+            drawn = random_key("minibatch", self.recipe.run.seed, self.position.rollout, pass_number)
             order = permute(order, total, drawn)
         counted = self.buffer.counted.tolist()
         return sorted(index for index in order[part * size : (part + 1) * size].tolist() if counted[index])

@@ -23,8 +23,8 @@ from typing import Any, Self, TypedDict
 
 from dtrain.base import orphans
 from dtrain.base.errors import UserError
-from dtrain.base.processes import search_path
-from dtrain.base.ranges import LARGEST_REWARD
+from dtrain.base.processes import import_search_path
+from dtrain.base.ranges import MAX_REWARD
 
 LOAD_SECONDS = 120.0  # for the imports of the user's own modules; a longer timeout counts
 LAST_LINES = 12  # of a traceback
@@ -51,8 +51,8 @@ class Worker:
         self._reported: set[tuple[str, str]] = set()
         self._has_worked: set[str] = set()
         self._is_closed = False
-        # The kernel ends a process with the thread that started it (PR_SET_PDEATHSIG, `orphans.end_with`): that thread
-        # lives as long as this.
+        # The kernel ends a process with the thread that started it (PR_SET_PDEATHSIG, `orphans.end_with_parent`): that
+        # thread lives as long as this.
         self._thread = ThreadPoolExecutor(1, "worker")
         try:
             self._start()
@@ -117,7 +117,7 @@ class Worker:
             started = orphans.descendants(self._process.pid)  # some in sessions of their own, tool servers for example
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._process.pid, signal.SIGKILL)
-            orphans.kill(started)
+            orphans.kill_all(started)
         self._process.wait()
         with suppress(OSError):  # it ends a wait for an answer in another thread, whoever else holds the other end
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -166,7 +166,7 @@ def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
     code += "parent, channel, sys.path[:] = json.loads(sys.argv[1]); "
     code += f"from dtrain.rl.worker import serve; from {module} import {name}; serve(parent, channel, {name}())"
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, json.dumps([os.getpid(), channel, search_path()])],
+        [sys.executable, "-P", "-c", code, json.dumps([os.getpid(), channel, import_search_path()])],
         stdin=subprocess.DEVNULL,
         stdout=2,
         pass_fds=[channel],
@@ -193,7 +193,7 @@ def serve(parent: int, channel: int, service: Any) -> None:
     """Answer calls of methods of `service`, which give their answers one after another, until the parent closes its end
     of the socket `channel`. Never returns. Once a service has a `main`, that has this thread, and another answers: the
     user's code may need the main one, for signals say."""
-    orphans.end_with(parent)
+    orphans.end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     own = os.getpid()
     connection = socket.socket(fileno=channel)
@@ -246,8 +246,8 @@ def reward_of(value: Any, of: str = "") -> float | None:
         number = math.inf
     if math.isinf(number):
         raise UserError(f"gave {number}{of}; a finite number or None is needed")
-    if abs(number) > LARGEST_REWARD:
-        raise UserError(f"gave {number}{of}; a number of at most {LARGEST_REWARD:g} in size, or None, is needed")
+    if abs(number) > MAX_REWARD:
+        raise UserError(f"gave {number}{of}; a number of at most {MAX_REWARD:g} in size, or None, is needed")
     return None if math.isnan(number) else number
 
 

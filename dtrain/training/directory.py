@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import NO_LOCKS, can_sync_directories, real, replace_text
+from dtrain.base.files import NO_LOCKS, atomic_write_text, can_sync_directories, resolve_links
 from dtrain.checkpoint.huggingface.model_files import copy_companions
 
 DATA = "data.json"
@@ -136,7 +136,7 @@ class RunDirectory:
             _refuse_unwritable(directory)
             # A symbolic link may lead to a directory on another disk that does not exist yet.
             if directory == self.path or directory.is_symlink():
-                real(directory).mkdir(parents=True, exist_ok=True)
+                resolve_links(directory).mkdir(parents=True, exist_ok=True)
         directory_of_saves = self.checkpoints if self.checkpoints.is_dir() else self.path
         if say is not None and not can_sync_directories(directory_of_saves):
             say(
@@ -197,7 +197,7 @@ class RunDirectory:
             name: DATA or ABOUT.
             facts: The content.
         """
-        replace_text(self.path / name, json.dumps(facts, indent=1))
+        atomic_write_text(self.path / name, json.dumps(facts, indent=1))
 
     def copy_model_files(self, source: str | Path, chat_template: str | None = None) -> None:
         """Copy the small files of a model, so that an export does not need the model's directory.
@@ -239,7 +239,7 @@ class RunDirectory:
 
 def _refuse_unwritable(directory: Path) -> None:
     """Raise UserError if a directory cannot be written or created."""
-    target = real(directory)
+    target = resolve_links(directory)
     existing = target
     while not os.path.lexists(existing):
         existing = existing.parent

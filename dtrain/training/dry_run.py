@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from dtrain.base.errors import Problem, UserError, problems_in, without_repetition
+from dtrain.base.errors import Problem, UserError, merge_problems, problems_in
 from dtrain.policy.options import choose_precision
 from dtrain.recipe import Recipe, saved
 from dtrain.training import metrics, resume
@@ -80,7 +80,7 @@ def dry_run(
     """
     inputs = RunInputs.of(recipe, world, pending_downloads)
     host = DryHost()
-    host.problems.extend(without_repetition(refused, find_problems(inputs)))
+    host.problems.extend(merge_problems(refused, find_problems(inputs)))
     is_sound = not host.problems
     host.problems.extend(metrics.package_problems(recipe.metrics))
     host.attempt("run.dir", inputs.run.check_usable)

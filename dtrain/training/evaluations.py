@@ -86,7 +86,7 @@ class Evaluations:
                 _try_rewards(eval_set, questions, judges)
             return replace(questions, together=together)
 
-        questions = self._ranks.first(open_on_first_rank)
+        questions = self._ranks.run_on_first(open_on_first_rank)
         try:
             self._engine.check(questions.requests())
         except UserError as error:
@@ -108,7 +108,7 @@ class Evaluations:
             rows = records.read_rows(path)
             return [row for row in rows if row.get("step") == step and "loss" not in row]
 
-        rows = self._ranks.first(read_rows_of_step)
+        rows = self._ranks.run_on_first(read_rows_of_step)
         for opened in self._sets:
             if any(opened.wrote(row) for row in rows):
                 opened.step = step

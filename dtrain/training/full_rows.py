@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE, Row, RowImages, collate
+from dtrain.base.batch import IGNORE_INDEX, Row, RowImages, collate
 from dtrain.data.images.processor import ImageProcessor, Layout
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.images.tensors import feature_index
@@ -114,7 +114,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
         return [_copy(streams) for _ in range(num_rows)]
 
     # The rows of KTO come with as many further rows, of replies that do not belong to their prompts.
-    streams["desirable"] = torch.where(streams["labels"] == IGNORE, 0.0, 1.0).double()
+    streams["desirable"] = torch.where(streams["labels"] == IGNORE_INDEX, 0.0, 1.0).double()
     rows = [_copy(streams) for _ in range(num_rows)]
     mismatched = [{**row, "desirable": torch.zeros_like(row["desirable"])} for row in rows]
     return rows + mismatched
@@ -133,7 +133,7 @@ def _text_streams(lengths: Sequence[int]) -> dict[str, Tensor]:
     is_last_of_row = index == len(seq_ids) - 1
     return {
         "input_ids": torch.ones_like(index),
-        "labels": torch.where(is_last_of_document | is_last_of_row, IGNORE, 1),
+        "labels": torch.where(is_last_of_document | is_last_of_row, IGNORE_INDEX, 1),
         "position_ids": index - begins,
         "seq_ids": seq_ids,
     }

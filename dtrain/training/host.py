@@ -55,7 +55,7 @@ class Host:
         def keep_result() -> None:
             results.append(act())
 
-        self.ranks.first(keep_result)
+        self.ranks.run_on_first(keep_result)
         return results[0] if results else None
 
 
@@ -67,7 +67,7 @@ class DryHost(Host):
         problems: The problems that were found so far.
     """
 
-    ranks: Ranks = field(default_factory=lambda: Ranks(alone=True))
+    ranks: Ranks = field(default_factory=lambda: Ranks(single_process=True))
     say: Callable[[str], None] = _print_nothing
     is_dry: bool = True
     problems: list[Problem] = field(default_factory=list)

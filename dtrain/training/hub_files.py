@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.hub import cached, download, incomplete, is_id, look, missing_files
-from dtrain.base.ranges import near_directories, plural
+from dtrain.base.hub import (
+    cached_model_directory,
+    download_model,
+    incomplete_download_message,
+    is_model_id,
+    look_up_model,
+    missing_files,
+)
+from dtrain.base.ranges import directory_hint, plural
 from dtrain.data.sources.files import files_to_copy, is_url, source_entries, source_paths, uncached_datasets
 from dtrain.data.sources.hub import DatasetPart
 from dtrain.recipe import Recipe
@@ -54,10 +61,10 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
         UserError: If the hub refuses a download.
     """
     for key, name, needs_weights in model_ids(recipe):
-        path = cached(name, weights=needs_weights)
+        path = cached_model_directory(name, weights=needs_weights)
         if path is None and fetch:
             try:
-                path = download(name, weights=needs_weights, key=key)
+                path = download_model(name, weights=needs_weights, key=key)
             except UserError as error:
                 raise UserError(_refused(key, name, error).text) from error
         if path is not None:
@@ -79,12 +86,12 @@ def with_small_files(recipe: Recipe) -> SmallFiles:
     for key, name, needs_weights in model_ids(recipe):
         try:
             if needs_weights:
-                directory, size = look(name, key)
+                directory, size = look_up_model(name, key)
                 pending_downloads[key] = (
                     f"{key}={name}: the run downloads its weights from the hub, {size / 2**30:.2f} GiB"
                 )
             else:
-                directory = download(name, weights=False, key=key)
+                directory = download_model(name, weights=False, key=key)
             recipe = replace_keys(recipe, {key: str(directory)})
         except UserError as error:
             problems.append(_refused(key, name, error))
@@ -112,11 +119,13 @@ def missing_problems(recipe: Recipe) -> list[Problem]:
     for key, name, needs_weights in model_ids(recipe):
         missing = missing_files(name, weights=needs_weights)
         if missing:
-            problems.append(Problem(key, f"{key}={incomplete(name, missing, f'dtrain download {name}')}"))
+            problems.append(
+                Problem(key, f"{key}={incomplete_download_message(name, missing, f'dtrain download {name}')}")
+            )
             continue
         text = (
             f"{key}={name} is no directory here, and as a model of the Hugging Face hub it is not in this machine's "
-            f"cache{near_directories(name)}"
+            f"cache{directory_hint(name)}"
         )
         problems.append(Problem(key, text, f"Fetch it with `dtrain download {name}`"))
     for key, name, pick in absent_data(recipe):
@@ -128,7 +137,7 @@ def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
     """Return key, id and whether weights are needed, for every model that the recipe names by an id on the hub."""
     named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
     named += [(key, path, True) for key, path in build_method(recipe).other_models()]
-    return [(key, name, needs_weights) for key, name, needs_weights in named if name and is_id(name)]
+    return [(key, name, needs_weights) for key, name, needs_weights in named if name and is_model_id(name)]
 
 
 def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import out_of_range
+from dtrain.base.ranges import find_out_of_range
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import Recipe
@@ -100,5 +100,5 @@ class RunInputs:
 
     @cached_property
     def wrong_values(self) -> list[tuple[str, object, str]]:
-        """Values of the recipe that are out of their range, as of `out_of_range`."""
-        return out_of_range(self.original_recipe)
+        """Values of the recipe that are out of their range, as of `find_out_of_range`."""
+        return find_out_of_range(self.original_recipe)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtrain.base.batch import Grid, RowImages
-from dtrain.base.hardware import FREE_MEMORY_SHARE
+from dtrain.base.hardware import FREE_MEMORY_FRACTION
 from dtrain.models.common.config import LINEAR, ModelConfig
 from dtrain.models.common.decoder import CausalLM
 from dtrain.models.common.flops import flops_per_token, num_weights
@@ -115,7 +115,7 @@ class ModelFacts:
         )
         prompt = max(1, min(recipe.data.max_length, positions) - answer)
         num_positions = slot_size(answer) + slot_size(prompt)
-        return int(num_positions * position_bytes(self.config, compute, tp) / FREE_MEMORY_SHARE)
+        return int(num_positions * position_bytes(self.config, compute, tp) / FREE_MEMORY_FRACTION)
 
     def fsdp_messages(self, compute: torch.dtype) -> FsdpMessages:
         """Return the messages of FSDP in one pass.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.base.errors import Problem, RecipeError, without_repetition
+from dtrain.base.errors import Problem, RecipeError, merge_problems
 from dtrain.recipe import Recipe, redact
 from dtrain.training.hub_files import missing_problems, with_local_model
 from dtrain.training.inputs import RunInputs, World
@@ -43,7 +43,7 @@ def preflight(
     from dtrain.training.dry_run import find_problems  # loads torch
 
     inputs = RunInputs.of(recipe, World(world_size))
-    problems = without_repetition(refused, find_problems(inputs, until))
+    problems = merge_problems(refused, find_problems(inputs, until))
     return [redacted(problem, recipe) for problem in problems]
 
 

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dtrain import recipe as config
-from dtrain.base.errors import UserError, first_few
+from dtrain.base.errors import UserError, limit_problems
 from dtrain.base.files import set_aside
 from dtrain.base.json_files import digest, read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from dtrain.base.ranges import shown
-from dtrain.base.ranks import Ranks, digests
+from dtrain.base.ranges import format_value
+from dtrain.base.ranks import Ranks, file_digests
 from dtrain.checkpoint.dcp.store import CheckpointStore, Origin, locate_step
 from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.checkpoint.huggingface.model_files import read_model_config
@@ -150,9 +150,9 @@ def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     """Find the checkpoint of `checkpoint.resume`. Collective."""
     resume = inputs.recipe.checkpoint.resume
     if resume is None:
-        host.ranks.first(lambda: inputs.run.refuse_used(resume))
+        host.ranks.run_on_first(lambda: inputs.run.refuse_used(resume))
         return Start()
-    has_traces, began = host.ranks.first(lambda: _read_began(inputs))
+    has_traces, began = host.ranks.run_on_first(lambda: _read_began(inputs))
     origin = Origin.read(began[RESUME], inputs.run.began) if RESUME in began else None
     if resume == "auto":
         return _continue_run(inputs, store, host, origin, began, has_traces)
@@ -203,7 +203,7 @@ def _continue_run(
     else:
         return Start(began=began if has_traces else {})
     if not host.is_dry:
-        host.ranks.first(lambda: _put_damaged_aside(own_store, start.step))
+        host.ranks.run_on_first(lambda: _put_damaged_aside(own_store, start.step))
     return start
 
 
@@ -228,19 +228,19 @@ def _start_from_path(
     def refuse_used() -> None:
         inputs.run.refuse_used(path, origin.path if origin else None)
 
-    if not ranks.first(lambda: Path(path).is_dir()):
-        ranks.first(refuse_used)
+    if not ranks.run_on_first(lambda: Path(path).is_dir()):
+        ranks.run_on_first(refuse_used)
     store, step = locate_step(path, ranks, RESUME)
     if store.directory.resolve() == own_store.directory.resolve():
         store = own_store
     else:
-        ranks.first(refuse_used)
-    ranks.first(lambda: _refuse_beyond(own_store, step))
+        ranks.run_on_first(refuse_used)
+    ranks.run_on_first(lambda: _refuse_beyond(own_store, step))
     state = _read_state(store, step)
     began = {key: value for key, value in state["began"].items() if key == INIT}
     began[RESUME] = asdict(Origin.from_step(store, step))
     if not host.is_dry:
-        ranks.first(lambda: _put_damaged_aside(own_store, step))
+        ranks.run_on_first(lambda: _put_damaged_aside(own_store, step))
     return Start(step, tuple(state["cursor"]), store, state, began=began)
 
 
@@ -264,19 +264,19 @@ def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
     weight_digests: list[str] = []
     if weights:
-        weight_digests = digests(weights, _other_model("model.path", path), ranks)
-    ranks.same(found["model.config"], _other_model("model.path", path))
-    ranks.same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
+        weight_digests = file_digests(weights, _other_model("model.path", path), ranks)
+    ranks.check_same(found["model.config"], _other_model("model.path", path))
+    ranks.check_same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weight_digests:
         found["model.weights"] = digest(weight_digests)
     if recipe.lora is not None and recipe.lora.path is not None:
         adapter = Path(recipe.lora.path)
         files = [adapter / name for name in ADAPTER_FILES]
-        found["lora.path"] = digest(digests(files, _other_model("lora.path", adapter), ranks))
+        found["lora.path"] = digest(file_digests(files, _other_model("lora.path", adapter), ranks))
     for key, model in inputs.other_models.items():
-        weight_digests = digests(weight_files(model.path), _other_model(key, model.path), ranks)
+        weight_digests = file_digests(weight_files(model.path), _other_model(key, model.path), ranks)
         config_digest = digest(read_model_config(model.path))
-        ranks.same(config_digest, _other_model(key, model.path))
+        ranks.check_same(config_digest, _other_model(key, model.path))
         if key.endswith(".reference"):  # it has the config of the trained model
             found[key] = digest(weight_digests)
         else:
@@ -417,7 +417,7 @@ def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) ->
             "every file has the content that it had: the tokenizer, the chat template, the images or another key of "
             "data, such as data.max_length, makes other samples of them"
         )
-    return first_few(lines)
+    return limit_problems(lines)
 
 
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
@@ -440,7 +440,7 @@ def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misf
     for key, old, _ in differences:
         if key in SHAPE_KEYS:
             keys.append(key)
-            settings.append(f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={shown(old)}")
+            settings.append(f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={format_value(old)}")
     if not keys:
         return None
     return Misfit(
@@ -529,7 +529,7 @@ def _newest(store: CheckpointStore, host: Host) -> int | None:
 
     Files are compared with their checksums. In a dry run only their sizes are compared.
     """
-    published = host.ranks.first(store.published_steps)
+    published = host.ranks.run_on_first(store.published_steps)
     for step in reversed(published):
         damage = store.check_files(step) if host.is_dry else store.check_contents(step)
         if not damage:

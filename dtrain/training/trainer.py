@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from dtrain import recipe as config
-from dtrain.base.errors import NOTHING_LOST, Interrupted, RecipeError, Stopped, Unavailable, UserError
-from dtrain.base.files import replace_text
+from dtrain.base.errors import STOPPED_AT_START, Interrupted, RecipeError, ServiceUnavailable, Stopped, UserError
+from dtrain.base.files import atomic_write_text
 from dtrain.checkpoint.dcp.background import Saver
 from dtrain.checkpoint.dcp.retention import (
     Patience,
@@ -244,24 +244,24 @@ class Trainer:
         try:
             self.method.begin(self.policy, self.spec.rows, self._run_context())
         except Interrupted:
-            raise Stopped(self._agreed_signal(), NOTHING_LOST) from None
+            raise Stopped(self._agreed_signal(), STOPPED_AT_START) from None
         if start.state is not None:
             resume.restore(start, self.recipe, self.policy, self.method)
             self.metrics.say(f"resumed from {start.path}")
             for line in self.spec.changes:
                 self.metrics.say(f"  changed since then: {line}")
-        self.ranks.first(lambda: self._write_run_files(start))
+        self.ranks.run_on_first(lambda: self._write_run_files(start))
         self.metrics.resume_at(start.step)
         if self.recipe.train.patience is not None:
-            self.patience.values = self.ranks.first(lambda: self.patience.read_values(self.run.metrics))
+            self.patience.values = self.ranks.run_on_first(lambda: self.patience.read_values(self.run.metrics))
         if self.evaluations is not None:
             self._latest_metrics |= self.evaluations.resume_at(start.step)
         return start
 
     def _write_run_files(self, start: Start) -> None:
         """Write the files that describe the run to its directory. Rank 0 only."""
-        replace_text(self.run.began, json.dumps(start.began))
-        replace_text(self.run.config, self._recipe_text)
+        atomic_write_text(self.run.began, json.dumps(start.began))
+        atomic_write_text(self.run.config, self._recipe_text)
         self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
         self.run.write_json(ABOUT, describe_run(self._built))
         self.run.copy_model_files(self.recipe.model.directory, self.policy.checkpoint.chat_template)
@@ -345,14 +345,14 @@ class Trainer:
         """
         try:
             self.method.before_step(Cursor(*self.start.cursor))
-        except Unavailable as error:
+        except ServiceUnavailable as error:
             self._save_last(step)
             text = f"{error}\n{self._farewell(step)}" if step else str(error)
-            raise Unavailable(text) from error
+            raise ServiceUnavailable(text) from error
         except Interrupted:
             signum = self._agreed_signal()
             self._save_last(step)
-            raise Stopped(signum, self._farewell(step) if step else NOTHING_LOST) from None
+            raise Stopped(signum, self._farewell(step) if step else STOPPED_AT_START) from None
 
     def _save_last(self, step: int) -> None:
         """Save `step`, unless it is saved already or the recipe saves nothing."""
@@ -409,7 +409,7 @@ class Trainer:
         """Raise Stopped if a signal came before the first step. One all-reduce."""
         signum = self._agreed_signal()
         if signum:
-            raise Stopped(signum, NOTHING_LOST)
+            raise Stopped(signum, STOPPED_AT_START)
 
     def save(self, step: int, cursor: tuple[int, int], *, wait: bool) -> None:
         """Save a checkpoint as `checkpoints/step-N`, and delete those that the recipe does not keep. Collective.
@@ -448,7 +448,7 @@ class Trainer:
 
     def lacks_export(self) -> bool:
         """Check whether the run was stopped between its last save and the export of it. Collective."""
-        is_outdated = self.ranks.first(lambda: read_saved_step(self.run.export) != self._newest_save)
+        is_outdated = self.ranks.run_on_first(lambda: read_saved_step(self.run.export) != self._newest_save)
         return self.recipe.checkpoint.export != "none" and is_outdated
 
     def finish_without_steps(self, start: Start) -> None:

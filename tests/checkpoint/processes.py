@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from dtrain import recipe as config
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.training.metrics import Recorder
@@ -37,7 +37,7 @@ class Processes:
         self._opened = self.output.open("w")
         mark = self._opened.fileno()
         popen = (
-            partial(subprocess.Popen, preexec_fn=partial(end_with, os.getpid()))
+            partial(subprocess.Popen, preexec_fn=partial(end_with_parent, os.getpid()))
             if starts
             else partial(ForkedPython, mark=mark)
         )
@@ -133,4 +133,4 @@ def rows(directory):
 
 
 def checkpoints(recipe):
-    return CheckpointStore(Path(recipe.run.dir) / recipe.run.name / "checkpoints", Ranks(alone=True))
+    return CheckpointStore(Path(recipe.run.dir) / recipe.run.name / "checkpoints", Ranks(single_process=True))

@@ -53,13 +53,13 @@ def cache(tmp_path, monkeypatch):
      ("~/a", False), ("../a", False), ("a/b c", False), ("a/", False)],
 )  # fmt: skip
 def test_what_reads_as_an_id(path, is_id):
-    assert hub.is_id(path) == is_id
+    assert hub.is_model_id(path) == is_id
 
 
 def test_a_directory_of_the_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(NAME).mkdir(parents=True)
-    assert not hub.is_id(NAME)
+    assert not hub.is_model_id(NAME)
 
 
 def test_a_run_takes_a_cached_model_without_a_network(tmp_path, cache):
@@ -170,7 +170,7 @@ def test_only_weights_and_small_files_are_fetched(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(UserError, match="has no weights in safetensors"):
-        hub.download("meta/x")
+        hub.download_model("meta/x")
     from fnmatch import fnmatch
 
     def fetched(name):
@@ -186,7 +186,7 @@ def test_no_hub_is_imported_where_the_model_is_a_directory(tmp_path, monkeypatch
 
 
 def test_an_adapter_finds_its_base_by_the_id_that_the_cache_has_it_under(tmp_path, cache):
-    assert hub.id_of(cache) == NAME and hub.id_of(tmp_path / "source") is None
+    assert hub.cached_model_id(cache) == NAME and hub.cached_model_id(tmp_path / "source") is None
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": NAME}))
     assert base_of(tmp_path) == cache
     cache.rename(cache.with_name("gone"))

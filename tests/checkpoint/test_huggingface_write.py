@@ -277,5 +277,5 @@ def test_a_directory_that_fails_at_its_end_leaves_the_one_before(tmp_path):
         raise UserError("the disk is full")
 
     with pytest.raises(UserError, match="full"):
-        write_files({}, finish, out, replace=True, ranks=Ranks(alone=True))
+        write_files({}, finish, out, replace=True, ranks=Ranks(single_process=True))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "out"]

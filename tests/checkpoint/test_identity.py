@@ -9,7 +9,7 @@ import pytest
 
 from dtrain.base import ranks as identity
 from dtrain.base.errors import Stopped, UserError
-from dtrain.base.ranks import digests
+from dtrain.base.ranks import file_digests
 from tests.checkpoint.processes import checkpoints
 from tests.running import interrupt, metrics, run, trajectory
 from tests.tiny import save_weights, tiny_recipe, write_model, write_rows
@@ -39,13 +39,13 @@ def files(tmp_path, monkeypatch):
 
 
 def test_a_digest_is_of_every_byte_and_of_nothing_else(files, tmp_path):
-    alone = digests(files)
+    alone = file_digests(files)
     assert len(set(alone)) == len(files)
     for path in files[1:]:
         content = path.read_bytes()
         for at in {0, len(content) // 2, len(content) - 1}:
             replace_unseen(path, content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            assert digests([path]) != [alone[files.index(path)]]
+            assert file_digests([path]) != [alone[files.index(path)]]
             replace_unseen(path, content)
     moved = tmp_path / "moved" / "another"
     moved.parent.mkdir()
@@ -53,19 +53,19 @@ def test_a_digest_is_of_every_byte_and_of_nothing_else(files, tmp_path):
     linked = tmp_path / "link"
     linked.symlink_to(moved)
     os.utime(moved, ns=(1, 1))
-    assert digests([moved, linked]) == [alone[-1]] * 2 and digests([]) == []
+    assert file_digests([moved, linked]) == [alone[-1]] * 2 and file_digests([]) == []
     with pytest.raises(UserError, match="nowhere: No such file"):
-        digests([tmp_path / "nowhere"])
+        file_digests([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_work_and_agree(files, world_size, monkeypatch):
-    alone = digests(files)
+    alone = file_digests(files)
     read, count = identity._chunk_digest, []
     monkeypatch.setattr(identity, "_chunk_digest", lambda file, chunk: (count.append(1), read(file, chunk))[1])
 
     def on_rank(rank):
-        return digests(files), len(count)
+        return file_digests(files), len(count)
 
     found = run_world(on_rank, world_size)
     assert [one for one, _ in found] == [alone] * world_size
@@ -77,13 +77,13 @@ def test_ranks_share_the_work_and_agree(files, world_size, monkeypatch):
 
 def test_machines_read_copies_of_their_own(files, tmp_path):
     """Ranks 0 and 1 hold one set of files, rank 2 another; what differs is told on all of them."""
-    alone = digests(files)
+    alone = file_digests(files)
     shutil.copytree(tmp_path, tmp_path / "other")
 
     def on_rank(rank):
         mine = [tmp_path / "other" / path.name for path in files] if rank == 2 else files
         try:
-            return digests(mine, "the files differ")
+            return file_digests(mine, "the files differ")
         except UserError as error:
             return str(error)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.retention import Retention
 from dtrain.checkpoint.dcp.store import CheckpointStore
@@ -109,7 +109,7 @@ def value(step):
 
 def saved_until(directory, call, parent):
     """Save three steps, pruned to two, and die by SIGKILL just before the call of this number that changes files."""
-    end_with(parent)
+    end_with_parent(parent)
     calls = 0
 
     def killing(event, arguments):
@@ -121,7 +121,7 @@ def saved_until(directory, call, parent):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(killing)
-    store = CheckpointStore(directory, Ranks(alone=True))
+    store = CheckpointStore(directory, Ranks(single_process=True))
     before = max(store.published_steps(), default=0)
     for step in range(before + 1, before + 4):
         a, b = value(step)
@@ -138,7 +138,7 @@ def saved_until(directory, call, parent):
 )
 def test_a_saver_killed_before_each_change_of_a_file_leaves_whole_steps(tmp_path):
     """Steps that were published stay whole, and the next saver clears what the killed one left."""
-    parent, store = os.getpid(), CheckpointStore(tmp_path / "steps", Ranks(alone=True))
+    parent, store = os.getpid(), CheckpointStore(tmp_path / "steps", Ranks(single_process=True))
     kills = newest = 0
     while True:
         child = os.fork()

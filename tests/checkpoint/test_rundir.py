@@ -14,7 +14,7 @@ import time
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import replace_text
+from dtrain.base.files import atomic_write_text
 from dtrain.launch.start import validate
 from dtrain.training.directory import RunDirectory, guard
 from tests.running import metrics, run, trajectory
@@ -168,14 +168,14 @@ def test_null_refuses_a_used_directory(tmp_path):
 
 def test_a_file_is_the_old_or_the_new_one(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
-    replace_text(file, "old")
+    atomic_write_text(file, "old")
 
     def fail(descriptor):
         raise OSError("the disk is full")
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="full"):
-        replace_text(file, "new")
+        atomic_write_text(file, "new")
     assert file.read_text() == "old"
 
 

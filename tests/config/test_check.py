@@ -3,7 +3,7 @@
 import pytest
 
 from dtrain import recipe as config
-from dtrain.base.ranges import out_of_range
+from dtrain.base.ranges import find_out_of_range
 from dtrain.optim.update import SCHEDULES
 from dtrain.policy.optimizer import OPTIMIZER_NAMES
 from dtrain.recipe import schema
@@ -238,7 +238,7 @@ def test_every_default_is_in_its_range():
     sections = schema.recipe_type(SECTIONS, SECTIONS)(
         eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()]
     )
-    assert out_of_range(sections) == []
-    assert out_of_range(schema.Launch(nproc=0), "launch.") == [
+    assert find_out_of_range(sections) == []
+    assert find_out_of_range(schema.Launch(nproc=0), "launch.") == [
         ("launch.nproc", 0, "a whole number, at least 1, or auto")
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 
-from dtrain.base.batch import IGNORE
+from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.errors import UserError
 from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.reader import ImageReader
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_the_expanded_text_and_never_trained(models, tmp_pat
         assert torch.equal(made["input_ids"], expected)
         is_image = expected == tokenizer.token_to_id(token)
         assert int(is_image.sum()) == sum(numbers)
-        assert torch.equal(made["labels"][:-1] == IGNORE, is_image[1:])
+        assert torch.equal(made["labels"][:-1] == IGNORE_INDEX, is_image[1:])
 
 
 def test_a_placeholder_in_the_words_of_a_user_is_text(models, tmp_path):

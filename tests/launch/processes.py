@@ -8,7 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ class Launched:
     def __init__(self, directory: Path, training: str, *overrides: str, prefix: tuple[str, ...] = (), starts=False):
         self.runs = directory / "runs"
         command = [sys.executable, *prefix, "-m", "tests.launch.launched", str(directory), training, *overrides]
-        popen = partial(subprocess.Popen, preexec_fn=partial(end_with, os.getpid())) if starts else ForkedPython
+        popen = partial(subprocess.Popen, preexec_fn=partial(end_with_parent, os.getpid())) if starts else ForkedPython
         self.process = popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from dtrain import recipe as config
-from dtrain.base.addresses import EVERYWHERE, address_to_listen_at, listen
+from dtrain.base.addresses import ALL_INTERFACES, choose_listen_address, listen
 from tests.forked_python import ForkedPython, in_namespace
 from tests.launch.processes import Launched
 from tests.launch.test_clusters import ROOT, children, srun, start, wait_for  # noqa: F401  start is a fixture
@@ -62,7 +62,7 @@ def is_store(address: str, port: int) -> bool:
 
 
 def test_sockets_are_found_as_they_listen():
-    with socket.create_server(("127.0.0.2", 0)) as one, listen(EVERYWHERE, 0) as other:
+    with socket.create_server(("127.0.0.2", 0)) as one, listen(ALL_INTERFACES, 0) as other:
         found = listening(os.getpid())
         assert {one.getsockname(), (other.getsockname()[0], other.getsockname()[1])} <= found
 
@@ -125,9 +125,9 @@ def test_a_name_says_where_to_listen(monkeypatch):
         return resolve("127.0.1.1" if host == "gpu07" else host, *rest, **kind)
 
     monkeypatch.setattr(socket, "getaddrinfo", as_on_debian)
-    assert address_to_listen_at("localhost", 1) == address_to_listen_at("127.0.0.1", 1) == "127.0.0.1"
-    assert address_to_listen_at("gpu07", 1) == EVERYWHERE  # others know it by another address
-    assert address_to_listen_at("nowhere.invalid", 1) == EVERYWHERE
+    assert choose_listen_address("localhost", 1) == choose_listen_address("127.0.0.1", 1) == "127.0.0.1"
+    assert choose_listen_address("gpu07", 1) == ALL_INTERFACES  # others know it by another address
+    assert choose_listen_address("nowhere.invalid", 1) == ALL_INTERFACES
 
 
 def test_a_group_for_weights_listens_where_its_receivers_look(hosts):  # noqa: F811

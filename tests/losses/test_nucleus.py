@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.base.top_p import kept_by_top_p, last_kept
+from dtrain.base.top_p import smallest_kept_value, top_p_mask
 from dtrain.commands.plan.planned_device import MetaKernels, PlannedDevice
 from dtrain.losses import TrainingSamplingParams
 from dtrain.losses.head.filtered import filtered_logprobs_from_hidden_states
@@ -48,20 +48,20 @@ def test_what_is_kept_is_what_a_sort_keeps(dtype, vocab):
         for row in range(len(logits)):
             one = slice(row, row + 1)
             expected = by_sorting(logits[one], p[one], top_p)
-            assert torch.equal(kept_by_top_p(logits[one], top_p), expected), (row, top_p)
-        assert torch.equal(kept_by_top_p(logits, top_p), torch.cat([kept_by_top_p(r[None], top_p) for r in logits]))
+            assert torch.equal(top_p_mask(logits[one], top_p), expected), (row, top_p)
+        assert torch.equal(top_p_mask(logits, top_p), torch.cat([top_p_mask(r[None], top_p) for r in logits]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_at_the_end_of_their_range(dtype):
     """Trial values reach the NaNs beyond −inf."""
     least, half = torch.finfo(dtype).min, torch.tensor([-9000, -9100, -9200, -9400]).to(dtype)
-    assert kept_by_top_p(half[None], 0.5).tolist() == [[True, False, False, False]]
+    assert top_p_mask(half[None], 0.5).tolist() == [[True, False, False, False]]
     for value in (least, -10000.0):
         for top_p, count in ((0.45, 4), (0.55, 5), (0.9, 8)):
-            assert int(kept_by_top_p(torch.full((1, 8), value, dtype=dtype), top_p).sum()) == count
+            assert int(top_p_mask(torch.full((1, 8), value, dtype=dtype), top_p).sum()) == count
     for nothing in (-torch.inf, torch.nan):
-        assert not kept_by_top_p(torch.full((1, 8), nothing, dtype=dtype), 0.5).any()
+        assert not top_p_mask(torch.full((1, 8), nothing, dtype=dtype), 0.5).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -74,13 +74,13 @@ def test_a_draws_threshold_is_that_of_sorted_probabilities(dtype, step, monkeypa
         share = top_p * p.sum(-1, keepdim=True, dtype=torch.float64)
         ordered = p.double().sort(-1, descending=True).values
         count = (ordered.cumsum(-1) - ordered < share).sum(-1, keepdim=True).clamp(min=1)
-        assert torch.equal(last_kept(p, p, share).double(), ordered.gather(1, count - 1))
+        assert torch.equal(smallest_kept_value(p, p, share).double(), ordered.gather(1, count - 1))
 
 
 def test_rows_that_are_not_numbers_and_a_share_of_nothing():
     logits = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 2.0]])
-    assert kept_by_top_p(logits, 0.0)[1].tolist() == [False, True, False]
-    assert last_kept(logits, logits, torch.full((2, 1), 0.5, dtype=torch.float64)).shape == (2, 1)
+    assert top_p_mask(logits, 0.0)[1].tolist() == [False, True, False]
+    assert smallest_kept_value(logits, logits, torch.full((2, 1), 0.5, dtype=torch.float64)).shape == (2, 1)
 
 
 def test_a_gpu_holds_no_copy_of_the_head_in_float32():

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dtrain import models
-from dtrain.base.batch import IGNORE, collate
+from dtrain.base.batch import IGNORE_INDEX, collate
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.losses.head.kl import forward_kl, reverse_kl
 from dtrain.losses.head.vocabulary import HeadInput
@@ -133,7 +133,7 @@ def gradients_of_one_step(rank, recipe, batch):
     dense = models.build(policy.model.config, torch.float64)
     dense.load_state_dict(policy.model.state_dict())
     teacher = models.from_pretrained(recipe.distill.teacher, torch.float64)
-    trained = batch["labels"] != IGNORE
+    trained = batch["labels"] != IGNORE_INDEX
     with torch.no_grad():
         theirs = teacher(batch["input_ids"])[trained]
     right = dense_loss(recipe.distill, dense(batch["input_ids"])[trained], theirs).mean()
@@ -175,7 +175,7 @@ def test_loss_and_gradients_are_those_of_dense_logits(tmp_path, options):
     keys = [f"distill.{option}" for option in options]
     recipe = recipe_at(tmp_path, *keys, "train.max_grad_norm=null")
     batch = collate(rows(6))
-    batch["labels"][:, ::3] = IGNORE
+    batch["labels"][:, ::3] = IGNORE_INDEX
     assert run_world(gradients_of_one_step, 1, recipe, batch)[0] < 1e-9
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.base.errors import Unavailable, UserError
+from dtrain.base.errors import ServiceUnavailable, UserError
 from tests.methods.comparing import assert_same_metrics, assert_same_samples
 from tests.running import assert_same, interrupt, metrics, run
 from tests.serve.serving import Process, ask, controlled, key_file, make_model, wait_until
@@ -68,7 +68,7 @@ def test_a_server_that_dies_ends_the_run_in_its_name_with_the_state_saved(tmp_pa
 
     killing = threading.Thread(target=kill)
     killing.start()
-    with pytest.raises(Unavailable, match=process.url):
+    with pytest.raises(ServiceUnavailable, match=process.url):
         run(recipe)
     killing.join()
     last = [row["step"] for row in metrics(recipe) if "loss" in row][-1]

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dtrain.base.batch import IGNORE
+from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.errors import Stopped
 from dtrain.data.sources.sources import open_rows
 from dtrain.data.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def sums_of_transformers(model: Path, family: str, rows: list) -> torch.Tensor:
         logprobs = theirs(**inputs).logits[:, :-1].log_softmax(-1)
     labels = labels[:, 1:]
     of_labels = logprobs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return torch.where(labels == IGNORE, 0.0, of_labels).sum(1)
+    return torch.where(labels == IGNORE_INDEX, 0.0, of_labels).sum(1)
 
 
 def test_the_first_loss_of_pairs_is_that_of_transformers_logits(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.base.errors import Unavailable, UserError
+from dtrain.base.errors import ServiceUnavailable, UserError
 from tests.methods.comparing import assert_same_metrics, assert_same_samples
 from tests.methods.test_picture_methods import grpo
 from tests.pictures import write_model
@@ -81,6 +81,6 @@ def test_a_server_of_other_pixels_is_told_at_the_tokens_behind_images(tmp_path, 
 def test_a_server_of_texts_is_told(tmp_path, model):
     with serving(make_model(tmp_path, 1), key="secret", control=tmp_path) as (url, _):
         recipe = over_http(tmp_path, url, f"model.path={model}", "grpo.server.weights=broadcast", name="texts")
-        with pytest.raises(Unavailable, match=f"{url}/check_weights: 400"):
+        with pytest.raises(ServiceUnavailable, match=f"{url}/check_weights: 400"):
             run(recipe)
     assert not (Path(recipe.run.dir) / "texts" / "checkpoints").exists()

@@ -4,7 +4,7 @@ nothing but what dtrain's own objects offer."""
 import pytest
 import torch
 
-from dtrain.base.batch import IGNORE, collate
+from dtrain.base.batch import IGNORE_INDEX, collate
 from dtrain.base.errors import UserError
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.inference.native import NativeEngine
@@ -41,14 +41,14 @@ def critic_loss(source, batch, global_sequences, global_tokens):
     values, old, returns = values_of(source), batch["old_values"], batch["returns"]
     clipped = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
     errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-    total = 0.5 * (errors * (batch["labels"] != IGNORE)).sum()
+    total = 0.5 * (errors * (batch["labels"] != IGNORE_INDEX)).sum()
     return total / global_tokens, {"value_error": total}
 
 
 def actor_loss(source, batch, global_sequences, global_tokens):
     """PPO's clipped surrogate."""
     ratio = (source.logprobs().logprobs - batch["old_logprobs"]).exp()
-    advantages, trained = batch["advantages"], batch["labels"] != IGNORE
+    advantages, trained = batch["advantages"], batch["labels"] != IGNORE_INDEX
     gains = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     return -(gains * trained).sum() / global_tokens, {"clipped": ((ratio - 1).abs() > CLIP).logical_and(trained).sum()}
 
@@ -56,7 +56,7 @@ def actor_loss(source, batch, global_sequences, global_tokens):
 def row_of(prompt, completion):
     ids = torch.tensor([*prompt, *completion.ids])
     labels = ids[1:].clone()
-    labels[: len(prompt) - 1] = IGNORE
+    labels[: len(prompt) - 1] = IGNORE_INDEX
     length = len(labels)
     positions, documents = torch.arange(length), torch.zeros(length, dtype=torch.int64)
     return {"input_ids": ids[:-1], "labels": labels, "position_ids": positions, "seq_ids": documents}
@@ -66,7 +66,7 @@ def advantages_of(values, labels, rewards):
     """Generalised advantage estimation (arXiv:1506.02438) over the completion's tokens; the reward is at its end."""
     advantages = torch.zeros_like(values)
     for row, reward in enumerate(rewards):
-        places = (labels[row] != IGNORE).nonzero().flatten().tolist()
+        places = (labels[row] != IGNORE_INDEX).nonzero().flatten().tolist()
         following_value, advantage, gain = 0.0, 0.0, reward
         for place in reversed(places):
             error = gain + GAMMA * following_value - values[row, place]

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtrain.base.batch import IGNORE
+from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.errors import UserError
-from dtrain.base.ranks import deal
+from dtrain.base.ranks import balance_by_cost
 from dtrain.rl.rollouts import Buffer, Rollouts
 from dtrain.rl.samples import Sample
 
@@ -27,7 +27,7 @@ def buffer(trains=(True, True, True)):
 def test_a_row_has_its_streams_where_the_labels_stand():
     batch = buffer().batch([0, 1])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORE, 7, IGNORE, 9, IGNORE], [3] + [IGNORE] * 4]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 7, IGNORE_INDEX, 9, IGNORE_INDEX], [3] + [IGNORE_INDEX] * 4]
     assert batch["advantages"].tolist() == [[0, 1, 0, 1, 0], [-2, 0, 0, 0, 0]]
     assert batch["sampling_logprobs"].tolist() == [[0, -0.1, 0, -0.3, 0], [-0.5, 0, 0, 0, 0]]
     assert batch["seq_ids"].tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
@@ -52,7 +52,7 @@ def test_experts_stand_where_their_tokens_are_read():
 
 def test_a_sample_that_is_not_trained_has_no_label():
     batch = buffer((False, True, True)).batch([0])
-    assert (batch["labels"] == IGNORE).all() and not batch["advantages"].any()
+    assert (batch["labels"] == IGNORE_INDEX).all() and not batch["advantages"].any()
     assert buffer().batch([])["input_ids"].shape[0] == 0
 
 
@@ -62,7 +62,7 @@ def test_what_ranks_compute_comes_back_in_its_place(shares):
     parts = []
     for share in shares:
         batch = whole.batch(share)
-        values = torch.where(batch["labels"] == IGNORE, 0.0, batch["labels"] + 0.25)
+        values = torch.where(batch["labels"] == IGNORE_INDEX, 0.0, batch["labels"] + 0.25)
         parts.append(whole.flat(values, share))
     whole.place("old_logprobs", torch.cat(parts), [index for share in shares for index in share])
     expected = torch.where(whole.trained, whole.tokens + 0.25, 0.0)
@@ -81,15 +81,15 @@ def test_room_for_one_of_that_size():
 def test_shares_hold_everything_once_and_are_even(ranks, most):
     draw = random.Random(ranks)
     costs = [draw.uniform(1, 5) for _ in range(9)]
-    shares = deal(costs, ranks, most)
+    shares = balance_by_cost(costs, ranks, most)
     assert sorted(index for share in shares for index in share) == list(range(9))
     loads = [sum(costs[index] for index in share) for share in shares]
     assert max(loads) <= 4 / 3 * max(sum(costs) / ranks, max(costs)) + 1e-9
 
 
 def test_a_share_has_at_most_so_many():
-    assert max(map(len, deal([10.0, 1.0, 1.0, 1.0], 2, 2))) == 2
-    assert deal([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]
+    assert max(map(len, balance_by_cost([10.0, 1.0, 1.0, 1.0], 2, 2))) == 2
+    assert balance_by_cost([10.0, 1.0, 1.0, 1.0], 2) == [[0], [1, 2, 3]]
 
 
 def test_a_rollout_that_another_version_saved_is_refused():

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtrain import models
-from dtrain.base.randomness import key
+from dtrain.base.randomness import random_key
 from dtrain.models.building import _normal
 from tests.models.oracle import VARIANTS
 from tests.world import run_world
@@ -27,7 +27,7 @@ def initialised(variant="llama-pad", seed=0, dtype=torch.float32):
 
 
 def test_normals_have_the_moments_of_a_normal():
-    draws = _normal(torch.arange(400_000), key(0, "x"))
+    draws = _normal(torch.arange(400_000), random_key(0, "x"))
     n = draws.numel()
     assert abs(draws.mean()) < 4 / math.sqrt(n)
     assert abs(draws.var() - 1) < 4 * math.sqrt(2 / n)
@@ -35,7 +35,7 @@ def test_normals_have_the_moments_of_a_normal():
     assert abs(draws.pow(4).mean() - 3) < 4 * math.sqrt(96 / n)
     for lag in (1, 2, 48, 4096):
         assert abs((draws[lag:] * draws[:-lag]).mean()) < 4 / math.sqrt(n)
-    assert abs((draws * _normal(torch.arange(n), key(0, "y"))).mean()) < 4 / math.sqrt(n)
+    assert abs((draws * _normal(torch.arange(n), random_key(0, "y"))).mean()) < 4 / math.sqrt(n)
     assert draws.isfinite().all() and draws.unique().numel() > n - 2
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from dtrain.base.randomness import key, uniform
+from dtrain.base.randomness import random_key, random_uniform
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.models.read_config import read_config
 from dtrain.optim.local_shard import bit_positions, random_bits
@@ -57,8 +57,8 @@ def give_gradients(policy: Policy, step: int) -> None:
         if not parameter.requires_grad:
             continue
         index = torch.arange(parameter.numel()).view(parameter.shape)[local_slices(parameter)]
-        drawn = uniform(index, key("gradient", step, name)) - 0.5
-        drawn *= 10.0 ** (-6 * uniform(index, key("size", name))) * (index % 7 != step % 7) * LENGTH
+        drawn = random_uniform(index, random_key("gradient", step, name)) - 0.5
+        drawn *= 10.0 ** (-6 * random_uniform(index, random_key("size", name))) * (index % 7 != step % 7) * LENGTH
         parameter.grad = torch.zeros_like(parameter, device=parameter.device)
         local_tensor(parameter.grad).copy_(drawn.to(parameter.dtype))
 

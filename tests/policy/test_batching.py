@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.base.batch import IGNORE, collate, rows_in, trained_tokens
+from dtrain.base.batch import IGNORE_INDEX, collate, num_rows, num_trained_tokens
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.batching import (
     DynamicShapes,
@@ -26,9 +26,9 @@ def test_fixed_ones_are_trimmed_and_ranks_without_rows_get_padding():
     batch = collate([row(2), row(3), row(7)])
     pieces = build_micro_batches(batch, Fixed(2).plan(row_lengths(batch)), 3, is_packed=False)
     assert [tuple(piece["input_ids"].shape) for piece in pieces] == [(2, 3), (1, 7), (1, 1)]
-    assert trained_tokens(pieces[2]) == 0 and sum(map(trained_tokens, pieces)) == trained_tokens(batch)
+    assert num_trained_tokens(pieces[2]) == 0 and sum(map(num_trained_tokens, pieces)) == num_trained_tokens(batch)
     (piece,) = build_micro_batches(collate([]), [], 1, is_packed=False)
-    assert piece["labels"].tolist() == [[IGNORE]] and piece["seq_ids"].tolist() == [[-1]]
+    assert piece["labels"].tolist() == [[IGNORE_INDEX]] and piece["seq_ids"].tolist() == [[-1]]
     with pytest.raises(ValueError, match="2 micro-batches do not fit into 1"):
         build_micro_batches(batch, [[0], [1]], 1, is_packed=False)
 
@@ -73,7 +73,7 @@ def with_each(rank, recipe, world_size):
         logprobs = policy.get_logprobs(batch, making)["logprobs"]
         top = policy.get_topk_logits(batch, 3, making)
         result = train_step(policy, batch, SftMethod(recipe).loss, making)
-        assert rows_in(batch) == len(made)
+        assert num_rows(batch) == len(made)
         found.append(
             [result.loss, result.grad_norm, *logprobs.flatten().tolist()]
             + top["topk_logits"].flatten().tolist()

@@ -239,8 +239,8 @@ def of_many_words(rank):
     by_aot_eager()
     forget_compiled()
     said = SimpleNamespace(word="")
-    region = compilers.Compiled(lambda x: x + len(said.word), regions.NAME, 2)
-    compilers.GRAPHS = 4
+    region = compilers.CompiledFunction(lambda x: x + len(said.word), regions.NAME, 2)
+    compilers.MAX_GRAPHS = 4
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for length in range(7):

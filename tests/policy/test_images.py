@@ -73,7 +73,7 @@ def trained(rank, recipe, name, world_size, sizes, packs):
     policy.model.model.vision[0].register_forward_pre_hook(lambda _, inputs: patches.append(len(inputs[0])))
     batch, images = batch_of(CASES[name], config)
     mine = list(range(len(images)))[mesh.dp.get_local_rank() :: mesh.dp.size()]
-    rows = {key: stream[mine] for key, stream in batch.items()} | {"images": images.of(mine)}
+    rows = {key: stream[mine] for key, stream in batch.items()} | {"images": images.select(mine)}
     result = train_step(policy, rows, SftMethod(load_recipe({})).loss, Packed(70) if packs else None)
     named = policy.model.named_parameters()
     weights = {key: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for key, value in named}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtrain.base.batch import IGNORE, collate
+from dtrain.base.batch import IGNORE_INDEX, collate
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
@@ -19,7 +19,7 @@ def by_token(source, batch, global_seqs, global_tokens):
     """A loss of log-probabilities and entropies that no weighted sum can express."""
     values = source.logprobs(temperature=0.8, entropy=True, log_p2=True)
     assert values.logprobs.shape == values.log_p2.shape == batch["labels"].shape
-    probabilities = values.logprobs.exp() * (batch["labels"] != IGNORE)
+    probabilities = values.logprobs.exp() * (batch["labels"] != IGNORE_INDEX)
     loss = -(probabilities * 3 + 0.1 * values.entropy).sum() / global_tokens
     return loss, {}
 

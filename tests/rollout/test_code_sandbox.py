@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.base.orphans import kill
+from dtrain.base.orphans import kill_all
 from dtrain.rl.rewards.code_sandbox import CodeSandbox
 
 MEMORY = 256 << 20
@@ -127,7 +127,7 @@ def test_code_ends_with_a_starter_that_is_killed():
         while time.monotonic() < deadline and any(_runs(pid) for pid in pids):
             time.sleep(0.05)
         left = [int(pid) for pid in pids if _runs(pid)]
-        kill(left)
+        kill_all(left)
         assert not left
 
 

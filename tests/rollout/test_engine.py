@@ -10,11 +10,11 @@ from dtrain import models
 from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import build_with_adapters
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import uniform
+from dtrain.base.randomness import random_uniform
 from dtrain.inference import engine as engine_module
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.inference.sampling import StopTexts, random_key
+from dtrain.inference.sampling import StopTexts, request_key
 from tests.models.oracle import VARIANTS, VOCAB, make, save
 
 pytestmark = pytest.mark.slow
@@ -145,7 +145,7 @@ def near_ties(model, request, found, expected):
             else:
                 # Draws part where a number falls on the border of two tokens' shares.
                 shares = (logits.double() / request.sampling.temperature).softmax(-1).cumsum(-1)
-                number = float(uniform(torch.tensor(at), random_key(request)))
+                number = float(random_uniform(torch.tensor(at), request_key(request)))
                 assert min(abs(number - float(shares[token])) for token in (a, b)) < 1e-5
             return at
     return len(expected.ids)

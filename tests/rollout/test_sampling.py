@@ -7,7 +7,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from dtrain.inference import sampling
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.inference.sampling import Sampler, random_key, sample_from_cdf
+from dtrain.inference.sampling import Sampler, request_key, sample_from_cdf
 
 CPU = torch.device("cpu")
 SETTINGS = [
@@ -55,7 +55,7 @@ def dense(logits, settings):
 def test_draws_and_logprobs_are_those_of_a_dense_oracle(vocab, dtype, tolerance):
     """Each row's draw is where its number falls in the distribution function of the dense oracle's probabilities."""
     logits = logits_of(len(SETTINGS), vocab, dtype=dtype)
-    keys = [random_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
+    keys = [request_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
     for position in range(20):
         at = torch.full((len(SETTINGS),), position)
         tokens, logprobs = Sampler(SETTINGS, keys, CPU).draw(logits, at)
@@ -137,11 +137,11 @@ def test_a_token_of_no_probability_is_never_drawn_at_an_edge(dtype, number):
 def test_numbers_depend_on_seed_prompt_sample_and_position():
     one = SamplingParams(5)
     keys = {
-        random_key(Request([1], one, seed, prompt, sample))
+        request_key(Request([1], one, seed, prompt, sample))
         for seed, prompt, sample in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0)]
     }
     assert len(keys) == 6
-    assert random_key(Request([1, 2], SamplingParams(9, 0.3))) == random_key(Request([4], one))
+    assert request_key(Request([1, 2], SamplingParams(9, 0.3))) == request_key(Request([4], one))
     numbers = sampling.uniform(torch.arange(100_000), 5)
     assert 0 < numbers.min() and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.005
 
@@ -151,7 +151,7 @@ def test_numbers_depend_on_seed_prompt_sample_and_position():
 def test_temperatures_near_0_take_the_likeliest_and_leave_the_neighbours_bits(dtype, temperature):
     logits = (1e4 * logits_of(len(SETTINGS) + 2, 97)).to(dtype)
     cold = [SamplingParams(9, temperature), SamplingParams(9, temperature, top_k=7, top_p=0.5, min_p=0.1)]
-    keys = [random_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
+    keys = [request_key(Request([1], one, 0, row)) for row, one in enumerate(SETTINGS)]
     at = torch.zeros(len(SETTINGS) + 2, dtype=torch.int64)
     tokens, logprobs = Sampler([*SETTINGS, *cold], [*keys, 1, 2], CPU).draw(logits, at)
     assert tokens[-2:].tolist() == logits[-2:].argmax(-1).tolist() and logprobs[-2:].tolist() == [0.0, 0.0]

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 
 from dtrain import models
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 from dtrain.checkpoint.huggingface.write import write_directory
 from dtrain.commands.serve.app import make_app
 from dtrain.commands.serve.protocol import Parser
@@ -87,7 +87,7 @@ class Process:
 
     def __init__(self, directory: Path, *arguments: str, dtype: str = "float64", starts: bool = False):
         command = [sys.executable, "-m", "dtrain", "serve", str(directory), "--port", "0", "--dtype", dtype]
-        popen = partial(subprocess.Popen, preexec_fn=partial(end_with, os.getpid())) if starts else ForkedPython
+        popen = partial(subprocess.Popen, preexec_fn=partial(end_with_parent, os.getpid())) if starts else ForkedPython
         self.process = popen(
             [*command, "--device", "cpu", *arguments],
             stdout=subprocess.PIPE,

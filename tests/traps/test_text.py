@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtrain.base.batch import IGNORE, PADDING_DOCUMENT, collate
+from dtrain.base.batch import IGNORE_INDEX, PADDING_SEQ_ID, collate
 from dtrain.data.formats.encoder import Encoder
 from dtrain.data.formats.formats import normalise
 from dtrain.data.rows.cache import Source, open_cache
@@ -30,8 +30,8 @@ def test_the_end_of_text_is_a_label_where_it_is_the_padding_token():
     rows = [build_row([(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool))]) for ids in ([1, 2, end], [3, end])]
     batch = collate(rows)
     batch["input_ids"][1, 2] = end  # as a caller pads whose padding token is the end
-    assert batch["labels"].tolist() == [[2, end, IGNORE], [end, IGNORE, IGNORE]]
-    assert batch["seq_ids"].tolist() == [[0, 0, 0], [0, 0, PADDING_DOCUMENT]]
+    assert batch["labels"].tolist() == [[2, end, IGNORE_INDEX], [end, IGNORE_INDEX, IGNORE_INDEX]]
+    assert batch["seq_ids"].tolist() == [[0, 0, 0], [0, 0, PADDING_SEQ_ID]]
 
 
 @pytest.mark.trap(

@@ -63,12 +63,12 @@ def _beside_plan(name: str, recipe: Recipe, size: int, peak: int) -> str:
 def _planned_seconds(recipe: Recipe, size: int) -> str:
     import torch
 
-    from dtrain.base.hardware import board_of
+    from dtrain.base.hardware import find_board
     from dtrain.commands.plan.hardware import GPUS, estimate_step
     from dtrain.commands.plan.plan import resolve_plan
     from dtrain.commands.plan.step import plan_step
 
-    board = board_of(torch.cuda.get_device_name(0))
+    board = find_board(torch.cuda.get_device_name(0))
     if board is None:
         return ""
     step = plan_step(resolve_plan(recipe, size, "cuda"))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.hardware import board_of
+from dtrain.base.hardware import find_board
 from tools.gpu.ranks import Run
 from tools.gpu.runs import Options
 
@@ -211,7 +211,7 @@ def _board(rank: int) -> "Hardware | None":
 
     from dtrain.commands.plan.hardware import GPUS
 
-    return GPUS.get(board_of(torch.cuda.get_device_name(rank)) or "")
+    return GPUS.get(find_board(torch.cuda.get_device_name(rank)) or "")
 
 
 def _teraflops(rate: float, board: "Hardware | None") -> str:

@@ -97,7 +97,7 @@ class Saver:
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Any, rank_state: Any) -> None:
         self.store.save(step, tensors, state, rank_state, self.write_extra_files)
-        self.store.ranks.first(lambda: self.store.prune(self.retention))
+        self.store.ranks.run_on_first(lambda: self.store.prune(self.retention))
 
     def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
         copies = {}

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import ChecksumStream, Record
+from dtrain.base.files import ChecksumStream, FileRecord
 from dtrain.base.json_files import loads
 from dtrain.parallel.placement import local_slices, local_tensor
 
@@ -94,7 +94,7 @@ class _CountedFiles(FileSystem):
     """torch's file system, noting name, size and checksum of every file written through it."""
 
     def __init__(self):
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, FileRecord] = {}
         self.failure: OSError | None = None
 
     @contextmanager

@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dtrain.base.errors import UserError, first_few, in_words
-from dtrain.base.files import Record, checksum, publish, set_aside, write_new
-from dtrain.base.json_files import OWN, digest, loads, read_json
+from dtrain.base.errors import UserError, describe_error, limit_problems
+from dtrain.base.files import FileRecord, checksum, publish, set_aside, write_synced
+from dtrain.base.json_files import OWN_FILE_BYTES, digest, loads, read_json
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.retention import Retention, format_bytes, free_bytes, save_bytes
 from dtrain.checkpoint.dcp.shards import (
@@ -62,7 +62,7 @@ _INSIDE = re.compile(r"(adapter/)?(?!\.\.?$)[^/]*")  # a file of a step, or of i
 SEEN_SECONDS = 5.0  # for what one host has written to be seen by another
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
-ExtraFilesWriter = Callable[[Path, TensorSpecs, Callable[[str], Tensor]], Mapping[str, Record]]
+ExtraFilesWriter = Callable[[Path, TensorSpecs, Callable[[str], Tensor]], Mapping[str, FileRecord]]
 """What rank 0 writes into a step's directory, from the tensors that the step holds: given the directory, their sizes
 and dtypes by name, and a function that reads one, it returns the records of its files, by their names there."""
 
@@ -107,11 +107,11 @@ class CheckpointStore:
             faults = self.check_files(step)
             return faults or self._wrong_checksums(step, self._share(step))
 
-        return list(dict.fromkeys(fault for faults in self.ranks.every(examine) for fault in faults))
+        return list(dict.fromkeys(fault for faults in self.ranks.gather_results(examine) for fault in faults))
 
     def latest(self) -> int | None:
         """The newest whole step, as rank 0 sees it. Collective."""
-        return self.ranks.first(lambda: max(self.steps(), default=None))
+        return self.ranks.run_on_first(lambda: max(self.steps(), default=None))
 
     def clean(self) -> None:
         """Delete what killed saves and deletions left. Acts on rank 0 alone; only the holder of the run may call it."""
@@ -145,19 +145,21 @@ class CheckpointStore:
             self.clean()
             partial.mkdir(parents=True)
 
-        def written() -> dict[str, Record]:
-            own = {} if rank_state is None else {own_file: write_new(partial / own_file, own_text)}
+        def written() -> dict[str, FileRecord]:
+            own = {} if rank_state is None else {own_file: write_synced(partial / own_file, own_text)}
             return writer.records | own
 
-        self.ranks.first(begin)
+        self.ranks.run_on_first(begin)
         try:
             writer = ShardWriter(partial)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             self._dcp("saved", final, dcp.save, pieces, storage_writer=writer, planner=planner)
-            files = {name: record for of_rank in self.ranks.every(written) for name, record in of_rank.items()}
-            self.ranks.first(lambda: self._publish(step, partial, writer.table, state_text, files, write_extra_files))
+            files = {name: record for of_rank in self.ranks.gather_results(written) for name, record in of_rank.items()}
+            self.ranks.run_on_first(
+                lambda: self._publish(step, partial, writer.table, state_text, files, write_extra_files)
+            )
         except UserError as error:  # on every rank
-            room = self.ranks.first(lambda: self._after_failure(partial, save_bytes(pieces)))
+            room = self.ranks.run_on_first(lambda: self._after_failure(partial, save_bytes(pieces)))
             raise UserError(f"{error}\n{room}") from error
         return final
 
@@ -218,7 +220,7 @@ class CheckpointStore:
             table = self._table(step)
             return self._fitting(step, table, tensors, allow_extra, cast), table
 
-        self._read(step, *self.ranks.together(examine))
+        self._read(step, *self.ranks.run_on_all(examine))
         return self.read_state(step)
 
     def check_fit(self, step: int, tensors: Mapping[str, Tensor], cast: Collection[str]) -> None:
@@ -258,20 +260,20 @@ class CheckpointStore:
         partial: Path,
         table: str,
         state: str,
-        files: dict[str, Record],
+        files: dict[str, FileRecord],
         write_extra_files: ExtraFilesWriter | None,
     ) -> None:
         self._refuse_apart(partial, files)
         if write_extra_files is not None:
             held = read_table(partial / TABLE, table.encode())
             files |= write_extra_files(partial, held.sizes, bound(read_full_tensor, partial, held))
-        files[TABLE] = write_new(partial / TABLE, table)
-        files[STATE] = write_new(partial / STATE, state)
+        files[TABLE] = write_synced(partial / TABLE, table)
+        files[STATE] = write_synced(partial / STATE, state)
         content = {"format": _FORMAT, "step": step, "world_size": self.ranks.size, "files": files}
-        write_new(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
+        write_synced(partial / MANIFEST, json.dumps({"crc32": _text_checksum(content), "content": content}, indent=1))
         publish(partial, self.path(step))
 
-    def _refuse_apart(self, partial: Path, files: Mapping[str, Record]) -> None:
+    def _refuse_apart(self, partial: Path, files: Mapping[str, FileRecord]) -> None:
         """Raise UserError where what other ranks wrote is not here: their hosts have another directory there."""
         until = time.monotonic() + SEEN_SECONDS
         for name, record in files.items():
@@ -291,9 +293,9 @@ class CheckpointStore:
         try:
             manifest = loads(path.read_bytes())
         except FileNotFoundError as error:
-            raise DamagedCheckpointError(in_words(error)) from error
+            raise DamagedCheckpointError(describe_error(error)) from error
         except OSError as error:
-            raise UserError(in_words(error)) from error
+            raise UserError(describe_error(error)) from error
         except ValueError as error:
             raise DamagedCheckpointError(f"{path}: damaged, it is not JSON ({error})") from error
         try:
@@ -313,12 +315,12 @@ class CheckpointStore:
             raise DamagedCheckpointError(f"{path}: damaged, or not written by dtrain") from error
         return content
 
-    def _misfit(self, step: int, name: str, record: Record) -> str | None:
+    def _misfit(self, step: int, name: str, record: FileRecord) -> str | None:
         path = self.path(step) / name
         try:
             size = path.stat().st_size
         except OSError as error:
-            return in_words(error)
+            return describe_error(error)
         if not path.is_file():
             return f"{path}: damaged, it is no file"
         is_whole = size == record["bytes"]
@@ -352,7 +354,7 @@ class CheckpointStore:
         try:
             table = read_table(path, path.read_bytes())
         except OSError as error:
-            raise UserError(in_words(error)) from error
+            raise UserError(describe_error(error)) from error
         named = {place.relative_path for place in table.places.values()}
         if unlisted := named - self._manifest(step)["files"].keys():
             raise UserError(f"{path}: names files that the checkpoint does not list: {unlisted}")
@@ -382,7 +384,7 @@ class CheckpointStore:
         if not allow_extra:
             problems += [f"only in the checkpoint: {name}" for name in saved if name not in pieces]
         if problems:
-            raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *first_few(problems)]))
+            raise UserError("\n  ".join([f"{self.path(step)} does not fit this run:", *limit_problems(problems)]))
         return pieces
 
     def _read(self, step: int, pieces: dict[str, TensorShard], table: TensorTable) -> None:
@@ -403,7 +405,7 @@ class CheckpointStore:
             causes = {rank: error for rank, (error, _) in failure.failures.items()}
             if not all(isinstance(error, _FILE_ERRORS) for error in causes.values()):
                 raise RuntimeError(f"{path} could not be {done}") from failure
-            lines = "\n".join(f"  rank {rank}: {in_words(error)}" for rank, error in sorted(causes.items()))
+            lines = "\n".join(f"  rank {rank}: {describe_error(error)}" for rank, error in sorted(causes.items()))
             raise UserError(f"{path} could not be {done}:\n{lines}") from failure
 
 
@@ -423,7 +425,7 @@ def locate_step(path: str | Path, ranks: Ranks | None = None, key: str | None = 
     named = step_of(path.absolute())
     if named is not None:
         store = CheckpointStore(path.absolute().parent, ranks)
-        faults = store.ranks.first(lambda: store.check_files(named))
+        faults = store.ranks.run_on_first(lambda: store.check_files(named))
         if faults:
             raise UserError(f"{given} is no whole checkpoint: {faults[0]}")
         return store, named
@@ -441,7 +443,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _read_own_json(path: Path) -> dict[str, Any]:
-    return read_json(path, most=OWN, constants=True)
+    return read_json(path, max_bytes=OWN_FILE_BYTES, allow_nan=True)
 
 
 def _text_checksum(content: dict[str, Any]) -> str:
@@ -473,7 +475,9 @@ class Origin:
     def from_step(cls, store: CheckpointStore, step: int) -> "Origin":
         """Collective."""
         path = str(store.path(step).absolute())
-        return store.ranks.first(lambda: cls(path, step, store.identity(step), store.read_state(step).get("save")))
+        return store.ranks.run_on_first(
+            lambda: cls(path, step, store.identity(step), store.read_state(step).get("save"))
+        )
 
     def find_store(self, path: str | Path, ranks: Ranks) -> CheckpointStore | None:
         """The store that a user means by `path`, if it holds this very step. Collective."""
@@ -483,7 +487,9 @@ class Origin:
             return None
         if step_of(Path(path).absolute()) not in (None, self.step):
             return None
-        same = ranks.first(lambda: not store.check_files(self.step) and store.identity(self.step) == self.identity)
+        same = ranks.run_on_first(
+            lambda: not store.check_files(self.step) and store.identity(self.step) == self.identity
+        )
         return store if same else None
 
     def was_at(self, path: str | Path, ranks: Ranks) -> bool:
@@ -493,7 +499,7 @@ class Origin:
             store, newest = locate_step(path, ranks)
         except UserError:  # on every rank
             return place in [Path(self.path), *Path(self.path).parents][:3]
-        save: str | None = ranks.first(lambda: store.read_state(newest).get("save"))
+        save: str | None = ranks.run_on_first(lambda: store.read_state(newest).get("save"))
         if step_of(place) is not None or save is None or self.save is None:
             return False
         return run_id_of_save(save) == run_id_of_save(self.save)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.base.errors import UserError, in_words
-from dtrain.base.files import publish, real, staged
-from dtrain.base.model_directory import TOKENIZER, companions_in, is_chat_template
+from dtrain.base.errors import UserError, describe_error
+from dtrain.base.files import publish, resolve_links, staging_path
+from dtrain.base.model_directory import TOKENIZER_FILE, find_companions, is_chat_template
 from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.gguf.families import (
     ALTERNATIVE,
@@ -67,8 +67,8 @@ def _write_model(content: ModelExport, out: Path, kind: str) -> str:
     config, layout = content.model.config, content.layout
     arch, file = architecture_of(config), _text_config(layout.config)
     directories = [layout.source, *layout.companions]
-    tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER).is_file()), layout.source)
-    has_template = (path for path in reversed(directories) if any(map(is_chat_template, companions_in(path))))
+    tokenizer = next((path for path in reversed(directories) if (path / TOKENIZER_FILE).is_file()), layout.source)
+    has_template = (path for path in reversed(directories) if any(map(is_chat_template, find_companions(path))))
     template = next(has_template, tokenizer)
     vocabulary = read_vocabulary(tokenizer, layout.source, config.vocab_size, template)
     names = _gguf_names(content.model, arch)
@@ -172,8 +172,8 @@ def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
     ends with one. UserError where the disk does not take it."""
     from gguf import GGUFWriter
 
-    out = real(out)
-    partial = staged(out)
+    out = resolve_links(out)
+    partial = staging_path(out)
     writer = GGUFWriter(partial, arch)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def gguf_writer(out: Path, arch: str) -> Iterator[Any]:
         writer.close()
         publish(partial, out)
     except OSError as error:
-        raise UserError(f"{out}: {in_words(error)}") from error
+        raise UserError(f"{out}: {describe_error(error)}") from error
     finally:
         if writer.fout is not None:
             writer.close()

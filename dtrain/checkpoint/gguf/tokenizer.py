@@ -20,8 +20,8 @@ from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import LARGE, read_json
-from dtrain.base.model_directory import TOKENIZER
+from dtrain.base.json_files import LARGE_FILE_BYTES, read_json
+from dtrain.base.model_directory import TOKENIZER_FILE
 from dtrain.data.text.template import choose_template
 from dtrain.data.text.tokenizer import Tokenizer
 
@@ -68,11 +68,11 @@ def read_vocabulary(directory: Path, base: Path, rows: int, template: Path) -> V
     """Read the tokenizer of `directory` for an embedding of so many `rows`; base: as of `Tokenizer.from_directory`;
     template: the directory with the chat template. UserError for a tokenizer that llama.cpp does not have."""
     tokenizer = Tokenizer.from_directory(directory, base)
-    file = directory / TOKENIZER
+    file = directory / TOKENIZER_FILE
     if tokenizer.size > rows:
         raise UserError(f"{file} has an id {tokenizer.size - 1}, and the model's embedding has {rows} rows")
     try:
-        vocabulary = _read(tokenizer, read_json(file, most=LARGE), rows)
+        vocabulary = _read(tokenizer, read_json(file, max_bytes=LARGE_FILE_BYTES), rows)
     except UserError as error:
         raise UserError(
             f"{file}: no GGUF file gives this tokenizer's ids: {error}. `dtrain export RUN DIR` writes a directory; "

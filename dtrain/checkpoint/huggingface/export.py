@@ -83,7 +83,7 @@ def export(
     wanted = DTYPES_BY_NAME[dtype] if dtype is not None else None
     content = open_source(Path(source), wanted, form, original_base)
     if isinstance(content, ModelExport):
-        write_entries(content.model, content.entries, content.layout, Path(out), ranks=Ranks(alone=True))
+        write_entries(content.model, content.entries, content.layout, Path(out), ranks=Ranks(single_process=True))
         return content.description
     write = content.adapter.fold if form == "folded" else content.adapter.copy
     write(Path(out), content.directories, wanted)
@@ -111,7 +111,7 @@ def open_source(
         names = dict.fromkeys(name for rows in places.values() for name in rows.names)
         entries = [stored_weight(files, name, dtype and widen_exact(dtype, name in kept)) for name in names]
         return ModelExport(f"weights of {source}", model, layout, entries)
-    return _find_step(*locate_step(step or source, Ranks(alone=True)), dtype, form, original_base)
+    return _find_step(*locate_step(step or source, Ranks(single_process=True)), dtype, form, original_base)
 
 
 def _model(layout: Layout, labels: int = 0) -> CausalLM:

@@ -28,9 +28,9 @@ from dtrain.adapters.lora import Adapted, Adapter, adapted_layers, remove_adapte
 from dtrain.adapters.nf4 import CODES, PARTS, SCALES, NF4Weight, has_nf4_weight
 from dtrain.base import hub
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import check_shape, digest, read_text
+from dtrain.base.json_files import check_json_size, digest, read_text
 from dtrain.base.model_directory import CONFIG, has_weights
-from dtrain.base.ranks import Ranks, digests
+from dtrain.base.ranks import Ranks, file_digests
 from dtrain.checkpoint.dcp.store import MANIFEST, CheckpointStore
 from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.huggingface import quantized
@@ -306,7 +306,7 @@ class RunFacts:
             return cls(file)
         text = read_text(file)
         try:
-            check_shape(yaml.load(text, Loader=yaml.BaseLoader), _MOST_RECIPE_ENTRIES)
+            check_json_size(yaml.load(text, Loader=yaml.BaseLoader), _MOST_RECIPE_ENTRIES)
             recipe = OmegaConf.create(text)
             keys = "model.path", "model.init", "train.dtype", "lora", "train.train_only", "train.freeze"
             path, init, dtype, lora, *chosen = (  # of an environment that is gone, perhaps
@@ -316,10 +316,10 @@ class RunFacts:
             raise UserError(f"{file}: {str(error) or 'it is nested too deep'}") from error
         model_path = None
         if path and isinstance(path, str):  # a directory, or the id that it has, or had, in the cache
-            name = path if hub.is_id(path) else hub.id_of(Path(path))
+            name = path if hub.is_model_id(path) else hub.cached_model_id(Path(path))
             model_path = Path(path)
             if name is not None and not (model_path / CONFIG).is_file():
-                model_path = hub.cached(name) or model_path
+                model_path = hub.cached_model_directory(name) or model_path
         is_nf4 = isinstance(lora, DictConfig) and lora.get("quantize") == "nf4"
         return cls(
             file, model_path, init == "scratch", lora is not None or any(chosen), is_nf4, DTYPES_BY_NAME.get(dtype)
@@ -329,7 +329,7 @@ class RunFacts:
         """The directory of the run's base, which holds what `state`, of a step, says that it read. Raises UserError."""
         if self.path is None or not has_weights(self.path):
             fetch = ""
-            if self.path is not None and (name := hub.id_of(self.path)):
+            if self.path is not None and (name := hub.cached_model_id(self.path)):
                 fetch = f", or run `dtrain download {name}`"
             if self.path is not None and not self.path.is_absolute():
                 fetch += ", or go to the directory that the run was started in, for this path is relative"
@@ -338,7 +338,10 @@ class RunFacts:
                 f"{self.path}, which has the others: put that model there again{fetch}"
             )
         wanted = state.get("identities", {}).get("model.weights")
-        if wanted is not None and digest(digests(weight_files(self.path), ranks=Ranks(alone=True))) != wanted:
+        if (
+            wanted is not None
+            and digest(file_digests(weight_files(self.path), ranks=Ranks(single_process=True))) != wanted
+        ):
             raise UserError(
                 f"{self.file}: merging onto a base that differs: the weights at model.path={self.path} are not those "
                 "that this run trained on: put these there again"
@@ -355,7 +358,7 @@ def training_precision_of_base(adapter: Path) -> tuple[bool, torch.dtype | None]
     run = adapter.absolute().parent
     if adapter.absolute().name != "export" or not (run / "config.yaml").is_file():
         return False, None
-    facts, store = RunFacts.from_run(run), CheckpointStore(run / "checkpoints", Ranks(alone=True))
+    facts, store = RunFacts.from_run(run), CheckpointStore(run / "checkpoints", Ranks(single_process=True))
     step = store.latest()
     return facts.nf4, facts.training_dtype({} if step is None else store.read_state(step))
 

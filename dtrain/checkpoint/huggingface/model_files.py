@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import replace, replace_text, write_new
-from dtrain.base.json_files import LARGE, read_json
+from dtrain.base.files import atomic_write_bytes, atomic_write_text, write_synced
+from dtrain.base.json_files import LARGE_FILE_BYTES, read_json
 from dtrain.base.model_directory import (
     CHAT_TEMPLATE,
     CONFIG,
-    HELD,
-    TOKENIZER,
-    companions_in,
+    EXPORT_RECORD,
+    TOKENIZER_FILE,
+    find_companions,
     is_chat_template,
 )
 from dtrain.models.registry import FAMILIES, architecture_of_model_type
@@ -29,26 +29,26 @@ def copy_companions(source: Path, target: Path, *, config: bool = False, chat_te
             (`additional_chat_templates/`) are then left out as well: `tool_use` would otherwise write conversations
             with tools, which were trained with `chat_template`.
     """
-    names = companions_in(source)
+    names = find_companions(source)
     if config and (source / CONFIG).is_file():
         names.append(CONFIG)
     if chat_template is not None:
         names = [name for name in names if not is_chat_template(name)]
     # Templates that are in `target` from before would be mixed with those of `source`.
     if chat_template is not None or _has_chat_template(source):
-        for name in companions_in(target):
+        for name in find_companions(target):
             if is_chat_template(name) and name not in names:
                 (target / name).unlink()
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        replace(target / name, (source / name).read_bytes())
+        atomic_write_bytes(target / name, (source / name).read_bytes())
     if chat_template is not None:
-        replace_text(target / CHAT_TEMPLATE, chat_template)
+        atomic_write_text(target / CHAT_TEMPLATE, chat_template)
 
 
 def _has_chat_template(directory: Path) -> bool:
     """Return whether a directory has a chat template, in a file of its own or in tokenizer_config.json."""
-    if any(is_chat_template(name) for name in companions_in(directory)):
+    if any(is_chat_template(name) for name in find_companions(directory)):
         return True
     try:
         return read_json(directory / "tokenizer_config.json").get("chat_template") is not None
@@ -65,13 +65,13 @@ def write_companions(
     for source in sources:
         copy_companions(source, directory, chat_template=chat_template)
     if saved_step is not None:
-        write_new(directory / HELD, json.dumps(saved_step))
+        write_synced(directory / EXPORT_RECORD, json.dumps(saved_step))
 
 
 def read_saved_step(export: Path) -> dict[str, Any]:
     """{"step", "save"} of an export: its step, and the mark of its save or of the last one before it, if it says so."""
     try:
-        return read_json(export / HELD)
+        return read_json(export / EXPORT_RECORD)
     except UserError:
         return {}
 
@@ -133,7 +133,7 @@ def padding_token(directory: Path, eos_ids: Sequence[int | None]) -> int | None:
     """The id of the padding token, as the tokenizer's small files tell; None where it ends texts, as `eos_ids` do."""
     try:
         named = read_json(directory / "tokenizer_config.json")
-        added = read_json(directory / TOKENIZER, most=LARGE).get("added_tokens") or []
+        added = read_json(directory / TOKENIZER_FILE, max_bytes=LARGE_FILE_BYTES).get("added_tokens") or []
     except UserError:
         return None
     tokens = named.get("pad_token"), named.get("eos_token")

@@ -10,7 +10,7 @@ from typing import cast
 from torch import nn
 
 from dtrain.adapters.config import is_adapter
-from dtrain.base.errors import UserError, first_few
+from dtrain.base.errors import UserError, limit_problems
 from dtrain.checkpoint.dcp.training_state import model_tensors, tensor_aliases
 from dtrain.checkpoint.huggingface import quantized
 from dtrain.checkpoint.huggingface.file_rows import FileRows, fused_weights, locate_parts
@@ -90,7 +90,7 @@ def check_fit(model: nn.Module, files: WeightFiles, kept: Collection[str] = ()) 
     unexpected = [f"unexpected: {name}" for name in left if not any(re.fullmatch(key, name) for key in patterns)]
     if missing or mismatches or unexpected:
         head = f"{files.directory}: the weights do not fit the model that config.json describes:"
-        kinds = (first_few(problems, by_kind=True) for problems in (missing, mismatches, unexpected))
+        kinds = (limit_problems(problems, name_kind=True) for problems in (missing, mismatches, unexpected))
         raise UserError("\n  ".join([head, *chain.from_iterable(kinds)]))
     return sources
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain.base.errors import UserError
-from dtrain.base.model_directory import INDEX, SINGLE, files_of_weights
+from dtrain.base.model_directory import WEIGHTS, WEIGHTS_INDEX, find_weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What an export carries of parts that dtrain does not train, beside these.
@@ -50,7 +50,7 @@ class WeightFiles:
     UserError, naming the file, for a directory without weights, a file of the index that is missing in the directory, a
     file that is cut short or damaged, and a tensor that is missing in its file."""
 
-    def __init__(self, directory: Path, single: str = SINGLE):
+    def __init__(self, directory: Path, single: str = WEIGHTS):
         self.directory = directory
         self.stored: dict[str, StoredTensor] = {}
         for file, names in _weight_file_names(directory, single).items():
@@ -77,7 +77,7 @@ class WeightFiles:
             missing = sorted(set(names or held) - held)
             if missing:
                 raise UserError(
-                    f"{path} is missing {len(missing)} tensors that {INDEX} places there, first {missing[0]}"
+                    f"{path} is missing {len(missing)} tensors that {WEIGHTS_INDEX} places there, first {missing[0]}"
                 )
             for name in names or sorted(held):
                 entry = file.get_slice(name)
@@ -87,12 +87,12 @@ class WeightFiles:
 def weight_files(directory: Path) -> list[Path]:
     """The files that `WeightFiles` reads, its index among them, by name. UserError where there are no weights."""
     files = _weight_file_names(directory)
-    return [directory / name for name in ([SINGLE] if SINGLE in files else [INDEX, *sorted(files)])]
+    return [directory / name for name in ([WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *sorted(files)])]
 
 
-def _weight_file_names(directory: Path, single: str = SINGLE) -> Mapping[str, Sequence[str]]:
-    """Return `files_of_weights`. Raises UserError where there are none."""
-    if (files := files_of_weights(directory, single)) is not None:
+def _weight_file_names(directory: Path, single: str = WEIGHTS) -> Mapping[str, Sequence[str]]:
+    """Return `find_weight_files`. Raises UserError where there are none."""
+    if (files := find_weight_files(directory, single)) is not None:
         return files
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory")
@@ -105,7 +105,7 @@ def _weight_file_names(directory: Path, single: str = SINGLE) -> Mapping[str, Se
         )
     others = sorted(path.name for path in directory.glob("*.safetensors"))
     listing = f"; it has {', '.join(others[:5])}" if others else ""
-    raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}{listing}")
+    raise UserError(f"{directory} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{listing}")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def open_safetensors(path: Path) -> Iterator:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except FileNotFoundError as error:
-        raise UserError(f"{path}: there is no such file, but {INDEX} names it; download it again") from error
+        raise UserError(f"{path}: there is no such file, but {WEIGHTS_INDEX} names it; download it again") from error
     except SafetensorError as error:
         raise UserError(f"{path}: cut short or damaged ({error}); download it again") from error
     except OSError as error:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.adapters.lora import adapted_layers
-from dtrain.base.errors import UserError, in_words
-from dtrain.base.files import publish, real, refuse_unwritable, set_aside, staged, write_new
-from dtrain.base.model_directory import CONFIG, INDEX, SINGLE, has_weights
+from dtrain.base.errors import UserError, describe_error
+from dtrain.base.files import check_can_publish, publish, resolve_links, set_aside, staging_path, write_synced
+from dtrain.base.model_directory import CONFIG, WEIGHTS, WEIGHTS_INDEX, has_weights
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.merged import FullWeight, full_weights, stored_weight
@@ -68,7 +68,7 @@ def write_directory(
     ranks, out, source = ranks or Ranks(), Path(out), Path(source)
     config = getattr(model, "config", None)
     has_tower = isinstance(config, ModelConfig) and config.vision is not None
-    layout = ranks.together(lambda: layout_of(source, has_tower=has_tower))
+    layout = ranks.run_on_all(lambda: layout_of(source, has_tower=has_tower))
     kept = _frozen_of_tower(model) if tower_in_files else set()
     entries = [layout.entry(model, weight, dtype, kept) for weight in full_weights(model).values()]
     layout = dataclasses.replace(layout, chat_template=chat_template, saved_step=saved_step)
@@ -160,7 +160,7 @@ def write_entries(
     if isinstance(described, ModelConfig) and described.num_labels is not None:
         config = classifier_config(layout.config, described.architecture, described.num_labels, layout.source)
         layout = dataclasses.replace(layout, config=config)
-    write_files(files, lambda new: _finish(new, files, layout, dtype), real(out), replace=replace, ranks=ranks)
+    write_files(files, lambda new: _finish(new, files, layout, dtype), resolve_links(out), replace=replace, ranks=ranks)
 
 
 def write_files(
@@ -173,12 +173,12 @@ def write_files(
 ) -> None:
     """Write safetensors `files`, by name, and what rank 0's `finish` puts beside them, to the directory `out`, which
     appears whole or not at all. Collective; `replace` as of `write_directory`."""
-    partial = staged(out)
+    partial = staging_path(out)
 
     def begin() -> None:
         if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is already there: delete it, or choose another directory")
-        refuse_unwritable(out)
+        check_can_publish(out)
         partial.mkdir()
 
     def end() -> None:
@@ -188,11 +188,11 @@ def write_files(
         if replaced is not None:
             shutil.rmtree(replaced)
 
-    ranks.first(begin)
+    ranks.run_on_first(begin)
     try:
         for start in range(0, len(files), ranks.size):
             _write_side_by_side(list(files.items())[start : start + ranks.size], partial, ranks)
-        ranks.first(end)
+        ranks.run_on_first(end)
     except UserError:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +208,7 @@ def _files(entries: Iterable[FullWeight], max_bytes: int) -> dict[str, list[Full
         shards[-1].append(entry)
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return dict(zip(names, shards, strict=True)) if count > 1 else {SINGLE: shards[0]}
+    return dict(zip(names, shards, strict=True)) if count > 1 else {WEIGHTS: shards[0]}
 
 
 def _write_side_by_side(files: list[tuple[str, Sequence[FullWeight]]], directory: Path, ranks: Ranks) -> None:
@@ -223,7 +223,7 @@ def _write_side_by_side(files: list[tuple[str, Sequence[FullWeight]]], directory
                 kept = tensor if writer == ranks.rank else kept
         if file is not None and position < len(mine):
             file.add(mine[position], kept)
-    ranks.every(file.close if file is not None else lambda: None)
+    ranks.gather_results(file.close if file is not None else lambda: None)
 
 
 class SafetensorsFile:
@@ -260,7 +260,7 @@ class SafetensorsFile:
                 if self._failure is None:
                     os.fsync(stream.fileno())
         if self._failure is not None:
-            raise UserError(f"{self.path}: {in_words(self._failure)}") from self._failure
+            raise UserError(f"{self.path}: {describe_error(self._failure)}") from self._failure
 
     def _attempt(self, act: Callable[[], T]) -> T | None:
         """The result of `act`; None after a failure, of `act` or before."""
@@ -286,8 +286,8 @@ def _finish(partial: Path, files: Mapping[str, list[FullWeight]], layout: Layout
         places = {entry.names[0]: name for name, entries in files.items() for entry in entries}
         size = sum(entry.nbytes for entries in files.values() for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        write_new(partial / INDEX, json.dumps(index, indent=2) + "\n")
+        write_synced(partial / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     config = text_tower_config(layout.config) if layout.is_text_tower_only else layout.config
     config = with_dtype(config, str(dtype).removeprefix("torch."))
-    write_new(partial / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_synced(partial / CONFIG, json.dumps(config, indent=2) + "\n")
     write_companions(partial, (layout.source, *layout.companions), layout.chat_template, layout.saved_step)

@@ -26,14 +26,14 @@ from dtrain.adapters.config import (
 )
 from dtrain.base import hub
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.json_files import is_natural, read_json
+from dtrain.base.json_files import is_non_negative_int, read_json
 from dtrain.base.model_directory import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CONFIG,
-    files_of_weights,
+    find_weight_files,
     is_adapter_directory,
-    read_header,
+    read_safetensors_header,
 )
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
 from dtrain.checkpoint.peft import tensors
@@ -274,9 +274,9 @@ def base_of(directory: Path) -> Path:
     for path in (Path(name), directory / name):
         if (path / CONFIG).is_file():
             return path
-    if not hub.is_id(name):
+    if not hub.is_model_id(name):
         raise UserError(f"{file}: {key} is {name}, and no model is there: write the base model's directory there")
-    cached = hub.cached(name)
+    cached = hub.cached_model_directory(name)
     if cached is None:
         raise UserError(
             f"{file}: {key} is {name}, which is no directory here and not in the hub's cache on this machine: "
@@ -459,7 +459,7 @@ def _means_layers(value: Any) -> bool:
 def _is_base(directory: Path, model: Path) -> bool | None:
     """Return whether `model` is the base of the adapter in `directory`; None where it cannot be known."""
     name = _base_name(directory)
-    if name and name in (str(model), hub.id_of(model)):
+    if name and name in (str(model), hub.cached_model_id(model)):
         return True
     try:
         base = base_of(directory)
@@ -483,8 +483,8 @@ def _base_name(directory: Path) -> Any:
 
 def _tensor_ranges(directory: Path) -> Iterator[tuple[str, tuple[tuple, Path, int]]]:
     """The tensors of a model by name: what they are (dtype, shape, bytes), the file, and where they begin there."""
-    for file in files_of_weights(directory) or ():
-        entries, start = read_header(directory / file)
+    for file in find_weight_files(directory) or ():
+        entries, start = read_safetensors_header(directory / file)
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]
             yield name, ((entry["dtype"], tuple(entry["shape"]), end - begin), directory / file, start + begin)
@@ -506,7 +506,7 @@ _KNOWN = "which is `layers` in the models that dtrain knows"
 _USED_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "peft_type": ("LORA", lambda v: v == "LORA", f"LORA: {_MERGE}"),
     "task_type": (None, lambda v: v in (None, "CAUSAL_LM", "SEQ_CLS"), f"CAUSAL_LM or SEQ_CLS: {_MERGE}"),
-    "r": (8, lambda v: is_natural(v) and v > 0, "a whole number, at least 1"),
+    "r": (8, lambda v: is_non_negative_int(v) and v > 0, "a whole number, at least 1"),
     "lora_alpha": (8, is_number, "a number"),
     "lora_dropout": (0.0, lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 up to 1"),
     "target_modules": (None, lambda v: v is None or _is_pattern(v) or _is_names(v), _LAYERS),
@@ -514,13 +514,13 @@ _USED_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "exclude_modules": (None, lambda v: not v or _is_pattern(v) or _is_names(v), f"{_LAYERS}, or null"),
     "layers_to_transform": (
         None,
-        lambda v: v is None or is_natural(v) or (isinstance(v, list) and all(map(is_natural, v))),
+        lambda v: v is None or is_non_negative_int(v) or (isinstance(v, list) and all(map(is_non_negative_int, v))),
         "the numbers of layers, or null",
     ),
     "layers_pattern": (None, _means_layers, f"null, or the name of the list of layers, {_KNOWN}"),
     "rank_pattern": (
         None,
-        lambda v: _is_table(v, lambda rank: is_natural(rank) and rank > 0),
+        lambda v: _is_table(v, lambda rank: is_non_negative_int(rank) and rank > 0),
         "a table of regular expressions for names and ranks",
     ),
     "alpha_pattern": (None, lambda v: _is_table(v, is_number), "a table of regular expressions for names and numbers"),

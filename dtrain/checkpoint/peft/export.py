@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtrain.adapters.config import AdapterConfig, adapter_parameter_shapes
 from dtrain.base.errors import UserError
-from dtrain.base.files import real, replace_text
+from dtrain.base.files import atomic_write_text, resolve_links
 from dtrain.base.json_files import read_json
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from dtrain.base.ranks import Ranks
@@ -83,7 +83,7 @@ class StoredAdapter:
         fields = read_json(self.directory / ADAPTER_CONFIG)
         fields |= {BASE: self._base} if BASE in fields else {}
         text = json.dumps(fields, indent=2) + "\n"
-        _write(out, entries, lambda new: replace_text(new / ADAPTER_CONFIG, text), companions)
+        _write(out, entries, lambda new: atomic_write_text(new / ADAPTER_CONFIG, text), companions)
 
     def fold(self, out: Path, companions: list[Path], dtype: torch.dtype | None) -> None:
         """Write the adapter to `out` that is the same to a reader of r and lora_alpha alone: the scale is multiplied
@@ -148,4 +148,4 @@ def _write(out: Path, entries: list[FullWeight], config: Callable[[Path], None],
         config(new)
         write_companions(new, companions, None, None)
 
-    write_files({ADAPTER_WEIGHTS: entries}, finish, real(out), ranks=Ranks(alone=True))
+    write_files({ADAPTER_WEIGHTS: entries}, finish, resolve_links(out), ranks=Ranks(single_process=True))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import UserError
-from dtrain.base.files import Record, checksum, real, replace_text
+from dtrain.base.files import FileRecord, atomic_write_text, checksum, resolve_links
 from dtrain.base.model_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.store import TensorSpecs
@@ -120,7 +120,7 @@ class AdapterFiles:
             for outer in peft_names(name, self.config, self.model)
         ]
 
-    def write_into_step(self, step: Path, sizes: TensorSpecs, read: Read) -> dict[str, Record]:
+    def write_into_step(self, step: Path, sizes: TensorSpecs, read: Read) -> dict[str, FileRecord]:
         """Write `adapter/`, synced, into an unpublished step's directory, as `CheckpointStore.save` asks for it."""
         own = {name.removeprefix("model."): size for name, size in sizes.items() if name.startswith("model.")}
         directory, entries = step / ADAPTER, self.entries(own, lambda name: read(f"model.{name}"))
@@ -135,7 +135,7 @@ class AdapterFiles:
     def finish(self, directory: Path) -> None:
         """Put adapter_config.json into `directory`."""
         text = json.dumps(peft_config(self.config, self.model, self.base), indent=2, sort_keys=True) + "\n"
-        replace_text(directory / ADAPTER_CONFIG, text)
+        atomic_write_text(directory / ADAPTER_CONFIG, text)
 
 
 def write_adapter(
@@ -168,5 +168,5 @@ def write_adapter(
         form.finish(new)
         write_companions(new, [] if companions is None else [companions], chat_template, saved_step)
 
-    out = real(Path(directory))
+    out = resolve_links(Path(directory))
     write_files({ADAPTER_WEIGHTS: entries}, finish, out, replace=replace, ranks=ranks or Ranks())

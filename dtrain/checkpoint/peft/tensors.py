@@ -14,8 +14,8 @@ from dtrain.adapters.config import (
     is_stack,
     to_tower_name,
 )
-from dtrain.base.errors import UserError, first_few
-from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_header
+from dtrain.base.errors import UserError, limit_problems
+from dtrain.base.model_directory import ADAPTER_WEIGHTS, read_safetensors_header
 from dtrain.checkpoint.huggingface.file_rows import adapter_shape_in_file, fused_weights, locate_parts
 from dtrain.models.common.config import EXPERT_STACKS, ModelConfig
 
@@ -51,7 +51,7 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     path = directory / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(no_weights_problem(directory))
-    return {name: tuple(entry["shape"]) for name, entry in read_header(path)[0].items()}
+    return {name: tuple(entry["shape"]) for name, entry in read_safetensors_header(path)[0].items()}
 
 
 def num_outputs_in_adapter(directory: Path) -> int | None:
@@ -99,7 +99,7 @@ def mismatches(
         elif stored[name] != shape:
             shapes.append(f"shape: {name} is {list(stored[name])}, the model has {list(shape)}")
     unexpected = [f"unexpected: {name}{_hint(name)}" for name in sorted(stored.keys() - wanted) if not free(name)]
-    problems = [problem for group in (missing, shapes, unexpected) for problem in first_few(group, by_kind=True)]
+    problems = [problem for group in (missing, shapes, unexpected) for problem in limit_problems(group, name_kind=True)]
     return [f"{directory / ADAPTER_WEIGHTS}: {problem}; is it an adapter of this model?" for problem in problems]
 
 

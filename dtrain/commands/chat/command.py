@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from dtrain.base.hub import find_directory
+    from dtrain.base.hub import find_model_directory
 
-    find_directory(arguments.directory)  # before torch is loaded, which takes long
+    find_model_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.commands.chat.terminal import talk
 
     talk(arguments)

@@ -115,7 +115,7 @@ def evaluate(arguments: Namespace) -> Report:
             raise UserError("\n".join(problems))
         engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
         draw, write = partial(_drawn, engine), partial(_write, out, questions)
-        return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(alone=True))
+        return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(single_process=True))
 
 
 def trained_as(directory: Path) -> tuple[str | None, int]:

@@ -33,8 +33,9 @@ of the step is implemented a second time. `step.trace_step` does this in a proce
       -> Plan                                 with the estimated time; then text, JSON, search, choice
 
 Code below `commands` does not know that it is planned, except in three ways. It is called with options. It checks
-whether a tensor has values (`base.torch_functions.has_values`). Its `base.fused` functions and `rounds` let a function
-mode take their calls: the plan counts a fused function as one kernel, and follows three rounds of a loop.
+whether a tensor has values (`base.torch_functions.has_values`). Its `base.fused` functions and `uniform_iterations`
+let a function mode take their calls: the plan counts a fused function as one kernel, and follows three iterations of
+a loop.
 
 Exact, to the byte: parameters, gradients, optimizer state and what the collectives carry; the allocations of every
 operation that torch dispatches, in the order of the trainer's own step, and so their peak, for batches whose rows are

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from dtrain.base.hardware import BOARDS, board_of
+from dtrain.base.hardware import BOARDS, find_board
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Sizes
@@ -68,7 +68,7 @@ GPUS = {key: _hardware(board) for key, board in BOARDS.items()}
 def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:
     """Return the row of `GPUS` of a device at hand, and lines for the terminal. In place of one that is not there the
     first row stands in, with the device's name and memory, and without bfloat16 where the device has none."""
-    board = board_of(device.name)
+    board = find_board(device.name)
     if board is not None:
         return GPUS[board], ()
     first = next(iter(GPUS.values()))

@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain.base.fused import Fused, rounds
+from dtrain.base.fused import Fused, uniform_iterations
 from dtrain.base.torch_functions import storage_key, without_torch_functions
 from dtrain.commands.plan.memory import OpOverload
 
@@ -50,8 +50,8 @@ _backward = partial(_engine_run_backward, keep_graph=False, create_graph=False, 
 
 class PlannedDevice(TorchFunctionMode):
     """Function mode in which meta tensors say that they are on `device`, of type cpu or cuda. few: takes the rounds of
-    a loop (`base.fused.rounds`), and returns those that are followed; None: all are. fuse: calls a function that is a
-    kernel on a GPU with its arguments."""
+    a loop (`base.fused.uniform_iterations`), and returns those that are followed; None: all are.
+    fuse: calls a function that is a kernel on a GPU with its arguments."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PlannedDevice(TorchFunctionMode):
                 return self._fuse(func.function, *args) if self._fuse is not None else func.function(*args)
         if func is functional.scaled_dot_product_attention:
             return device_attention(self.device.type, *args, **kwargs)
-        if func is rounds:
+        if func is uniform_iterations:
             return args[0] if self._few is None else self._few(args[0])
         if func is functional.rms_norm:
             return device_rms_norm(*args, **kwargs)

@@ -16,7 +16,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.base.orphans import end_with
+from dtrain.base.orphans import end_with_parent
 
 Result = TypeVar("Result")
 
@@ -70,7 +70,7 @@ def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def _work(call: Callable[[], object], niceness: int, parent: int, sender) -> None:
-    end_with(parent)
+    end_with_parent(parent)
     os.nice(niceness)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch asks for a device where it needs none, and CUDA survives no fork
     gc.freeze()  # a collection here must not touch objects that the parent's threads hold

@@ -11,7 +11,7 @@ import yaml
 from jinja2 import Template
 
 from dtrain import __version__
-from dtrain.base.hub import id_of
+from dtrain.base.hub import cached_model_id
 from dtrain.commands.report.run_files import RunFiles
 from dtrain.data.sources.files import is_dataset_id
 from dtrain.recipe import secrets
@@ -45,7 +45,7 @@ class Run:
 def base_of_recipe(recipe: Mapping[str, Any]) -> str | None:
     """Return the hub's id of the model that a run began from; None if its path does not contain it."""
     path = (recipe.get("model") or {}).get("path")
-    return id_of(Path(path)) if isinstance(path, str) else None
+    return cached_model_id(Path(path)) if isinstance(path, str) else None
 
 
 def card(run: Run, theirs: Mapping[str, Any]) -> str:
@@ -88,7 +88,7 @@ def public_recipe(recipe: Mapping[str, Any]) -> Any:
             return value.partition("?")[0]  # a query may be a signature
         if not isinstance(value, str) or not value.startswith(("/", "~", "./", "../")):
             return value
-        return id_of(Path(value)) or Path(value).name
+        return cached_model_id(Path(value)) or Path(value).name
 
     tree = public(recipe)
     secrets.hide(tree)

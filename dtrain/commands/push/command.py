@@ -15,8 +15,8 @@ from dtrain.base.model_directory import (
     ADAPTER_WEIGHTS,
     CHAT_TEMPLATES,
     CONFIG,
-    INDEX,
-    companions_in,
+    WEIGHTS_INDEX,
+    find_companions,
 )
 from dtrain.checkpoint.huggingface.model_files import read_saved_step
 from dtrain.checkpoint.peft.config import BASE
@@ -70,9 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _files(export: Path) -> dict[str, Path]:
     """Return the files of an export (weights, configuration, tokenizer, chat templates) by their path within it."""
-    known = {CONFIG, INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    known = {CONFIG, WEIGHTS_INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
     files = {path.name: path for path in export.glob("*") if path.name in known or path.suffix == WEIGHTS}
-    files |= {name: export / name for name in companions_in(export)}
+    files |= {name: export / name for name in find_companions(export)}
     if not any(name.endswith(WEIGHTS) for name in files) or not files.keys() & {CONFIG, ADAPTER_CONFIG}:
         run = export.parent
         there = "has no export" if run.is_dir() else "is no directory"
@@ -95,7 +95,9 @@ def _commit(api: Any, name: str, revision: str | None, files: dict[str, Path], p
     if pushed.is_adapter and pushed.base is not None:
         named = {**read_json(files[ADAPTER_CONFIG]), BASE: pushed.base}  # in place of a directory of this machine
         contents[ADAPTER_CONFIG] = json.dumps(named, indent=2).encode()
-    stale = [path for path in there if path.endswith((WEIGHTS, INDEX)) and "/" not in path and path not in contents]
+    stale = [
+        path for path in there if path.endswith((WEIGHTS, WEIGHTS_INDEX)) and "/" not in path and path not in contents
+    ]
     # A named template that was pushed before would write conversations with tools, in the place of the new template.
     stale += [path for path in there if path.startswith(f"{CHAT_TEMPLATES}/") and path not in contents]
     operations: list[Any] = [CommitOperationAdd(path, content) for path, content in sorted(contents.items())]

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from dtrain.base.errors import UserError, in_words
-from dtrain.base.files import replace_text
+from dtrain.base.errors import UserError, describe_error
+from dtrain.base.files import atomic_write_text
 from dtrain.commands.arguments import at_least
 from dtrain.commands.web import check_installed
 
@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
                 if MARK.encode() not in file.read(1000):
                     raise UserError(f"-o {out} is there already and is no report of dtrain's; choose another name")
         text = page(*page_state(runs, arguments.answers), library)
-        replace_text(out, text)
+        atomic_write_text(out, text)
     except OSError as error:
-        raise UserError(f"-o {in_words(error)}") from error
+        raise UserError(f"-o {describe_error(error)}") from error
     print(f"wrote {out} ({_bytes(len(text.encode()))}, {_bytes(len(library.encode()))} of them the charts' library)")
 
 

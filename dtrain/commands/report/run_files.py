@@ -58,7 +58,7 @@ class RunFiles:
         self.recipe = records.read_recipe(self.directory)
         secrets.hide(self.recipe)
         paths = [self.directory / name for name in (DATA, ABOUT)]
-        self.data, self.about = (read_json(path, constants=True) if path.is_file() else {} for path in paths)
+        self.data, self.about = (read_json(path, allow_nan=True) if path.is_file() else {} for path in paths)
         self.is_running = is_locked(self.directory)
         return self._read_metrics() or before != (self.recipe, self.data, self.about, self.is_running)
 

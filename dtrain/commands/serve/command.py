@@ -39,10 +39,10 @@ def _named(text: str) -> tuple[str, Path]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from dtrain.base.hub import find_directory
+    from dtrain.base.hub import find_model_directory
 
     check_installed("dtrain serve")
-    find_directory(arguments.directory)  # before torch is loaded, which takes long
+    find_model_directory(arguments.directory)  # before torch is loaded, which takes long
     from dtrain.commands.serve.start import serve_directory
 
     serve_directory(arguments, lambda line: print(line, flush=True))

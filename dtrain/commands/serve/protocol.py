@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import hint
+from dtrain.base.ranges import name_hint
 from dtrain.data.formats.formats import read_messages, read_tools
 from dtrain.data.formats.prompts import Prompt
 from dtrain.data.images.files import MAX_STORED_PIXELS
@@ -108,7 +108,7 @@ def check(body: Mapping[str, Any], table: Table, name: str = "") -> dict[str, An
     inside = f"{name}." if name else ""
     for key in body:
         if key not in table:
-            full, meant = f"{inside}{key[:64]}", hint(key, table, inside, otherwise="")
+            full, meant = f"{inside}{key[:64]}", name_hint(key, table, inside, otherwise="")
             raise ApiError(400, f"{full} is no field that dtrain serve knows{meant}", full)
     return {
         key: field.default if body.get(key) is None else field.read(body[key], inside + key)

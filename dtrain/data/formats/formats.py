@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, loads, read_list
-from dtrain.base.ranges import nearest, plural, shown
+from dtrain.base.json_files import as_list, json_type, loads
+from dtrain.base.ranges import closest_name, format_value, plural
 from dtrain.data.formats.image_parts import COLUMN, images_in, read_content, text_of, with_images
 
 FILE_KINDS = {
@@ -247,7 +247,7 @@ def _refuse_bad_reply(row: Mapping[str, Any], name: str) -> None:
 def read_string(value: Any, key: str) -> str:
     """Return `value` if it is a string. Raises UserError, naming `key`, as its neighbours do."""
     if not isinstance(value, str):
-        raise UserError(f"{key} must be a string, not {kind_of(value)}")
+        raise UserError(f"{key} must be a string, not {json_type(value)}")
     return value
 
 
@@ -258,10 +258,10 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(functions, list) or not all(isinstance(item, dict) and "name" in item for item in functions):
             return None
         return [{"type": "function", "function": item} for item in functions] or None
-    tools = read_list(row["tools"], "tools")
+    tools = as_list(row["tools"], "tools")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
-            raise UserError(f"tools[{index}] must be an object (a JSON schema of a function), not {kind_of(tool)}")
+            raise UserError(f"tools[{index}] must be an object (a JSON schema of a function), not {json_type(tool)}")
     return tools
 
 
@@ -281,7 +281,7 @@ def with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, A
 
 def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
     """Return the messages of a list, and the mark of each: trained, not trained, or None."""
-    entries = read_list(value, key)
+    entries = as_list(value, key)
     if not entries:
         raise UserError(f"{key} is an empty list; give at least one user and one assistant message")
     pairs = [_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries)]
@@ -293,7 +293,7 @@ def read_messages(value: Any, key: str) -> tuple[list[dict[str, Any]], list[bool
 
 def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(entry, dict):
-        raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {kind_of(entry)}')
+        raise UserError(f'{key} must be an object like {{"role": "user", "content": "..."}}, not {json_type(entry)}')
     message = {name: value for name, value in entry.items() if value is not None}
     if "role" not in message and "from" in message:
         if "value" not in message:
@@ -305,7 +305,7 @@ def _message(entry: Any, key: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(role, str):
         raise UserError(f"{key} has no role; give it one of {', '.join(ROLES)}")
     if role not in ROLES:
-        near = ROLE_HINTS.get(role.lower()) or nearest(role.lower(), ROLES)
+        near = ROLE_HINTS.get(role.lower()) or closest_name(role.lower(), ROLES)
         raise UserError(
             f"{key}.role is {role!r}, which is no known role"
             + (f"; did you mean {near!r}?" if near else "")
@@ -403,7 +403,7 @@ def read_tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
     Raises:
         UserError: If a call has another form. The message contains its place, such as `messages[1].tool_calls[0]`.
     """
-    calls = read_list(value, key)
+    calls = as_list(value, key)
     return [_tool_call(call, f"{key}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -442,13 +442,13 @@ def _call_arguments(value: Any, key: str) -> dict[str, Any]:
             value = loads(value)
         except ValueError as problem:
             raise UserError(
-                f"{key} is {shown(value)}, which cannot be read as JSON ({problem}). Give the arguments as an object, "
-                'such as {"city": "Oslo"}, or as its JSON text'
+                f"{key} is {format_value(value)}, which cannot be read as JSON ({problem}). Give the arguments as an "
+                'object, such as {"city": "Oslo"}, or as its JSON text'
             ) from problem
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{key} must be an object of the arguments by name, or its JSON text, not {kind_of(value)}")
+        raise UserError(f"{key} must be an object of the arguments by name, or its JSON text, not {json_type(value)}")
     return value
 
 
@@ -462,7 +462,7 @@ def _alpaca(row: Mapping[str, Any]) -> Conversation:
 def read_question(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of history, and the user's with the instruction."""
     messages = []
-    for index, pair in enumerate(read_list(row.get("history") or [], "history")):
+    for index, pair in enumerate(as_list(row.get("history") or [], "history")):
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"history[{index}] must be a list of two strings, a question and its reply")
         messages.append({"role": "user", "content": read_string(pair[0], f"history[{index}][0]")})
@@ -510,7 +510,7 @@ def _tokens(row: Mapping[str, Any]) -> TokenizedRow:
 
 def _refuse_masks(row: Mapping[str, Any]) -> None:
     """Raise UserError for another column of tokenized rows, such as a mask, that would change the numbers."""
-    if row.get("attention_mask") is not None and not all(read_list(row["attention_mask"], "attention_mask")):
+    if row.get("attention_mask") is not None and not all(as_list(row["attention_mask"], "attention_mask")):
         raise UserError("attention_mask has zeros: tokenized rows are used whole; leave the padding out of input_ids")
     for name in MASKS:
         if row.get(name) is not None and row.get("labels") is None:
@@ -522,7 +522,7 @@ def _refuse_masks(row: Mapping[str, Any]) -> None:
 
 def read_integers(value: Any, key: str) -> list[int]:
     """Return `value` as a list of whole numbers."""
-    values = read_list(value, key)
+    values = as_list(value, key)
     for index, item in enumerate(values):
         if isinstance(item, bool) or not isinstance(item, int):
             raise UserError(f"{key}[{index}] must be a whole number, not {item!r}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, read_list
+from dtrain.base.json_files import as_list, json_type
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
@@ -39,7 +39,7 @@ def images_in(row: Mapping[str, Any]) -> list[Any] | None:
     lists as JSON. Raises UserError."""
     value = row.get(COLUMN)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = read_list(value, COLUMN)
+        value = as_list(value, COLUMN)
     if value is None or value == "":
         return None
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -136,10 +136,10 @@ def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[st
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{key} must be a string, not {kind_of(content)}")
+        raise UserError(f"{key} must be a string, not {json_type(content)}")
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
+        kind = part.get("type", "text") if isinstance(part, dict) else json_type(part)
         if isinstance(part, str):
             parts.append({"type": "text", "text": part})
         elif kind == "text" and isinstance(part.get("text"), str):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import is_number, shown
+from dtrain.base.ranges import format_value, is_number
 from dtrain.data.formats.encoder import TOO_LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import LABELS, Conversation, normalise
 from dtrain.data.formats.pairs import PairEncoder
@@ -167,7 +167,7 @@ def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
         )
     wanted = _WORDS.get(str(row[named[0]]).lower())
     if wanted is None:
-        raise UserError(f"{named[0]} is {shown(row[named[0]])}: it must be true (the reply is wanted) or false")
+        raise UserError(f"{named[0]} is {format_value(row[named[0]])}: it must be true (the reply is wanted) or false")
     return wanted, {key: value for key, value in row.items() if key not in LABELS}
 
 

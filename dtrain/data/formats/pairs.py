@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of
+from dtrain.base.json_files import json_type
 from dtrain.data.formats.encoder import IMAGE_CUT, TOO_LONG, USER, Document, RowEncoder
 from dtrain.data.formats.formats import (
     read_integers,
@@ -97,7 +97,7 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     prompt, chosen, rejected = lists
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError(
-            f"chosen is {kind_of(chosen)} and rejected {kind_of(rejected)}; both must be strings, or both lists of "
+            f"chosen is {json_type(chosen)} and rejected {json_type(rejected)}; both must be strings, or both lists of "
             "messages"
         )
     if prompt is None and isinstance(chosen, str):

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of
+from dtrain.base.json_files import json_type
 from dtrain.data.formats.encoder import IMAGE_CUT, TOO_LONG, Document, Encoder, RowEncoder
 from dtrain.data.formats.formats import (
     PROMPT_FORMATS,
@@ -238,7 +238,7 @@ class PromptEncoder(RowEncoder):
             ids = self.tokenizer.encode(text)
             self.check_image_tokens(ids, images)
         else:
-            raise UserError(f"a prompt must be messages, a text or token ids, not {kind_of(content)}")
+            raise UserError(f"a prompt must be messages, a text or token ids, not {json_type(content)}")
         if not ids:
             raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
         return ids

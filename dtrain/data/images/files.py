@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of
+from dtrain.base.json_files import json_type
 from dtrain.data.images.processor import Layout
 
 if TYPE_CHECKING:
@@ -169,14 +169,16 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
         if data is None:
             return read_image(path, directory, cache_dir)
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise UserError(f"an image's bytes must be bytes, not {kind_of(data)}; in JSON write a data URI or a path")
+            raise UserError(
+                f"an image's bytes must be bytes, not {json_type(data)}; in JSON write a data URI or a path"
+            )
         return _image_bytes(_shortened(path) if isinstance(path, str) else "an image", bytes(data))
     if isinstance(value, bytes | bytearray | memoryview):
         return _image_bytes("an image", bytes(value))
     if isinstance(value, Path):
         return _image_of_path(value, str(value), directory)
     if not isinstance(value, str):
-        raise UserError(f"an image must be a path, a URL, a data URI or an object with bytes, not {kind_of(value)}")
+        raise UserError(f"an image must be a path, a URL, a data URI or an object with bytes, not {json_type(value)}")
     if not value:
         raise UserError("an image's path is empty; give it one")
     if value[:5].lower() == "data:":

@@ -43,12 +43,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dtrain.base.errors import UserError
-from dtrain.base.files import lock, publish, sync, write_new
+from dtrain.base.files import lock, publish, sync, write_synced
 from dtrain.base.hardware import num_cores
-from dtrain.base.json_files import OWN, digest, read_json
+from dtrain.base.json_files import OWN_FILE_BYTES, digest, read_json
 from dtrain.base.nested_columns import example_row
 from dtrain.base.ranges import plural
-from dtrain.base.ranks import Ranks, digests, files_as_seen
+from dtrain.base.ranks import Ranks, file_digests, file_identity
 from dtrain.data.formats.encoder import TOO_LONG_REASONS, EncodedChunk, RowEncoder
 from dtrain.data.sources.files import read_chunks
 from dtrain.data.text.dropped_text import DroppedText, describe_dropped_text
@@ -255,7 +255,7 @@ def open_cache(
                     beside = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
                     try:
                         seal(beside, place.name, _build(beside, sources, encoder, num_workers, progress, label))
-                        if _digests_of_files(sources, Ranks(alone=True)) != file_digests:
+                        if _digests_of_files(sources, Ranks(single_process=True)) != file_digests:
                             raise UserError(f"a file of the {label} changed while it was tokenised: start again")
                         publish(beside, place)
                     finally:
@@ -271,7 +271,7 @@ def open_cache(
 def _digests_of_files(sources: Sequence[Source], ranks: Ranks) -> dict[str, str]:
     """Return a digest of the content of each file, by its path. Collective over `ranks`."""
     files = [file for source in sources for file in source.files]
-    return dict(zip(map(str, files), digests(files, ranks=ranks), strict=True))
+    return dict(zip(map(str, files), file_digests(files, ranks=ranks), strict=True))
 
 
 def _key(sources: Sequence[Source], encoder: RowEncoder, file_digests: Mapping[str, str]) -> str:
@@ -480,9 +480,9 @@ def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
     files = sorted(directory.iterdir())
     for file in files:
         sync(file)
-    contents = digests(files, ranks=Ranks(alone=True))
+    contents = file_digests(files, ranks=Ranks(single_process=True))
     meta = {**meta, "key": key, "digests": {file.name: content for file, content in zip(files, contents, strict=True)}}
-    write_new(directory / META, json.dumps({**meta, "checksum": digest(meta)}, indent=1))
+    write_synced(directory / META, json.dumps({**meta, "checksum": digest(meta)}, indent=1))
 
 
 def is_complete(place: Path) -> bool:
@@ -501,7 +501,7 @@ def delete_damaged_cache(place: Path, ranks: Ranks) -> list[str]:
     Collective over `ranks`: six to nine all-gathers of objects.
     """
     damage = _damage(place, ranks)
-    views = ranks.every(lambda: None if damage is None else files_as_seen([place.parent]))
+    views = ranks.gather_results(lambda: None if damage is None else file_identity([place.parent]))
     is_first = views.index(views[ranks.rank]) == ranks.rank  # of those that see this directory
 
     def drop() -> str | None:
@@ -509,7 +509,7 @@ def delete_damaged_cache(place: Path, ranks: Ranks) -> list[str]:
             return None
         try:
             with lock(place):
-                problem = _damage(place, Ranks(alone=True))  # again, for another run may have made it anew
+                problem = _damage(place, Ranks(single_process=True))  # again, for another run may have made it anew
                 if problem is not None:
                     shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
                 return None if problem is None else f"the cache {place} is damaged ({problem})"
@@ -519,7 +519,7 @@ def delete_damaged_cache(place: Path, ranks: Ranks) -> list[str]:
                 "set data.cache_dir to another place"
             ) from error
 
-    return [line for line in ranks.every(drop) if line is not None]
+    return [line for line in ranks.gather_results(drop) if line is not None]
 
 
 def _damage(place: Path, ranks: Ranks) -> str | None:
@@ -532,13 +532,13 @@ def _damage(place: Path, ranks: Ranks) -> str | None:
         except UserError as error:
             damage = str(error)
     try:
-        contents = digests([place / name for name in written], ranks=ranks)
+        contents = file_digests([place / name for name in written], ranks=ranks)
     except UserError as error:  # raised on every rank: a disk may fail to read what it has
         return damage or str(error)
     for (name, content), actual in zip(written.items(), contents, strict=True):
         if content != actual:
             damage = damage or f"{place / name}: its content is not what was written"
-    if any(ranks.every(lambda: has_images)):
+    if any(ranks.gather_results(lambda: has_images)):
         from dtrain.data.rows.image_cache import find_image_damage
 
         damage = find_image_damage(place, ranks) or damage
@@ -548,7 +548,7 @@ def _damage(place: Path, ranks: Ranks) -> str | None:
 def _read_meta(place: Path) -> dict[str, Any]:
     """Return meta.json of the cache at `place`. Raises UserError where it, or a file's size, is not as written."""
     file = place / META
-    meta = read_json(file, most=OWN, constants=True)
+    meta = read_json(file, max_bytes=OWN_FILE_BYTES, allow_nan=True)
     if meta.pop("checksum", None) != digest(meta):
         raise UserError(f"{file}: its content is not what was written")
     if meta["key"] != place.name:

@@ -18,8 +18,8 @@ from typing import IO
 
 from torch import Tensor
 
-from dtrain.base.json_files import LARGE, read_json
-from dtrain.base.ranks import READ_THREADS, Ranks, files_as_seen
+from dtrain.base.json_files import LARGE_FILE_BYTES, read_json
+from dtrain.base.ranks import READ_THREADS, Ranks, file_identity
 from dtrain.data.images.files import ImageRecord
 from dtrain.data.images.processor import Layout
 
@@ -95,12 +95,12 @@ def find_image_damage(place: Path, ranks: Ranks) -> str | None:
     """Return why images of the cache at `place` are not those that it was made of, as this machine sees their files;
     None where they are. Collective over `ranks`, which share out the reading: two all-gathers of objects."""
     file = place / FILES
-    files = list(read_json(file, most=LARGE).items()) if file.is_file() else []
-    views = ranks.every(lambda: files_as_seen([file.parent]) if files else "")
-    beside = ranks.alike(views)
+    files = list(read_json(file, max_bytes=LARGE_FILE_BYTES).items()) if file.is_file() else []
+    views = ranks.gather_results(lambda: file_identity([file.parent]) if files else "")
+    beside = ranks.ranks_with_same(views)
     mine = files[beside.index(ranks.rank) :: len(beside)]
     with ThreadPoolExecutor(READ_THREADS) as threads:
-        problems = ranks.every(lambda: next(filter(None, threads.map(_damage, mine)), None))
+        problems = ranks.gather_results(lambda: next(filter(None, threads.map(_damage, mine)), None))
     return next((problems[rank] for rank in beside if problems[rank] is not None), None)
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE
+from dtrain.base.batch import IGNORE_INDEX
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key, mix
-from dtrain.base.ranks import deal
+from dtrain.base.randomness import mix, random_key
+from dtrain.base.ranks import balance_by_cost
 from dtrain.data.rows.cache import Samples, SourceSamples
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
     def once(values: Tensor) -> Tensor:
         left, right = values >> half, values & mask
         for number in range(ROUNDS):
-            left, right = right, left ^ (mix(right + key(permutation, number)) & mask)
+            left, right = right, left ^ (mix(right + random_key(permutation, number)) & mask)
         return (left << half) | right
 
     result = once(positions)
@@ -69,7 +69,7 @@ class EpochOrder:
         """Return the sample at each position in [start, stop), int64 [stop - start], fewer where the epoch ends."""
         positions = torch.arange(start, min(stop, self.total))
         if self.shuffle:
-            positions = permute(positions, self.total, key("order", self.seed, self.epoch))
+            positions = permute(positions, self.total, random_key("order", self.seed, self.epoch))
         result = torch.empty_like(positions)
         base = 0
         for number, share in enumerate(self.shares):
@@ -80,7 +80,7 @@ class EpochOrder:
             if bool(chosen.any()):
                 drawn = local[chosen] - share.copies * share.count
                 drawn = (drawn + self.epoch * share.extra) % share.count
-                sample[chosen] = permute(drawn, share.count, key("choice", self.seed, number))
+                sample[chosen] = permute(drawn, share.count, random_key("choice", self.seed, number))
             result[inside] = share.first + sample
             base += share.total
         return result
@@ -259,7 +259,7 @@ class Rows:
             return [[index] for index in samples.tolist()]
         bins = pack(lengths.tolist(), self.capacity)
         if self.shuffle:  # packing puts what it opened first, the long samples, in front
-            order = permute(torch.arange(len(bins)), len(bins), key("rows", self.seed, epoch, window))
+            order = permute(torch.arange(len(bins)), len(bins), random_key("rows", self.seed, epoch, window))
             bins = [bins[index] for index in order.tolist()]
         identity = samples.tolist()
         self._counts[epoch, window] = len(bins)
@@ -279,9 +279,9 @@ def build_row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
     trained = torch.cat([mask for _, mask in documents])  # [s]
     lengths = torch.tensor([ids.shape[0] for ids, _ in documents])
     ends = lengths.cumsum(0)
-    labels = torch.full_like(input_ids, IGNORE)
-    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE)
-    labels[ends - 1] = IGNORE
+    labels = torch.full_like(input_ids, IGNORE_INDEX)
+    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE_INDEX)
+    labels[ends - 1] = IGNORE_INDEX
     starts = (ends - lengths).repeat_interleave(lengths)
     return {
         "input_ids": input_ids,
@@ -358,5 +358,5 @@ class Batches:
             return group[self.dp_rank :: self.dp_size]
         samples = torch.tensor([placement.samples[0] for placement in group])
         most = -(-len(group) // self.dp_size)  # so that it makes no more micro-batches than fixed ones would be
-        dealt = deal(self.rows.samples.lengths(samples).tolist(), self.dp_size, most)
+        dealt = balance_by_cost(self.rows.samples.lengths(samples).tolist(), self.dp_size, most)
         return [group[index] for index in dealt[self.dp_rank]]

@@ -7,8 +7,8 @@ from typing import Any
 
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import loads
-from dtrain.base.nested_columns import column_names, column_of, has_column
-from dtrain.base.ranges import nearest
+from dtrain.base.nested_columns import column_names, get_column, has_column
+from dtrain.base.ranges import closest_name
 from dtrain.data.formats.formats import FORMATS_BY_KIND, LABELS, detect_format
 
 # What a format reads beside the keys by which it is known.
@@ -57,7 +57,7 @@ def check_column_names(
     reader = "a format" if name == "auto" else f"format {name}"
     for column in columns if kind != "prompts" else ():
         if column not in known:
-            near = nearest(column, known)
+            near = closest_name(column, known)
             meant = f"Did you mean {near}? " if near else ""
             fix = f"{meant}Columns that {reader} reads: {', '.join(known)}"
             problems.append(Problem(f"{key}.{column}", f"{key}.{column}: no column of this name is read", fix))
@@ -80,7 +80,7 @@ def rename_columns(
         )
     taken = {*columns, *columns.values()}
     rest = {name: value for name, value in row.items() if name not in taken}
-    return rest | {ours: column_of(row, theirs) for ours, theirs in columns.items() if has_column(row, theirs)}
+    return rest | {ours: get_column(row, theirs) for ours, theirs in columns.items() if has_column(row, theirs)}
 
 
 def describe_missing_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:

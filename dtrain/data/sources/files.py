@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
-from dtrain.base.hub import is_id
-from dtrain.base.ranges import nearest
+from dtrain.base.hub import is_model_id
+from dtrain.base.ranges import closest_name
 from dtrain.data.formats import formats
 from dtrain.data.formats.formats import FILE_KINDS, file_suffix
 from dtrain.data.sources.columns import describe_missing_columns, rename_columns, suggest_mapping
@@ -68,7 +68,7 @@ def is_url(path: str) -> bool:
 
 def is_dataset_id(path: str) -> bool:
     """Return whether `path` reads as a dataset's id on the hub. A file of that name comes first."""
-    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in FILE_KINDS) and is_id(path)
+    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in FILE_KINDS) and is_model_id(path)
 
 
 def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
@@ -159,7 +159,7 @@ def _near_file_hint(file: Path) -> str:
     if file.is_symlink():
         return f": it is a link to {os.readlink(file)}, which is no file"
     names = [entry.name for entry in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
-    near = nearest(file.name, names)
+    near = closest_name(file.name, names)
     return f"; did you mean {file.parent / near}?" if near else ""
 
 
@@ -218,7 +218,9 @@ def parse_row(file: str, line: int, row: Any) -> dict[str, Any]:
         except ValueError as problem:  # a number of thousands of digits, lists in lists in lists, a name twice
             raise UserError(f"{file}:{line}: this line cannot be read: {problem}") from problem
     if not isinstance(row, dict):
-        raise UserError(f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.kind_of(row)}")
+        raise UserError(
+            f"{file}:{line}: a row must be a JSON object with named fields, not {json_files.json_type(row)}"
+        )
     return row
 
 
@@ -383,8 +385,8 @@ def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
         next_character()
         while True:
             try:
-                row, end = json_files.decoder.raw_decode(buffer, position)
-                json_files.check_shape(row)
+                row, end = json_files.DECODER.raw_decode(buffer, position)
+                json_files.check_json_size(row)
                 _refuse_long(file, line, end - position)
                 break
             except json.JSONDecodeError as problem:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dtrain.base.errors import UserError, first_line
-from dtrain.base.hub import cached_listing, cached_snapshot, hub_errors, incomplete
+from dtrain.base.hub import cached_listing, cached_snapshot, hub_errors, incomplete_download_message
 from dtrain.data.formats.formats import FILE_KINDS, file_suffix
 
 # Words for the splits in names of files and folders.
@@ -292,7 +292,7 @@ def describe_uncached(name: str, pick: DatasetPart, key: str) -> str:
     """Return the message for a dataset that `cached` does not find. key: of the recipe."""
     command = f"dtrain download --data {name}{pick.options()}"
     if missing := _missing(name, pick, key.removesuffix(".path")):
-        return f"{key}={incomplete(name, missing, command)}"
+        return f"{key}={incomplete_download_message(name, missing, command)}"
     return (
         f"{key}={name} is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache: "
         f"`{command}` fetches it"

@@ -24,9 +24,9 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from dtrain.base.errors import UserError, first_line
-from dtrain.base.files import lock, replace_text
+from dtrain.base.files import atomic_write_text, lock
 from dtrain.base.hub import client_errors
-from dtrain.base.json_files import LARGE, digest, read_text, split_lines
+from dtrain.base.json_files import LARGE_FILE_BYTES, digest, read_text, split_lines
 
 FILES = "files"
 # Entries of fsspec's `info` that change with the content of a file, in lower case. Each file system has its own.
@@ -143,7 +143,7 @@ def _record_copies(url: str, cache_dir: Path, copies: list[Path]) -> None:
     record = _record_of(url, cache_dir)
     lines = [f"{copy.relative_to(cache_dir)}\n" for copy in copies]
     with lock(record):
-        replace_text(record, "".join(lines))
+        atomic_write_text(record, "".join(lines))
 
 
 def _recorded_copies(url: str, cache_dir: Path) -> list[Path]:
@@ -151,7 +151,7 @@ def _recorded_copies(url: str, cache_dir: Path) -> list[Path]:
     record = _record_of(url, cache_dir)
     if not record.is_file():
         return []
-    copies = [cache_dir / line for line in split_lines(read_text(record, LARGE))]
+    copies = [cache_dir / line for line in split_lines(read_text(record, LARGE_FILE_BYTES))]
     return copies if all(copy.is_file() for copy in copies) else []
 
 

@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import LARGE, read_json, read_text
+from dtrain.base.json_files import LARGE_FILE_BYTES, read_json, read_text
 
 ESCAPE = "\U0010fffd"
 STAND_INS = range(0xF0000, 0xFFFFE)  # private characters, each for one control token
@@ -98,9 +98,9 @@ class Tokenizer:
         if base is not None:
             paths = {name: base / name for name in TOKENIZER_FILES[2:] if (base / name).is_file()} | paths
         files = {name: read_json(file) for name, file in paths.items()}
-        if not isinstance(read_json(file, most=LARGE).get("model"), dict):
+        if not isinstance(read_json(file, max_bytes=LARGE_FILE_BYTES).get("model"), dict):
             raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
-        return cls(directory, read_text(file, LARGE), files, base)
+        return cls(directory, read_text(file, LARGE_FILE_BYTES), files, base)
 
     def __reduce__(self):
         return Tokenizer.from_directory, (self.directory, self._base)

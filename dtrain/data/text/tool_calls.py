@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import check_shape, decoder, kind_of
+from dtrain.base.json_files import DECODER, check_json_size, json_type
 from dtrain.data.text.call_form import NAME, QUESTION
 from dtrain.data.text.replies import CALL, Messages, Replies
 from dtrain.data.text.template import ChatTemplate
@@ -114,7 +114,7 @@ def find_schema_violation(value: Any, schema: Mapping[str, Any], place: str) -> 
         return None if None in problems else problems[0]
     types = _listed(schema.get("type"))
     if types and not any(_is_of(value, kind) for kind in types):
-        return f"{place} must be of type {' or '.join(types)}, not {kind_of(value)}"
+        return f"{place} must be of type {' or '.join(types)}, not {json_type(value)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"{place} must be one of {json.dumps(schema['enum'], ensure_ascii=False)}"
     return next(_inside(value, schema, place), None)
@@ -142,8 +142,8 @@ def _is_of(value: Any, kind: str) -> bool:
 def _value(text: str, at: int) -> tuple[Any, str | None, int]:
     """Return the JSON value that begins at a place of `text`, why there is none, and its end."""
     try:
-        value, end = decoder.raw_decode(text, at)
-        check_shape(value)
+        value, end = DECODER.raw_decode(text, at)
+        check_json_size(value)
         return value, None, end
     except (ValueError, RecursionError) as error:
         return None, f"the call is no valid JSON: {error}", len(text)
@@ -168,7 +168,7 @@ def _call(value: Any, problem: str | None = None) -> ToolCall:
     if arguments is None and problem is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        problem = problem or f"the arguments of a call must be an object, not {kind_of(arguments)}"
+        problem = problem or f"the arguments of a call must be an object, not {json_type(arguments)}"
         return ToolCall(name, problem=problem)
     return ToolCall(name, arguments)
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.base.top_p import kept_by_top_p
+from dtrain.base.top_p import top_p_mask
 from dtrain.losses.head.logprobs import TrainingSamplingParams, need_top_k_or_top_p_filtering
 from dtrain.losses.head.softmax import softmax_rows
 from dtrain.losses.head.sources import HeadLogits, Index, LogitSource, Scaling, Tile, as_tuple
@@ -131,7 +131,7 @@ def kept(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
             return mask
         logits = logits.masked_fill(~mask, -float("inf"))
     if logits.is_cuda:  # a sort of full rows would take most of the time here
-        nucleus = kept_by_top_p(logits, top_p)
+        nucleus = top_p_mask(logits, top_p)
         return nucleus if mask is None else nucleus & mask
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     p = torch.softmax(ordered, -1, dtype=compute_dtype(logits.dtype))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dtrain.base.fused import rounds
+from dtrain.base.fused import uniform_iterations
 from dtrain.losses.head.vocabulary import (
     VocabShard,
     add_product_,
@@ -188,7 +188,7 @@ class GivenLogits:
         self._grad: Tensor | None = None
 
     def indices(self) -> Iterable[Index]:
-        return rounds(list(tiles(self.leading, self._max_rows)), self.logits)
+        return uniform_iterations(list(tiles(self.leading, self._max_rows)), self.logits)
 
     def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         is_scaled = self.scaling != Scaling()
@@ -263,7 +263,7 @@ class HeadLogits:
     def indices(self) -> Iterable[Index]:
         starts = range(0, len(self.index), self._max_rows)
         ends = [min(start + self._max_rows, len(self.index)) for start in starts]
-        return rounds([slice(start, end) for start, end in zip(starts, ends, strict=True)], self.hidden)
+        return uniform_iterations([slice(start, end) for start, end in zip(starts, ends, strict=True)], self.hidden)
 
     def tile(self, index: Index, block: slice, is_live: Tensor | None = None) -> Tile:
         rows = self.hidden.index_select(0, self.index[index]).to(self.gradient_dtype)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, hint, is_number, one_of, sizes_for
+from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, magnitude_hint, name_hint, one_of
 
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -144,21 +144,21 @@ def problems(
     """
     found = []
     if not (len(clip) == 2 and all(is_number(bound) and bound >= 0 for bound in clip)):
-        sizes = next((sizes for bound in clip if (sizes := sizes_for(bound))), "")
+        sizes = next((sizes for bound in clip if (sizes := magnitude_hint(bound))), "")
         key = f"{section}clip"
         text = f"{key}={clip} must be two numbers of at least 0: how far below and above 1 the ratio may go{sizes}"
         found.append(Problem(key, text))
     if not (is_number(beta) and beta >= 0):
         key = f"{section}beta"
-        found.append(Problem(key, f"{key}={beta} must be a finite number, at least 0{sizes_for(beta)}"))
+        found.append(Problem(key, f"{key}={beta} must be a finite number, at least 0{magnitude_hint(beta)}"))
     read = {**SHARED, **LOSSES[loss].options}
     for name, value in options.items():
         key = f"{kwargs}{name}"
         is_good, words = RANGES.get(name, NUMBER)
         if name not in read:
-            found.append(Problem(key, f"{key} is not read by {loss}{hint(name, read, kwargs)}"))
+            found.append(Problem(key, f"{key} is not read by {loss}{name_hint(name, read, kwargs)}"))
         elif not is_good(value):
-            found.append(Problem(key, f"{key}={value} must be {words}{sizes_for(value)}"))
+            found.append(Problem(key, f"{key}={value} must be {words}{magnitude_hint(value)}"))
     return found or _problems_together(loss, read | dict(options), kwargs)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.ranges import hint
+from dtrain.base.ranges import name_hint
 from dtrain.losses.policy import formulas
 from dtrain.losses.policy.formulas import (
     RowSequences,
@@ -58,7 +58,7 @@ class PolicySpec:
 
     def __post_init__(self) -> None:
         if self.name not in LOSSES:
-            raise ValueError(f"{self.name!r} is no policy loss{hint(self.name, LOSSES)}")
+            raise ValueError(f"{self.name!r} is no policy loss{name_hint(self.name, LOSSES)}")
         if errors := problems(self.name, self.clip, self.beta, self.options):
             raise ValueError(str(errors[0]))
         object.__setattr__(self, "clip", tuple(float(bound) for bound in self.clip))

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.base.batch import IGNORE
-from dtrain.base.ranges import hint
+from dtrain.base.batch import IGNORE_INDEX
+from dtrain.base.ranges import name_hint
 from dtrain.losses.preference import formulas
 from dtrain.losses.preference.formulas import Pairs
 from dtrain.losses.preference.options import DIVERGENCE, LOSSES, problems
@@ -106,7 +106,7 @@ def combined_preference_loss(
         raise ValueError(f"loss_weights has {len(weights)} weights for {len(names)} losses: pass one per loss")
     for name in names:
         if name not in LOSSES:
-            raise ValueError(f"{name!r} is no preference loss{hint(name, LOSSES)}")
+            raise ValueError(f"{name!r} is no preference loss{name_hint(name, LOSSES)}")
     losses = [LOSSES[name] for name in names]
     # To read the value of a tensor, the host would have to wait for the device. Check 0.25 instead, which every range
     # includes.
@@ -248,7 +248,7 @@ def length_desensitised_weights(document_ids: Tensor, labels: Tensor, ld_alpha: 
     if documents % 2:
         raise ValueError(f"{documents} documents are not pairs: the last one has no partner")
     ids = document_ids.flatten() + 1  # padding becomes 0, and document i becomes i + 1
-    has_label = (labels.flatten() != IGNORE) & (ids > 0)
+    has_label = (labels.flatten() != IGNORE_INDEX) & (ids > 0)
     num_labels = has_label.cumsum(0)  # labels up to and including this token, over all rows
     num_before = torch.full((documents + 1,), labels.numel(), device=labels.device)  # labels before each document
     num_before = num_before.scatter_reduce(0, ids, num_labels - has_label.long(), "amin")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dtrain.base.errors import Problem
-from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, is_number, nearest, one_of, sizes_for
+from dtrain.base.ranges import NOT_NEGATIVE, NUMBER, POSITIVE, Range, closest_name, is_number, magnitude_hint, one_of
 
 # In a list of losses, as in TRL: the negative log-likelihood of the chosen completions, like dpo.sft_weight.
 SFT = "sft"
@@ -120,9 +120,9 @@ def problems(
         is_good, words = RANGES.get(option, NUMBER)
         is_switched_off = option in OFF and value == OFF[option]
         if (option in RANGES or option in read) and not is_good(value):
-            found.append(Problem(key, f"{key}={value} must be {words}{sizes_for(value)}"))
+            found.append(Problem(key, f"{key}={value} must be {words}{magnitude_hint(value)}"))
         elif names and option not in read and not is_switched_off:
-            near = nearest(option, read)
+            near = closest_name(option, read)
             fix = f"Did you mean {key_of(near)}?" if near else f"Options that are read: {', '.join(sorted(read))}"
             found.append(Problem(key, f"{key} is not read by {' + '.join(names)}", fix))
     key = f"{section}f_divergence"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dtrain.attention.kernels import Kernel
 from dtrain.attention.visibility import Visibility
-from dtrain.base.batch import PADDING_DOCUMENT
+from dtrain.base.batch import PADDING_SEQ_ID
 from dtrain.models.common.config import LINEAR, SLIDING, KVHeads, ModelConfig, Rope
 from dtrain.models.common.functions import (
     ACTIVATIONS,
@@ -429,7 +429,7 @@ class Decoder(Stack):
         if self.config.experts is None:  # only sparse layers read it
             return None
         if context.seq_ids is not None:
-            return context.seq_ids != PADDING_DOCUMENT
+            return context.seq_ids != PADDING_SEQ_ID
         if context.num_tokens is None:
             return None
         num_rows, length = input_ids.shape

@@ -57,7 +57,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.base.batch import PADDING_DOCUMENT, Grid
+from dtrain.base.batch import PADDING_SEQ_ID, Grid
 from dtrain.models.common.routing import MicroBatchRouting
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class MicroBatchContext:
         if position_ids is not None:
             position_ids = F.pad(position_ids, (0, missing), value=PADDING_POSITION)
         if seq_ids is not None:
-            seq_ids = F.pad(seq_ids, (0, missing), value=PADDING_DOCUMENT)
+            seq_ids = F.pad(seq_ids, (0, missing), value=PADDING_SEQ_ID)
         return replace(
             self,
             position_ids=position_ids,

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.base.batch import PADDING_DOCUMENT
+from dtrain.base.batch import PADDING_SEQ_ID
 from dtrain.parallel.collectives import all_reduce
 
 
@@ -103,7 +103,7 @@ class MicroBatchRouting:
         """Return the same micro-batch with `missing` tokens of padding at the end of each row, with the same record."""
         document_ids, replayed = self.document_ids, self.replayed_experts
         if document_ids is not None:
-            document_ids = F.pad(document_ids, (0, missing), value=PADDING_DOCUMENT)
+            document_ids = F.pad(document_ids, (0, missing), value=PADDING_SEQ_ID)
         if replayed is not None:
             replayed = F.pad(replayed, (0, 0, 0, 0, 0, missing), value=-1)
         return replace(self, document_ids=document_ids, replayed_experts=replayed)
@@ -164,7 +164,7 @@ class Routing:
             return weights
         # Padding is counted in a row of its own, behind those of the documents.
         documents = owners.flatten()
-        rows = torch.where(documents == PADDING_DOCUMENT, num_documents, documents)  # [T]
+        rows = torch.where(documents == PADDING_SEQ_ID, num_documents, documents)  # [T]
         # One row for each document: its choices by expert, and in the last column its tokens.
         table = shares.new_zeros(num_documents + 1, self.num_experts + 1)
         ones = shares.new_ones(chosen.shape)

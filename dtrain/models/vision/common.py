@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial
 
 from dtrain.base.batch import Grid, RowImages
-from dtrain.base.name_patterns import matched
+from dtrain.base.name_patterns import matches_any
 from dtrain.models.common.config import Rope
 from dtrain.models.common.config_fields import Fields, format_value
 from dtrain.models.common.functions import ACTIVATIONS, gated_activation, rotary_frequencies
@@ -289,10 +289,10 @@ def flops_per_patch(tower: VisionTower, patches: int) -> float:
     for name, module in _children_first("", tower):
         own = {f"{name}.{key}": parameter for key, parameter in module.named_parameters(recurse=False)}
         for path, parameter in own.items():
-            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or matched([path], tower.lookup_patterns):
+            if parameter.dim() < 2 or isinstance(module, nn.Embedding) or matches_any([path], tower.lookup_patterns):
                 continue
             products = 1 + goes_on + parameter.requires_grad
-            share = config.pool**2 if matched([path], tower.projector_patterns) else 1
+            share = config.pool**2 if matches_any([path], tower.projector_patterns) else 1
             total += 2.0 * products * parameter.numel() / share
         goes_on = goes_on or any(parameter.requires_grad for parameter in own.values())
         if (index := layers.get(id(module))) is not None:

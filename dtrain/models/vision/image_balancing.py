@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.base.batch import Grid
-from dtrain.base.ranks import deal
+from dtrain.base.ranks import balance_by_cost
 from dtrain.models.common.micro_batch import AdapterContext, Features, Images
 from dtrain.models.common.vision_config import VisionConfig
 from dtrain.parallel.collectives import all_to_all, exchange, gather_along, gather_for_replicated
@@ -75,10 +75,10 @@ def assign_images(grids: Sequence[Sequence[Grid]], dp_rank: int, places: int, pl
 
 def assign_locally(costs: Sequence[float], local: Sequence[Sequence[int]], places: int) -> list[list[int]]:
     """Deal indices to places, each to one of its local places where that leaves the fullest place at most 5 % above the
-    one of `deal`.
+    one of `balance_by_cost`.
 
     local: of each index, the places to which it need not be sent."""
-    shares = deal(costs, places)
+    shares = balance_by_cost(costs, places)
     most = 1.05 * max(sum(costs[index] for index in share) for share in shares)
     kept: list[list[int]] = [[] for _ in range(places)]
     loads = [0.0] * places

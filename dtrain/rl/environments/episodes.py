@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key
+from dtrain.base.randomness import random_key
 from dtrain.base.ranks import Ranks
 from dtrain.data.formats.formats import read_tool_calls
 from dtrain.data.text.call_form import QUESTION
@@ -146,7 +146,7 @@ class Episodes:
                 seeds = [environment_seed(request) for request in requests]
                 self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
 
-        self.ranks.first(make)
+        self.ranks.run_on_first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
         samples = run_episodes(
             partial(engine.generate, should_stop=should_stop, version=version),
@@ -155,7 +155,7 @@ class Episodes:
             Observations(self.tokenizer, self.template if is_chat else None, calls),
             max_turns=self.max_turns,
             max_length=self.max_length,
-            first=self.ranks.first,
+            first=self.ranks.run_on_first,
         )
         if self.environments is not None:
             self.environments.forget()
@@ -191,7 +191,7 @@ def open_episodes(section: RolloutSection, data: Data, run: RunContext) -> Episo
         )
         return run.stack.enter_context(environments)
 
-    environments, has_own = ranks.together(start), library.name is not None
+    environments, has_own = ranks.run_on_all(start), library.name is not None
     return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks, has_own)
 
 
@@ -211,7 +211,7 @@ def run_episodes(
     cut to what max_length leaves of the sequence, prompt included. A later turn has the same prompt_index and
     sample_index and the seed `turn_seed(seed, turn)`, so that its draws depend on these and its own positions alone.
     environments: N; on other ranks than the one on which `first` runs what it is given they are not read and may be
-    None. first: runs a function on one rank and gives its result on every rank (`Ranks.first`); once for each round.
+    None. first: runs a function on one rank and gives its result on every rank (`Ranks.run_on_first`); once a round.
 
     A completion that was cut (finish "length") is still stepped, so that what it earned is known, and ends its episode
     as cut even where the environment is done. An observation that leaves no room for a completion is left out. An
@@ -275,13 +275,13 @@ def run_episodes(
 
 def environment_seed(request: Request) -> int:
     """Return the seed of a completion's environment: the first 8 bytes of BLAKE2b of its seed and indices."""
-    return key("environment", request.seed, request.prompt_index, request.sample_index) % 2**64
+    return random_key("environment", request.seed, request.prompt_index, request.sample_index) % 2**64
 
 
 def turn_seed(seed: int, turn: int) -> int:
     """Return the seed of a turn, counted from 0: the first has the request's own, so that an episode of one turn is
     what it would be without an environment; later ones the first 8 bytes of BLAKE2b of "seed:turn"."""
-    return seed if turn == 0 else key(seed, turn) % 2**64
+    return seed if turn == 0 else random_key(seed, turn) % 2**64
 
 
 def _turn(request: Request, sample: Sample, turn: int, max_length: int) -> Request:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from dtrain.base.errors import UserError
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import closest_name
 from dtrain.data.text.tool_calls import (
     ERROR_PREFIX,
     UNREADABLE_NAME,
@@ -103,7 +103,7 @@ class Toolbox:
         if call.problem is not None:
             return call.problem
         if call.name not in self.parameters:
-            near = nearest(call.name, self.parameters)
+            near = closest_name(call.name, self.parameters)
             meant = f"did you mean {near}?" if near else f"there are {', '.join(self.parameters)}"
             return f"there is no tool {shown(call.name)}; {meant}"
         if call.name in self._served:

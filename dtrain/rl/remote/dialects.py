@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtrain.base.errors import UserError
-from dtrain.base.randomness import key
+from dtrain.base.randomness import random_key
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
@@ -341,7 +341,7 @@ def recognise_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Di
 
 def derived_seed(request: Request) -> int:
     """Return a seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
-    return key(request.seed, request.prompt_index) % 2**62 + request.sample_index
+    return random_key(request.seed, request.prompt_index) % 2**62 + request.sample_index
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:

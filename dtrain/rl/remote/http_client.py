@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dtrain.base.errors import UserError, in_words
+from dtrain.base.errors import UserError, describe_error
 
 CONNECT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
@@ -78,7 +78,7 @@ class HttpClient:
                 raise RetryableError(f"no answer within {seconds:.0f} s") from error
             if isinstance(error, http.client.IncompleteRead):
                 raise RetryableError(f"the answer broke off after {len(error.partial)} bytes") from error
-            raise RetryableError(in_words(error) or type(error).__name__) from error
+            raise RetryableError(describe_error(error) or type(error).__name__) from error
         finally:
             connection.close()
         return _read(response.status, raw, is_json)

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from dtrain.adapters.config import AdapterConfig, is_adapter
 from dtrain.adapters.lora import adapted_layers
-from dtrain.base.addresses import listen, own_address
+from dtrain.base.addresses import listen, local_address_towards
 from dtrain.base.errors import UserError
-from dtrain.base.files import replace_text
+from dtrain.base.files import atomic_write_text
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.dcp.training_state import model_tensors
 from dtrain.checkpoint.huggingface.merged import fold_scale, gather_full_tensor
@@ -96,7 +96,7 @@ class Publisher:
             update()
             prune_steps(directory.parent, version, keep=2)
 
-        self.ranks.first(announce)
+        self.ranks.run_on_first(announce)
 
 
 class DirectoryPublisher(Publisher):
@@ -145,7 +145,7 @@ class StreamPublisher(Publisher):
         self._members: list[ServerClient] = []
         self._meetings = 0
         self._abandoned: list[Any] = []  # groups with a message that nobody takes: collecting one waits for it
-        self.ranks.first(self._check)
+        self.ranks.run_on_first(self._check)
 
     def publish(self, source: WeightSender, version: int) -> None:
         """Broadcast the weights of `source` to the servers. Collective; the all-gathers of `source.full_tensors`.
@@ -154,7 +154,7 @@ class StreamPublisher(Publisher):
         info = source.prepare_refit_info(self.dtype)
         # The widest dtypes first, so that each tensor lies at a multiple of its width, where servers view it.
         info = dict(sorted(info.items(), key=lambda item: -item[1][1].itemsize))
-        self.ranks.first(lambda: self._meet(info))
+        self.ranks.run_on_first(lambda: self._meet(info))
         parts = split_into_buckets(info, self.bucket_bytes)
         problem: Exception | None = None
         for names in parts:
@@ -163,7 +163,7 @@ class StreamPublisher(Publisher):
                 last = version if names is parts[-1] else None
                 problem = error_of(self._send, info, names, full, last)
             del full
-        self.ranks.first(lambda: self._conclude(version, problem))
+        self.ranks.run_on_first(lambda: self._conclude(version, problem))
 
     def close(self) -> None:
         """Leave the group. No collective."""
@@ -220,7 +220,7 @@ class StreamPublisher(Publisher):
             else:
                 sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
         self._meetings += 1
-        address = own_address(servers[0].client.host, 9) or socket.gethostname()
+        address = local_address_towards(servers[0].client.host, 9) or socket.gethostname()
         with listen(address, 0) as probe:  # a free port
             port = probe.getsockname()[1]
         meeting = {
@@ -497,7 +497,7 @@ def step_directory(shared: Path, version: int) -> Path:
 
 def write_marker(directory: Path) -> None:
     """Mark `directory` as whole, with everything written. Synced to disk."""
-    replace_text(directory / MARKER, secrets.token_hex(8))
+    atomic_write_text(directory / MARKER, secrets.token_hex(8))
 
 
 def read_marker(directory: Path) -> str:

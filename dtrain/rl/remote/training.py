@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtrain.adapters.config import AdapterConfig
 from dtrain.adapters.lora import adapted_layers
-from dtrain.base.errors import Interrupted, Unavailable, UserError
+from dtrain.base.errors import Interrupted, ServiceUnavailable, UserError
 from dtrain.base.ranks import Ranks
 from dtrain.checkpoint.peft.config import adapter_of
 from dtrain.inference.request import Completion, Request, RolloutEngine, ShouldStop
@@ -66,15 +66,15 @@ class OverHttp(RolloutEngine):
             run.stack.callback(engine.close)  # runs first, and ends what is under way
             return True
 
-        if not self.ranks.first(connect):
+        if not self.ranks.run_on_first(connect):
             raise Interrupted
         engine, towers = self._engine, policy.model.model.vision
         if any(weight.requires_grad for tower in towers for weight in tower.parameters()):
-            self.ranks.first(lambda: check_tower(engine))
+            self.ranks.run_on_first(lambda: check_tower(engine))
         dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
         config = None if lora is None else adapter_of(asdict(lora))
         is_rounded = lora is not None and lora.quantize == "nf4"
-        way = self.ranks.first(
+        way = self.ranks.run_on_first(
             lambda: _choose_way(
                 section.weights,
                 config,
@@ -105,9 +105,9 @@ class OverHttp(RolloutEngine):
                 self._published = version
             if self.offload:
                 self.policy.offloader.offload_after_refit()
-            drawn = self.ranks.first(lambda: self._draw(list(requests), version, should_stop))
+            drawn = self.ranks.run_on_first(lambda: self._draw(list(requests), version, should_stop))
         except UserError as error:
-            raise Unavailable(str(error)) from error
+            raise ServiceUnavailable(str(error)) from error
         finally:
             if self.offload:
                 self.policy.offloader.prepare_for_training()

@@ -21,8 +21,8 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.name_patterns import pattern_error
-from dtrain.base.processes import search_path
-from dtrain.base.ranges import NUMBER, Range, is_finite, nearest
+from dtrain.base.processes import import_search_path
+from dtrain.base.ranges import NUMBER, Range, closest_name, is_finite
 
 READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length", "math_verify")
 """Rewards that compare a completion with the data's answer."""
@@ -65,7 +65,7 @@ def find_with_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     path = known.get(name, name)
     module, _, function = path.rpartition(":" if ":" in path else ".")
     if not module or not function:
-        near = nearest(name, known)
+        near = closest_name(name, known)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
         raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
     if not all(map(str.isidentifier, module.split("."))) or function == "py":
@@ -76,7 +76,7 @@ def find_with_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     spec = _module_spec(f"{kind} {name}", module)
     names = _top_level_names(f"{kind} {name}", spec)
     if names is not None and function not in names:
-        near = nearest(function, names)
+        near = closest_name(function, names)
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
     if kind == "reward" and _is_of_c(spec, function):
@@ -91,7 +91,7 @@ def find_verifiers(name: str) -> str:
     if not module.isidentifier():
         raise UserError(f"{name} is no name of an environment: write NAME or OWNER/NAME")
     for package, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
-        spec = PathFinder.find_spec(package, search_path()) or _spec_of_own_finder(package)
+        spec = PathFinder.find_spec(package, import_search_path()) or _spec_of_own_finder(package)
         if spec is None:
             raise UserError(f"there is no package {package}: pip install {how}")
     assert spec is not None, "the loop has found it"
@@ -128,7 +128,7 @@ def _module_spec(whose: str, module: str) -> ModuleSpec:
     parent = module.rpartition(".")[0]
     if parent:
         spec = PathFinder.find_spec(module, list(_module_spec(whose, parent).submodule_search_locations or []))
-    elif (spec := PathFinder.find_spec(module, search_path())) is None:
+    elif (spec := PathFinder.find_spec(module, import_search_path())) is None:
         is_built_in = module in sys.builtin_module_names
         spec = ModuleSpec(module, None) if is_built_in else _spec_of_own_finder(module)
     if spec is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.nested_columns import column_names, column_of, has_column
+from dtrain.base.nested_columns import column_names, get_column, has_column
 from dtrain.rl.rewards.catalog import (
     BUILT_IN,
     NEEDS_MORE,
@@ -130,7 +130,7 @@ def lacking_columns(
                 return no_column(own, column, columns, keys)
             refusal = None
             if own in READS_ANSWERS:
-                refusal = not_an_answer(own, column, column_of(columns, column), keys)
+                refusal = not_an_answer(own, column, get_column(columns, column), keys)
             if refusal is not None:
                 return refusal
         try:
@@ -219,7 +219,7 @@ def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> S
     if not nested or top not in columns:
         raise UserError(no_column(name, column, columns))
     objects = [value if isinstance(value, Mapping) else {} for value in columns[top]]
-    return [column_of(value, nested) if has_column(value, nested) else None for value in objects]
+    return [get_column(value, nested) if has_column(value, nested) else None for value in objects]
 
 
 def takes_more(name: str, missing: Collection[str], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:

@@ -32,7 +32,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import split_lines
-from dtrain.base.ranges import shown
+from dtrain.base.ranges import format_value
 from dtrain.rl.rewards.code_sandbox import CodeSandbox
 from dtrain.rl.rewards.columns import values_of
 
@@ -358,8 +358,8 @@ def read_tests(value: Any, column: str) -> list[ProgramTest | AssertTest]:
     texts = [tests] if isinstance(tests, str) else tests
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(
-            f"python_tests: {column} is {shown(value)}: it must be a text of Python, a list of such texts, or as many "
-            "inputs as outputs of a program (those of a function, by fn_name: write them as asserts)"
+            f"python_tests: {column} is {format_value(value)}: it must be a text of Python, a list of such texts, or "
+            "as many inputs as outputs of a program (those of a function, by fn_name: write them as asserts)"
         )
     return [AssertTest(text) for text in texts]
 

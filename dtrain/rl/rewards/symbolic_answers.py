@@ -108,6 +108,6 @@ def _new_pool() -> "ProcessPool":
 
 def _begin() -> None:
     """Prepare a process of the pool."""
-    orphans.end_with(os.getppid())
+    orphans.end_with_parent(os.getppid())
     # It warns in each process that it sets no limit of time.
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import check_shape, loads, read_text
+from dtrain.base.json_files import check_json_size, loads, read_text
 
 Point = tuple[float, float]
 
@@ -244,7 +244,7 @@ def read_recipe(directory: Path) -> dict[str, Any]:
         return {}
     try:
         tree = yaml.safe_load(read_text(path))
-        check_shape(tree, MAX_RECIPE_ENTRIES)
+        check_json_size(tree, MAX_RECIPE_ENTRIES)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     return tree if isinstance(tree, dict) else {}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dtrain.base.files import replace
+from dtrain.base.files import atomic_write_bytes
 from dtrain.training.metrics.records import parse_row
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class JsonlSink:
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if stays(line)]
         if len(kept) < len(lines):
-            replace(self._path, b"".join(kept))
+            atomic_write_bytes(self._path, b"".join(kept))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row."""

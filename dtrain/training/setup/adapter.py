@@ -14,7 +14,7 @@ from dtrain.adapters.config import (
 )
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.name_patterns import matches_suffix, pattern_error, suffix_pattern
-from dtrain.base.ranges import nearest, out_of_range, shown
+from dtrain.base.ranges import closest_name, find_out_of_range, format_value
 from dtrain.checkpoint.peft.config import adapter_of, adapter_problems, base_notes, base_problems, misread_problem
 from dtrain.models.building import adaptable_shapes, module_names
 from dtrain.recipe import Recipe, spelling
@@ -52,7 +52,8 @@ def _check_trained_weights(recipe: Recipe) -> list[Problem]:
     for key, patterns in (("train.train_only", recipe.train.train_only), ("train.freeze", recipe.train.freeze)):
         if patterns:
             text = (
-                f"{key}={shown(patterns)} chooses among the model's own weights, and with lora all of these are frozen"
+                f"{key}={format_value(patterns)} chooses among the model's own weights, and with lora all "
+                "of these are frozen"
             )
             fix = (
                 f"Set {key}=[]. lora.target and lora.exclude choose the layers with an adapter, and "
@@ -89,7 +90,7 @@ def _check_nf4(recipe: Recipe) -> list[Problem]:
 def _check_adapters_of_experts(section: Lora) -> list[Problem]:
     """Refuse options that PEFT does not have for adapters of experts, which `lora.target` asks for."""
     problems = []
-    target = f"lora.target={shown(section.target)}"
+    target = f"lora.target={format_value(section.target)}"
     if section.dropout:
         text = (
             f"lora.dropout={section.dropout}: {target} adds adapters to the experts' matrices, for which PEFT has no "
@@ -142,7 +143,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
     Nothing is checked if `check_keys` has problems with the section, or if config.json cannot be read.
     """
     recipe, section, model = inputs.recipe, inputs.recipe.lora, inputs.readable_config
-    if section is None or model is None or _check_expressions(section) or out_of_range(section):
+    if section is None or model is None or _check_expressions(section) or find_out_of_range(section):
         return []
     with_tower = inputs.source.config_with_tower
     if section.path is not None:
@@ -175,22 +176,22 @@ def _check_saved_experts(section: Lora, config: AdapterConfig, own_parameters: S
     if not experts:
         return []
     text = (
-        f"lora.modules_to_save={shown(section.modules_to_save)} means {len(experts)} stacks of experts, the first "
-        f"{experts[0]}, which an adapter's files cannot store"
+        f"lora.modules_to_save={format_value(section.modules_to_save)} means {len(experts)} stacks of experts, the "
+        f"first {experts[0]}, which an adapter's files cannot store"
     )
     return [Problem("lora.modules_to_save", text, "Leave them out, or name experts in lora.target")]
 
 
 def _no_layer_problem(section: Lora, has_saved_layers: bool) -> Problem:
     """Return the problem of a section that leaves no layer with an adapter."""
-    target = f"lora.target={shown(section.target)}"
+    target = f"lora.target={format_value(section.target)}"
     if has_saved_layers:
         text = (
-            f"lora.modules_to_save={shown(section.modules_to_save)} fully trains all modules of {target}, which leaves "
-            "no layer with an adapter"
+            f"lora.modules_to_save={format_value(section.modules_to_save)} fully trains all modules of {target}, which "
+            "leaves no layer with an adapter"
         )
         return Problem("lora.modules_to_save", text, "Name fewer modules in lora.modules_to_save")
-    text = f"lora.exclude={shown(section.exclude)} leaves no layer of {target} with an adapter"
+    text = f"lora.exclude={format_value(section.exclude)} leaves no layer of {target} with an adapter"
     return Problem("lora.exclude", text, "Name fewer layers in lora.exclude, or more in lora.target")
 
 
@@ -296,8 +297,8 @@ def _check_excluded_experts(
     if not matched:
         return []
     text = (
-        f"lora.exclude: {shown(config.exclude)} matches {matched[0]} too, and only lora.target decides which experts "
-        "get an adapter"
+        f"lora.exclude: {format_value(config.exclude)} matches {matched[0]} too, and only lora.target decides which "
+        "experts get an adapter"
     )
     return [Problem("lora.exclude", text, "Write names of linear layers")]
 
@@ -305,7 +306,7 @@ def _check_excluded_experts(
 def _hint_for_name(name: str, layers: Sequence[str]) -> str:
     """Return the fix for a name that matches no layer."""
     short_names = _short_names(layers)
-    near = nearest(name.rpartition(".")[2], short_names)
+    near = closest_name(name.rpartition(".")[2], short_names)
     if near:
         return f"Did you mean {near}?"
     return f"There are {', '.join(short_names)}, as in {layers[0]}"
@@ -323,7 +324,7 @@ def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> st
 
 
 def _nearest_or_all(name: str, names: Sequence[str]) -> str:
-    near = nearest(name, names)
+    near = closest_name(name, names)
     return f"Did you mean {near}?" if near else f"There are {', '.join(names) or 'none'}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.ranges import nearest
+from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
 from dtrain.training import eval_sets
 from dtrain.training.inputs import RunInputs
@@ -57,7 +57,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
     if name in known or "." in name:
         return []
     text = f"{key}={name} is none of {', '.join(known)}"
-    near = spelling.our_word_for(re.sub(r"\[\d+\]", "", key), name) or nearest(name, known)
+    near = spelling.our_word_for(re.sub(r"\[\d+\]", "", key), name) or closest_name(name, known)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtrain.base.errors import Problem, RecipeError, UserError, in_words, problems_in
+from dtrain.base.errors import Problem, RecipeError, UserError, describe_error, problems_in
 from dtrain.base.model_directory import has_vision
 from dtrain.base.ranges import plural
 from dtrain.data.rows.rows import Rows
@@ -218,7 +218,7 @@ def open_data(inputs: RunInputs, host: Host) -> DataFacts:
     facts = open_splits(inputs, inputs.cache, host.say, host.ranks.is_first)
     refuse_dropped_text(facts)
     for split, rows in facts.rows.items():
-        host.ranks.same(rows.fingerprint, f"data.{split} is not the same on every host")
+        host.ranks.check_same(rows.fingerprint, f"data.{split} is not the same on every host")
     return facts
 
 
@@ -326,7 +326,7 @@ def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
         options = row_options(inputs, None)
         chunks = [look.encode_first_rows() for look in open_file_checks(inputs.recipe.data, split="train", **options)]
     except (OSError, UserError) as error:
-        note = f"images are left out: the first rows of data.train cannot be read ({in_words(error)})"
+        note = f"images are left out: the first rows of data.train cannot be read ({describe_error(error)})"
         return AssumedImages(notes=(note,))
     documents = [
         (length, [record.layout for record in records])

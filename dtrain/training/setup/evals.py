@@ -191,7 +191,7 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
             questions[eval_set.name] = (read.questions, read.rewards)
             notes += read.notes
     own_images = any(own_questions.reader is not None for own_questions, _ in questions.values())
-    has_images = host.ranks.every(lambda: own_images)[0]
+    has_images = host.ranks.gather_results(lambda: own_images)[0]
     if has_images:
         host.attempt("eval", partial(refuse_images, inputs))
     return EvalFacts(questions, has_images, tuple(notes))

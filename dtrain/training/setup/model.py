@@ -13,8 +13,14 @@ from torch.optim import Optimizer
 from dtrain import models
 from dtrain.adapters.nf4 import find_block_problems, has_nf4_weight, nf4_layer_shapes
 from dtrain.base.errors import Problem, RecipeError, UserError, problems_of_error
-from dtrain.base.model_directory import INDEX, files_of_weights, has_weights, is_adapter_directory, read_header
-from dtrain.base.name_patterns import unmatched
+from dtrain.base.model_directory import (
+    WEIGHTS_INDEX,
+    find_weight_files,
+    has_weights,
+    is_adapter_directory,
+    read_safetensors_header,
+)
+from dtrain.base.name_patterns import unmatched_patterns
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.models.building import build_on_meta
@@ -91,7 +97,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
     if inputs.source.config_with_tower.vision is None and recipe.train.vision != "frozen":
         text = f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains"
         problems.append(Problem("train.vision", text, "Set train.vision=frozen"))
-    return problems + unmatched(recipe.train.parameter_patterns, names)
+    return problems + unmatched_patterns(recipe.train.parameter_patterns, names)
 
 
 def _adapter_problem(directory: Path) -> Problem:
@@ -122,13 +128,13 @@ def weight_problems(directory: Path, alternative: str = "", key: str = "model.pa
         alternative: An addition to the fix if there are no weights.
         key: The recipe's key for the directory.
     """
-    index = directory / INDEX
+    index = directory / WEIGHTS_INDEX
     if not has_weights(directory):
         pickle = " (pytorch_model.bin is a pickle, which dtrain does not open)" if any(directory.glob("*.bin")) else ""
         text = f"{key}={directory} has neither model.safetensors nor {index.name}{pickle}"
         return [Problem(key, text, f"Set {key} to a directory with weights{alternative}")]
     try:
-        wanted = files_of_weights(directory) or {}
+        wanted = find_weight_files(directory) or {}
     except UserError as error:
         return problems_of_error(key, error)
     missing = [name for name in sorted(wanted) if not (directory / name).is_file()]
@@ -138,13 +144,16 @@ def weight_problems(directory: Path, alternative: str = "", key: str = "model.pa
     problems = []
     for name, tensors in wanted.items():
         try:
-            stored = read_header(directory / name)[0].keys()
+            stored = read_safetensors_header(directory / name)[0].keys()
         except UserError as error:
             problems.append(Problem(key, f"{key}: {error}"))
             continue
         lacking = sorted(set(tensors) - stored)
         if lacking:
-            text = f"{directory / name} lacks {len(lacking)} tensors that {INDEX} expects there, first {lacking[0]}"
+            text = (
+                f"{directory / name} lacks {len(lacking)} tensors that {WEIGHTS_INDEX} expects there, "
+                f"first {lacking[0]}"
+            )
             problems.append(Problem(key, text, again))
     return problems
 

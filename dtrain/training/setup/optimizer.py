@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dtrain.base.errors import Problem, UserError
-from dtrain.base.ranges import Range, is_finite, shown
+from dtrain.base.ranges import Range, format_value, is_finite
 from dtrain.policy.optimizer import (
     OPTIMIZER_NAMES,
     UNSHARDED_ONLY,
@@ -102,7 +102,7 @@ def _check_kwargs(inputs: RunInputs, accepted: Mapping[str, Range], unknown: str
             continue
         holds, sentence = accepted[name]
         if not holds(value):
-            problems.append(Problem(key, f"{key}={shown(value)} must be {sentence}"))
+            problems.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
     return problems
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from dtrain import models
 from dtrain.base.errors import Problem, UserError, problems_in
-from dtrain.base.model_directory import TOKENIZER, is_adapter_directory
+from dtrain.base.model_directory import TOKENIZER_FILE, is_adapter_directory
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles
 from dtrain.data.model_directory import ModelDirectory
@@ -114,7 +114,9 @@ def check_files(inputs: RunInputs) -> list[Problem]:
             problems += weight_problems(source.path, key=key)
         if key.endswith(REWARD_MODEL):
             problems += problems_in(key, partial(_check_template, source))
-        elif inputs.source.any_config is not None and (key.endswith(TEACHER) or (source.path / TOKENIZER).is_file()):
+        elif inputs.source.any_config is not None and (
+            key.endswith(TEACHER) or (source.path / TOKENIZER_FILE).is_file()
+        ):
             problems += token_problems(source, inputs.source, key, str(source.path))
     return problems
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dtrain import recipe as config
 from dtrain.base.errors import Problem
-from dtrain.base.files import refuse_unwritable
-from dtrain.base.ranges import hint, shown
+from dtrain.base.files import check_can_publish
+from dtrain.base.ranges import format_value, name_hint
 from dtrain.base.ranks import Ranks
 from dtrain.recipe.schema import BEST
 from dtrain.recipe.secrets import masked
@@ -58,7 +58,7 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
         return [Problem(key, text, f"Use {' or '.join(measured)}")]
     if best not in measured:
         known = ", ".join([*BEST, *set_of])
-        near = hint(best, measured, otherwise="")
+        near = name_hint(best, measured, otherwise="")
         return [Problem(key, f"checkpoint.keep_best={best} is none of {known}, nor null{near}")]
     if best == "loss":
         return []
@@ -75,7 +75,7 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
     if every is not None and not is_measured_at_saves:
         text = (
             f"checkpoint.keep_best={best} needs a value at every save, and checkpoint.every={every} is not a multiple "
-            f"of {interval_key}={shown(interval)}"
+            f"of {interval_key}={format_value(interval)}"
         )
         problems.append(Problem(key, text, f"Set {interval_key}={every}"))
     if patience is not None and interval is None:
@@ -115,17 +115,17 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     def lock() -> None:
         run.acquire(say=print)
 
-    ranks.first(lock)
+    ranks.run_on_first(lock)
     if is_main:
         stack.callback(run.release)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
     recorder.redact = partial(masked, secrets=getattr(recipe, "secrets", ()))
     stack.callback(recorder.close)
-    ranks.first(lambda: refuse_unwritable_export(inputs))
+    ranks.run_on_first(lambda: refuse_unwritable_export(inputs))
     return recorder
 
 
 def refuse_unwritable_export(inputs: RunInputs) -> None:
     """Raise UserError if the run's directory exists and the run could not write its export there."""
     if inputs.recipe.checkpoint.export != "none" and inputs.run.path.is_dir():
-        refuse_unwritable(inputs.run.export)
+        check_can_publish(inputs.run.export)

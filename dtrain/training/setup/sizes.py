@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
 from dtrain.base.errors import Problem, RecipeError
-from dtrain.base.ranges import plural, shown
+from dtrain.base.ranges import format_value, plural
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Cursor, Rows
 from dtrain.recipe import Recipe, Sizes
@@ -44,7 +44,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     recipe, method = inputs.recipe, inputs.method
     problems = []
     for key, value, sentence in inputs.wrong_values:
-        problems.append(Problem(key, f"{key}={shown(value)} must be {sentence}"))
+        problems.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
     problems += method.missing() + method.problems()
     steps, epochs = recipe.train.steps, recipe.train.epochs
     if steps is None and epochs is None:

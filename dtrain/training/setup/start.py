@@ -11,7 +11,7 @@ from dtrain.adapters.config import AdapterConfig
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.json_files import digest
 from dtrain.base.model_directory import ADAPTER_CONFIG, CONFIG, is_adapter_directory
-from dtrain.base.ranges import hint, near_directories
+from dtrain.base.ranges import directory_hint, name_hint
 from dtrain.checkpoint.dcp.store import CheckpointStore
 from dtrain.checkpoint.dcp.training_state import find_first_mismatch
 from dtrain.data.model_directory import ModelDirectory
@@ -68,7 +68,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     problems = []
     for name in inputs.recipe.checkpoint.allow_changes:
         if name not in names and not name.startswith(mappings):
-            near = hint(name, names, otherwise="")
+            near = name_hint(name, names, otherwise="")
             problems.append(Problem(key, f"{key}: {name} is not a key of a recipe{near}"))
     return problems
 
@@ -92,7 +92,7 @@ def _check_resume(inputs: RunInputs) -> list[Problem]:
     path = inputs.recipe.checkpoint.resume
     if path in (None, "auto") or Path(path).is_dir():
         return []
-    text = f"checkpoint.resume={path}: there is no such directory{near_directories(path)}"
+    text = f"checkpoint.resume={path}: there is no such directory{directory_hint(path)}"
     return [Problem("checkpoint.resume", text, "Use auto for the run's newest checkpoint")]
 
 
@@ -104,7 +104,7 @@ def _check_init_from(inputs: RunInputs) -> list[Problem]:
     named = f"{key}={path}"
     problems = []
     if not path.is_dir():
-        text = f"{named}: there is no such directory{near_directories(str(path))}"
+        text = f"{named}: there is no such directory{directory_hint(str(path))}"
         problems.append(Problem(key, text, "Use a run's directory, or a step-N of one"))
     elif is_adapter_directory(path):
         problems.append(Problem(key, f"{named} is an adapter, not a run", f"Set lora.path={path} instead"))
@@ -296,7 +296,7 @@ def _compare(
     Collectives:
         One broadcast.
     """
-    unfit = host.ranks.first(lambda: _misfit(start, meta))
+    unfit = host.ranks.run_on_first(lambda: _misfit(start, meta))
     allowed = inputs.original_recipe.checkpoint.allow_changes
     if host.is_dry:
         unread = [key for key, digest_key in resume.DIGEST_OF_LOCATION.items() if digest_key not in identities]

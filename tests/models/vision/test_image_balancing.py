@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from dtrain.base.ranks import deal
+from dtrain.base.ranks import balance_by_cost
 from dtrain.models.vision.image_balancing import assign_images, assign_locally
 
 
@@ -19,7 +19,7 @@ def test_local_shares_are_complete_and_at_most_5_percent_less_even(seed):
     places, count = draw.randint(1, 6), draw.randint(0, 30)
     costs = [draw.randint(1, 1000) for _ in range(count)]
     local = [[draw.randrange(places)] for _ in costs]
-    shares, even = assign_locally(costs, local, places), deal(costs, places)
+    shares, even = assign_locally(costs, local, places), balance_by_cost(costs, places)
     assert sorted(index for share in shares for index in share) == list(range(count))
     assert max(load(share, costs) for share in shares) <= 1.05 * max(load(share, costs) for share in even)
 
@@ -31,7 +31,7 @@ def test_local_shares_are_complete_and_at_most_5_percent_less_even(seed):
 
 def test_even_work_stays_where_it_is():
     grids = [[(1, 2, 2), (1, 2, 2)], [(1, 2, 4)]]
-    assert deal([4, 4, 8], 2) == [[2], [0, 1]]
+    assert balance_by_cost([4, 4, 8], 2) == [[2], [0, 1]]
     for rank in range(2):
         dealing = assign_images(grids, rank, 1, 0)
         assert not dealing.exchanges_images
