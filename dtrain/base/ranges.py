@@ -134,7 +134,7 @@ def join_with_or(options: Iterable[str]) -> str:
     """Join options for a message.
 
     Example:
-        >>> either(["1", "2", "4"])
+        >>> join_with_or(["1", "2", "4"])
         '1, 2 or 4'
     """
     *first, last = options
