@@ -17,7 +17,7 @@ from dtrain.base.json_files import split_lines
 from dtrain.inference.generate import generate, load
 
 
-def prompts_of(path: Path, limit: int) -> list[list[dict]]:
+def iterate_prompts(path: Path, limit: int) -> list[list[dict]]:
     """Return the messages before the answer of the first `limit` rows."""
     rows = [json.loads(line)["messages"] for line in split_lines(path.read_text(encoding="utf-8"))[:limit]]
     return [messages[:1] for messages in rows]
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="default 32")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    prompts = prompts_of(options.rows, options.limit)
+    prompts = iterate_prompts(options.rows, options.limit)
     print(json.dumps(compare(options.ours, options.theirs, prompts, options.max_new_tokens)))
 
 

@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import torch
-from real_equal import Greedy, prompts_of
+from real_equal import Greedy, iterate_prompts
 from real_servers import Vllm, environment, install, vllm_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ LLAMA_CPP = "0.3.36"
 
 def in_vllm(run: Path, export: Path, rows: Path, limit: int, max_new_tokens: int) -> dict:
     """Return the number of prompts, and of those whose greedy answers are equal."""
-    greedy = Greedy(run, prompts_of(rows, limit), max_new_tokens)
+    greedy = Greedy(run, iterate_prompts(rows, limit), max_new_tokens)
     vllm_python()
     equal = 0
     with tempfile.TemporaryDirectory() as directory:

@@ -19,7 +19,7 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.images import images_of
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.models.common.decoder import CausalLM
-from dtrain.rl.collect import prompts_from
+from dtrain.rl.collect import read_prompts
 from dtrain.rl.remote.dialects import ROUTES
 from tests import pictures
 
@@ -56,7 +56,7 @@ class Pictured:
         recipe = pictures.picture_recipe(root, f"model.path={directory}", "method=grpo", f"data.max_length={LENGTH}")
         tokenizer = Tokenizer.from_directory(directory)
         rows = open_rows(recipe.data, tokenizer=tokenizer, progress=False, say=lambda line: None, kind="prompts")
-        self.prompts = prompts_from(rows, Cursor(), 12)
+        self.prompts = read_prompts(rows, Cursor(), 12)
         self.model: CausalLM = models.from_pretrained(directory, torch.float32, vision=True).eval()
 
     def requests(self, sampling: SamplingParams, samples: int, is_remote: bool = True) -> list[Request]:

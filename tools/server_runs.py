@@ -11,10 +11,10 @@ from server_checks import Report, Trainer, engine_of, finish, grpo, requests_of
 
 from dtrain.base.errors import UserError
 from dtrain.inference.request import SamplingParams
+from dtrain.rl.remote.engine import adapter_refusal
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher
-from dtrain.rl.remote.training import refusal
-from dtrain.rl.routed import RoutedReader
+from dtrain.rl.routed import RoutedExpertsReader
 
 DIRECTORY = "grpo.server.weights=directory"
 
@@ -148,7 +148,7 @@ def check_flags(report: Report, root: Path, model: Path, bare, small) -> None:
     lora = Trainer(root, model, "lora={rank: 4, alpha: 12}")
     config = lora.adapter
     fix = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank 8"
-    report.tells("flags", "no adapters", str(refusal(engine, config)), fix)
+    report.tells("flags", "no adapters", str(adapter_refusal(engine, config)), fix)
     publisher = AdapterPublisher(root / "adapters", model, config, engine_of(small, retries=0))
     report.refused("flags", "adapters of rank 1 alone", lambda: publisher.publish(lora.policy.model, 1), fix)
 
@@ -165,5 +165,5 @@ def check_flags(report: Report, root: Path, model: Path, bare, small) -> None:
     report.refused(
         "flags", "a model of more tokens", lambda: fewer.generate(requests), "does it serve this very model?"
     )
-    routed = RoutedReader(8, 2, (0, 1), 2)
+    routed = RoutedExpertsReader(8, 2, (0, 1), 2)
     report.refused("flags", "no experts", lambda: engine_of(bare, routed=routed), "--enable-return-routed-experts")

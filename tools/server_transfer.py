@@ -82,12 +82,12 @@ def check_transfer(report: Report, root: Path, model: Path, server) -> None:
         new, _ = trainer.gap(requests, drawn)
         report.apart(f"{way} {version}", "server of the old weights and trainer of the new, in the mean", old)
         report.near(f"{way} {version}", "the same when they were sent", new)
-        held = engine.servers[0].client.ask("/weight_info", None, 60.0)["weight_version"]
+        held = engine.servers[0].client.request("/weight_info", None, 60.0)["weight_version"]
         report.holds(f"{way} {version}", "the server tells the version", held == str(version), held)
         report.holds(f"{way} {version}", "completions under way go on", lengths == {230}, str(lengths))
     publisher.close()
     again = GlooPublisher(engine, device=device, dtype=torch.float32)
-    engine.servers[0].client.ask("/start_weight_update", {}, 60.0)  # as a run that was killed leaves it
+    engine.servers[0].client.request("/start_weight_update", {}, 60.0)  # as a run that was killed leaves it
     trainer.change(4)
     again.publish(trainer.policy.weights, 4)
     new, _ = trainer.gap(requests, engine.generate(requests))
@@ -120,7 +120,7 @@ def check_own(report: Report, server, bare) -> None:
     init = {"nccl_unique_id_b64": "AAAA", "rank_offset": 1, "world_size": 2, "packed": True}
     body = {"init_info": {**init, "packed_buffer_size_bytes": 1 << 28}}
     try:
-        refused = str(publisher.engine.servers[0].client.ask("/init_weight_transfer_engine", body, 60.0))
+        refused = str(publisher.engine.servers[0].client.request("/init_weight_transfer_engine", body, 60.0))
     except RetryableError as error:
         refused = str(error)
     report.tells("transfer", "an id of 3 bytes", refused, "must decode to 128 bytes")

@@ -10,7 +10,7 @@ environments                    completions in several turns
 remote                          servers that draw completions; another model as a judge
 tools                           schemas of functions that a model may call
 checks                          what is wrong with a section's rewards, environments and tools
-judging                         questions to answers and their rewards
+evaluation                      questions to answers and their rewards
 routed                          experts that tokens went to, on the wire
 worker                          the user's code in a process of its own, from outside and inside
 """

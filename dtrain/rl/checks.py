@@ -59,12 +59,12 @@ def size_problems(section: RolloutSection, updates: int, batch: int | None) -> l
     return problems
 
 
-def answer_problems(section: RolloutSection) -> list[Problem]:
+def reward_and_tool_problems(section: RolloutSection) -> list[Problem]:
     """Check the rewards, environments and tools of a section."""
     return _judging_problems(section) + _verifier_problems(section) + _tool_problems(section)
 
 
-def graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
+def cuda_graph_obstacles(section: RolloutSection, device: str, parallel: Parallel) -> list[str]:
     """Return what keeps a run from decoding by CUDA graphs: these hold no collective, and read weights where they lie
     at their capture. device: `launch.device`, or the kind of the device itself."""
     unfit = {
@@ -98,7 +98,7 @@ def engine_problems(
         text = "grpo.server.urls is not read by grpo.engine=native"
         problems.append(Problem("grpo.server.urls", text, "Set grpo.engine=http, or leave it out"))
     if section.cuda_graphs is True:
-        for obstacle in graph_obstacles(section, device, parallel):
+        for obstacle in cuda_graph_obstacles(section, device, parallel):
             text = f"grpo.cuda_graphs=true captures complete steps of decoding, and {obstacle}"
             problems.append(Problem("grpo.cuda_graphs", text, "Leave grpo.cuda_graphs out, or change that key"))
     if section.engine != "http" and section.router_replay:

@@ -26,9 +26,9 @@ from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
 from dtrain.policy.other_models import RewardModel
 from dtrain.recipe.rollouts import RolloutSection, Sampling
-from dtrain.rl.checks import graph_obstacles
+from dtrain.rl.checks import cuda_graph_obstacles
 from dtrain.rl.rewards import Rewards
-from dtrain.rl.rewards.scoring import known
+from dtrain.rl.rewards.scoring import nan_to_none
 from dtrain.rl.samples import Sample
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
     """Return the engine of `grpo.engine`. Collective. Raises UserError."""
     if section.engine == "http":
-        return import_module("dtrain.rl.remote.training").OverHttp(section, policy, run)
-    obstacles = graph_obstacles(section, policy.device.type, policy.recipe.parallel)
+        return import_module("dtrain.rl.remote.engine").ServerEngine(section, policy, run)
+    obstacles = cuda_graph_obstacles(section, policy.device.type, policy.recipe.parallel)
     steps = None
     if policy.device.type == "cuda":
         why = "; ".join(obstacles)
@@ -75,14 +75,14 @@ class PromptRow:
     index: int
     ids: list[int]
     row: Mapping[str, Any]
-    place: SampleGroup
+    sample_group: SampleGroup
     images: "Sequence[ImageRecord]" = ()
     reader: "ImageReader | None" = None
 
     @property
     def data_row(self) -> int:
         """The sample of the data whose images this prompt has; -1 without."""
-        return self.place.samples[0] if self.images else -1
+        return self.sample_group.samples[0] if self.images else -1
 
     def images_for(self, is_remote: bool) -> dict[str, Any]:
         """Return a request's fields of images: decoded, or with their files for an engine that is remote. Raises
@@ -107,7 +107,7 @@ class Rollout:
     advantages: Tensor
     counted: Tensor
     trained: Tensor
-    last: SampleGroup
+    last_sample_group: SampleGroup
     measured: dict[str, float]
     rows: list[dict[str, Any]]
 
@@ -123,12 +123,12 @@ class PromptGroup:
     parts: Tensor
 
     @property
-    def is_alike(self) -> bool:
+    def has_equal_rewards(self) -> bool:
         """Return whether all known rewards are the same, so that nothing is learned from them."""
         return bool(zero_variance_groups(self.rewards, len(self.rewards)).all())
 
 
-def prompts_from(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
+def read_prompts(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
     """Return the next prompts of `rows` from `cursor` on, fewer than `count` where the epochs end."""
     prompts = []
     for index, place in enumerate(islice(rows.sample_groups(cursor), count), rows.rows_before(cursor)):
@@ -139,12 +139,12 @@ def prompts_from(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
     return prompts
 
 
-def prompts_of(rows: Rows, size: int) -> Iterator[list[PromptRow]]:
+def iterate_prompts(rows: Rows, size: int) -> Iterator[list[PromptRow]]:
     """Yield the prompts of all `rows`, `size` at a time."""
     cursor = Cursor()
-    while prompts := prompts_from(rows, cursor, size):
+    while prompts := read_prompts(rows, cursor, size):
         yield prompts
-        cursor = prompts[-1].place.next_cursor
+        cursor = prompts[-1].sample_group.next_cursor
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ class CompletionSampler:
     should_stop: ShouldStop
     episodes: "Episodes | None" = None
 
-    def draw(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
+    def sample(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
         """Return `count` completions of each prompt, prompt by prompt."""
-        requests, should_stop = self.requests(prompts, count, greedy), None if greedy else self.should_stop
+        requests, should_stop = self.build_requests(prompts, count, greedy), None if greedy else self.should_stop
         if self.episodes is not None:
             rows = [prompt.row for prompt in prompts for _ in range(count)]
             return self.episodes.play(self.engine, requests, rows, version, should_stop)
@@ -176,10 +176,10 @@ class CompletionSampler:
             for request, done, row in zip(requests, completions, data_rows, strict=True)
         ]
         for sample, done in zip(samples, completions, strict=True):
-            sample.take(done)
+            sample.append_completion(done)
         return samples
 
-    def requests(self, prompts: Sequence[PromptRow], count: int, greedy: bool = False) -> list[Request]:
+    def build_requests(self, prompts: Sequence[PromptRow], count: int, greedy: bool = False) -> list[Request]:
         """Return the requests of a draw."""
         wanted = self.sampling
         kinds = (0.0, None, 1.0) if greedy else (wanted.temperature, wanted.top_k, wanted.top_p)
@@ -219,17 +219,17 @@ class Collector:
         refills = section.max_refills if section.dynamic_sampling == "refill" else 0
         groups: list[PromptGroup] = []
         for _ in range(1 + refills):
-            next_cursor = groups[-1].prompt.place.next_cursor if groups else cursor
-            prompts = prompts_from(self.rows, next_cursor, wanted - sum(map(self._teaches, groups)))
+            next_cursor = groups[-1].prompt.sample_group.next_cursor if groups else cursor
+            prompts = read_prompts(self.rows, next_cursor, wanted - sum(map(self._teaches, groups)))
             if not prompts:
                 break
-            samples = self.sampler.draw(prompts, version, size)
+            samples = self.sampler.sample(prompts, version, size)
             rewards, parts = self._judge(prompts, samples)
             of_prompts = [samples[start : start + size] for start in range(0, len(samples), size)]
             groups += map(PromptGroup, prompts, of_prompts, rewards.split(size), parts.split(size))
         if not groups:
             return None
-        last = groups[-1].prompt.place
+        last = groups[-1].prompt.sample_group
         if not self._has_known_reward and all(group.rewards.isnan().all() for group in groups):
             of = f" ({', '.join(self.names)})" if self.names else ""
             raise UserError(
@@ -239,8 +239,8 @@ class Collector:
             )
         self._has_known_reward = True
         if self.sampler.engine.is_remote:
-            next_prompts = prompts_from(self.rows, last.next_cursor, wanted)
-            self.sampler.engine.prefetch(self.sampler.requests(next_prompts, size), version)
+            next_prompts = read_prompts(self.rows, last.next_cursor, wanted)
+            self.sampler.engine.prefetch(self.sampler.build_requests(next_prompts, size), version)
         measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
         if len(groups) > wanted:  # groups that teach first, then the others that were drawn, in the data's order
             groups.sort(key=lambda group: not self._teaches(group))
@@ -248,14 +248,14 @@ class Collector:
         measured["rollout_time"] = time.perf_counter() - began
         return self._rollout(groups, last, measured)
 
-    def judge_greedily(self, prompts: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
+    def score_greedy_completions(self, prompts: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
         """Return a completion of the likeliest tokens for each prompt, and the rewards [n]. Collective."""
-        samples = self.sampler.draw(prompts, version, greedy=True)
+        samples = self.sampler.sample(prompts, version, greedy=True)
         return samples, self._judge(prompts, samples)[0]
 
     def _teaches(self, group: PromptGroup) -> bool:
         """Return whether a group's rewards differ, or that does not matter."""
-        return self.section.dynamic_sampling != "refill" or not group.is_alike
+        return self.section.dynamic_sampling != "refill" or not group.has_equal_rewards
 
     def _judge(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return rewards [N], NaN where nothing is known, and the parts [N, rewards] that they are the sum of. One
@@ -318,7 +318,11 @@ class Collector:
         if self.section.tools:
             fields["tool_calls"] = sum(sample.calls for sample in samples) / len(samples)
             fields["tool_failures"] = sum(sample.failures for sample in samples) / len(samples)
-        return fields | lengths_of(samples) | {"frac_zero_std": sum(group.is_alike for group in groups) / len(groups)}
+        return (
+            fields
+            | length_metrics(samples)
+            | {"frac_zero_std": sum(group.has_equal_rewards for group in groups) / len(groups)}
+        )
 
     def _lines(self, groups: Sequence[PromptGroup], values: Tensor) -> list[dict[str, Any]]:
         """Return the rows of samples.jsonl, one for each completion; values: their advantages."""
@@ -332,8 +336,8 @@ class Collector:
                 "group": prompt.index,
                 "prompt": prompt.row["prompt"],
                 "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
-                "reward": known(reward),
-                "rewards": known(dict(zip(self.names, parts, strict=True))),
+                "reward": nan_to_none(reward),
+                "rewards": nan_to_none(dict(zip(self.names, parts, strict=True))),
                 "advantage": value,
                 "tokens": len(sample.ids),
                 "finish": sample.finish,
@@ -346,7 +350,7 @@ class Collector:
         ]
 
 
-def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
+def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the mean tokens of the completions, and the share that max_new_tokens or max_length ended."""
     count = max(1, len(samples))
     return {

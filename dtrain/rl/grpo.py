@@ -27,19 +27,19 @@ from dtrain.policy.other_models import RewardModel
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe import spelling
 from dtrain.recipe.rollouts import RolloutSection
-from dtrain.rl.checks import answer_problems, engine_problems, image_problems, size_problems
+from dtrain.rl.checks import engine_problems, image_problems, reward_and_tool_problems, size_problems
 from dtrain.rl.collect import (
     Collector,
     CompletionSampler,
     Rollout,
-    lengths_of,
+    iterate_prompts,
+    length_metrics,
     open_engine,
     open_rewards,
-    prompts_of,
 )
 from dtrain.rl.environments.episodes import open_episodes
-from dtrain.rl.remote.http_client import read_key
-from dtrain.rl.rewards.columns import lacking_columns_of
+from dtrain.rl.remote.http_client import read_api_key
+from dtrain.rl.rewards.columns import missing_column_problems
 from dtrain.rl.rollouts import Rollouts
 from dtrain.rl.tools import tool_schemas
 
@@ -47,7 +47,7 @@ FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
     *("clip_frac", "clip_low", "clip_high", "correction", "oob_frac", "off_policy_frac"),
 )
-MOST_DRIFT = 0.01  # nats a token: probabilities that differ by about 14 % of themselves
+MAX_MISMATCH_KL = 0.01  # nats a token: probabilities that differ by about 14 % of themselves
 DRIFTED = (
     "warning: mismatch_kl at step {} is {:.2g}, more than {}: the sampler's probabilities are far from the "
     "trainer's. dtrain/rl/README.md (the native engine) says what to look at. This is said once"
@@ -116,7 +116,7 @@ class GrpoMethod(MethodWithReference):
         batch = None if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
         errors += size_problems(section, section.updates_per_rollout, batch)
         errors += self.completion_length_problems()
-        errors += answer_problems(section)
+        errors += reward_and_tool_problems(section)
         launch, parallel, lora, model = self.recipe.launch, self.recipe.parallel, self.recipe.lora, self.recipe.model
         errors += engine_problems(section, launch.device, parallel, lora, model)
         if section.sync_every is not None and not section.beta:
@@ -226,11 +226,11 @@ class GrpoMethod(MethodWithReference):
     def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
         """Check the columns that the rewards read, and the file of the servers' key."""
         section = self.section
-        problems = lacking_columns_of(section.rewards, columns.values())
+        problems = missing_column_problems(section.rewards, columns.values())
         if problems:
             raise UserError("\n".join(problems))
         if section.engine == "http":
-            read_key(section.server.api_key_file)
+            read_api_key(section.server.api_key_file)
 
     def check_device_supported(self, device: torch.device) -> None:
         if self.section.engine == "native" and self.section.cuda_graphs is True and device.type != "cuda":
@@ -262,7 +262,7 @@ class GrpoMethod(MethodWithReference):
     def before_step(self, cursor: Cursor) -> None:
         """Draws a rollout where the updates of the last one are done; measures what its updates need of the weights as
         they are, and writes it down."""
-        rollout = self.source.draw(self.collector.collect, cursor)
+        rollout = self.source.next_rollout(self.collector.collect, cursor)
         if rollout is None:
             return
         position, buffer = self.source.position, self.source.buffer
@@ -327,20 +327,20 @@ class GrpoMethod(MethodWithReference):
         averages = means(sums)
         averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
         named = {name: averages[name] for name in FIELDS if name in averages}
-        if named.get("mismatch_kl", 0.0) > MOST_DRIFT and not self._is_warned:
+        if named.get("mismatch_kl", 0.0) > MAX_MISMATCH_KL and not self._is_warned:
             self._is_warned = True
-            self._run.metrics.say(DRIFTED.format(self.source.position.step, named["mismatch_kl"], MOST_DRIFT))
+            self._run.metrics.say(DRIFTED.format(self.source.position.step, named["mismatch_kl"], MAX_MISMATCH_KL))
         return self.source.fields | named | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
         """The mean reward over all of `rows`, of one completion each, by the likeliest tokens."""
         samples, total, known = [], 0.0, 0
-        for prompts in prompts_of(rows, self.source.size):
-            drawn, rewards = self.collector.judge_greedily(prompts, self.source.position.step)
+        for prompts in iterate_prompts(rows, self.source.size):
+            drawn, rewards = self.collector.score_greedy_completions(prompts, self.source.position.step)
             samples += drawn
             total += torch.where(rewards.isnan(), 0, rewards).sum().item()
             known += int((~rewards.isnan()).sum())
-        measured = {"reward_mean": total / max(1, known)} | lengths_of(samples)
+        measured = {"reward_mean": total / max(1, known)} | length_metrics(samples)
         return {f"val_{name}": value for name, value in measured.items()}
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
@@ -358,11 +358,11 @@ class GrpoMethod(MethodWithReference):
     def _score(self, name: str) -> None:
         """log p of every trained token by the model as it is, each rank its share, for all ranks."""
         buffer = self.source.buffer
-        shares = self.source.shares(self.policy, buffer, range(len(buffer)))
+        shares = self.source.split_over_ranks(self.policy, buffer, range(len(buffer)))
         mine = shares[self.policy.mesh.dp_rank]
         values = self.policy.logprobs(buffer.batch(mine, self.source.data), self.micro_rows, self.sampling)
-        gathered, _ = gather_rows(buffer.flat(values, mine), self.policy.mesh.dp)
-        buffer.place(name, gathered, [index for share in shares for index in share])
+        gathered, _ = gather_rows(buffer.flatten(values, mine), self.policy.mesh.dp)
+        buffer.set_stream(name, gathered, [index for share in shares for index in share])
 
     def _check_mismatch(self, most: float) -> None:
         """Raises UserError, on every rank alike, where engine and trainer disagree on the sampled tokens."""

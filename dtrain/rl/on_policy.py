@@ -23,7 +23,7 @@ from dtrain.inference.native import NativeEngine
 from dtrain.methods.distill import DistillMethod
 from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
-from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, lengths_of, prompts_from, prompts_of
+from dtrain.rl.collect import CompletionSampler, PromptRow, Rollout, iterate_prompts, length_metrics, read_prompts
 from dtrain.rl.rollouts import Buffer, Rollouts
 from dtrain.rl.samples import Sample
 
@@ -46,27 +46,27 @@ class StudentCollector:
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
         began = time.perf_counter()
-        prompts = prompts_from(self.rows, cursor, self.prompts)
+        prompts = read_prompts(self.rows, cursor, self.prompts)
         if not prompts:
             return None
         student_prompts = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
-        completions = self.sampler.draw(student_prompts, version) if student_prompts else []
+        completions = self.sampler.sample(student_prompts, version) if student_prompts else []
         by_index = {prompt.index: completion for prompt, completion in zip(student_prompts, completions, strict=True)}
         samples = []
         for prompt in prompts:
             if prompt.index in by_index:
                 samples.append(by_index[prompt.index])
             else:
-                samples.append(self._of_data(*prompt.place.samples))
-        measured = lengths_of(completions) | {"rollout_time": time.perf_counter() - began}
+                samples.append(self._of_data(*prompt.sample_group.samples))
+        measured = length_metrics(completions) | {"rollout_time": time.perf_counter() - began}
         lines = self._sample_lines(student_prompts, completions) if Ranks().is_first else []
-        return Rollout(samples, *_all_counted(samples), prompts[-1].place, measured, lines)
+        return Rollout(samples, *_all_counted(samples), prompts[-1].sample_group, measured, lines)
 
     def answers(self, rows: Rows, batch: int, version: int) -> Iterator[Buffer]:
         """Yield the student's greedy completions of all prompts of `rows`, `batch` prompts at a time. Collective."""
-        for prompts in prompts_of(rows, batch):
-            samples = self.sampler.draw(prompts, version, greedy=True)
-            yield Buffer.of(samples, *_all_counted(samples))
+        for prompts in iterate_prompts(rows, batch):
+            samples = self.sampler.sample(prompts, version, greedy=True)
+            yield Buffer.from_samples(samples, *_all_counted(samples))
 
     def is_drawn(self, index: int) -> bool:
         """Return whether the student completes the prompt at this position of the endless sequence.
@@ -171,7 +171,7 @@ class OnPolicyDistillMethod(DistillMethod):
 
     def before_step(self, cursor: Cursor) -> None:
         """Draws a rollout where the updates of the last one are done."""
-        if rollout := self.source.draw(self.collector.collect, cursor):
+        if rollout := self.source.next_rollout(self.collector.collect, cursor):
             self._run.metrics.write_rows("samples", self.source.position.step + 1, rollout.rows)
 
     def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -180,7 +180,7 @@ class OnPolicyDistillMethod(DistillMethod):
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         for buffer in self.collector.answers(rows, self.recipe.train.batch, self.source.position.step):
-            yield buffer.batch(self.source.shares(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
+            yield buffer.batch(self.source.split_over_ranks(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
 
 
 def open_student(method: OnPolicyDistillMethod, policy: Policy, rows: Rows, run: RunContext) -> StudentCollector:

@@ -74,7 +74,7 @@ class Buffer:
     data_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], advantages: Tensor, counted: Tensor, trains: Tensor) -> "Buffer":
+    def from_samples(cls, samples: Sequence[Sample], advantages: Tensor, counted: Tensor, trains: Tensor) -> "Buffer":
         """Return the buffer of N samples. counted, trains [N] bool: whether a sample takes part, and whether its tokens
         are trained there. advantages [N]."""
         tokens, trained, logprobs = [], [], []
@@ -135,14 +135,14 @@ class Buffer:
         data_row = -1 if self.data_rows is None else int(self.data_rows[index])
         return () if data_row < 0 else data.samples.images(data_row)[0]
 
-    def flat(self, values: Tensor, indices: Sequence[int]) -> Tensor:
+    def flatten(self, values: Tensor, indices: Sequence[int]) -> Tensor:
         """Return `values` [n, S], computed at the positions of the labels of `batch(indices)`, as float64 [tokens of
         these sequences]: each at the token that its label names."""
         rows = zip(values, self.lengths[list(indices)].tolist(), strict=True)
         shifted = [torch.cat([row.new_zeros(1), row[: length - 1]]) for row, length in rows]
         return torch.cat(shifted).double() if shifted else torch.zeros(0, dtype=torch.float64)
 
-    def place(self, name: str, values: Tensor, order: Sequence[int]) -> None:
+    def set_stream(self, name: str, values: Tensor, order: Sequence[int]) -> None:
         """Keep `values` [T] of stream `name`, which hold the sequences in `order`."""
         kept = torch.zeros_like(self.tokens, dtype=torch.float64)
         offsets = self._offsets()
@@ -230,7 +230,7 @@ class Rollouts(BatchSource):
         """Optimizer steps that a rollout of so many completions makes."""
         return -(-sequences // self.batch_size) * self.passes
 
-    def draw(self, collect: Callable[[Cursor, int], Rollout | None], cursor: Cursor) -> Rollout | None:
+    def next_rollout(self, collect: Callable[[Cursor, int], Rollout | None], cursor: Cursor) -> Rollout | None:
         """Return the rollout that `collect` gives, and hold it in a buffer; None where the updates of the last one are
         not done, or the data's epochs are over. cursor: where the run began. Collective, as `collect` is."""
         if self._is_begun or self.is_over:
@@ -239,20 +239,20 @@ class Rollouts(BatchSource):
         rollout = collect(position.cursor or cursor, position.step)
         self.is_over = rollout is None
         if rollout is not None:
-            self.buffer = Buffer.of(rollout.samples, rollout.advantages, rollout.counted, rollout.trained)
+            self.buffer = Buffer.from_samples(rollout.samples, rollout.advantages, rollout.counted, rollout.trained)
             self.measured = rollout.measured
             position.rollout, position.done = position.rollout + 1, 0
-            position.cursor, position.epochs = rollout.last.next_cursor, rollout.last.epochs
+            position.cursor, position.epochs = rollout.last_sample_group.next_cursor, rollout.last_sample_group.epochs
         return rollout
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
         """The minibatches of the rollouts. `samples` are completions of the buffer, this dp rank's share of them."""
         while not self.is_over:
             chosen = self._minibatch()
-            samples = self.shares(policy, self.buffer, chosen)[policy.mesh.dp_rank]
+            samples = self.split_over_ranks(policy, self.buffer, chosen)[policy.mesh.dp_rank]
             yield GlobalBatch([], samples, len(chosen), self.position.cursor or cursor, self.position.epochs)
 
-    def shares(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
+    def split_over_ranks(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
         """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
         ranks = policy.mesh.dp_size
         if ranks == 1:

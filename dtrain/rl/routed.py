@@ -36,7 +36,7 @@ def to_npy_text(routed: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class RoutedReader:
+class RoutedExpertsReader:
     """Reader of the routed experts that servers send for a model whose sparse layers have these `numbers`, of `count`
     experts each, `top` of a token, among `layers` layers."""
 
@@ -46,7 +46,7 @@ class RoutedReader:
     layers: int
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "RoutedReader":
+    def of(cls, config: ModelConfig) -> "RoutedExpertsReader":
         """Return the reader of a model. Raises ValueError for one without experts."""
         if (sizes := config.experts) is None:
             raise ValueError("a model without experts routes nothing")

@@ -51,15 +51,15 @@ class Sample:
         """Number of tokens, those of the prompt too."""
         return len(self.prompt) + len(self.ids)
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+    def append_tokens(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens of the model, with their log-probabilities, or of the environment."""
         self.ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
 
-    def take(self, completion: Completion) -> None:
+    def append_completion(self, completion: Completion) -> None:
         """Append a turn of the model."""
-        self.add(completion.ids, completion.logprobs)
+        self.append_tokens(completion.ids, completion.logprobs)
         self.turns += 1
         self.longest = max(self.longest, math.inf if completion.finish == "length" else len(completion.ids))
         routed, before = completion.routed, self.routed

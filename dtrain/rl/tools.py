@@ -17,7 +17,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import loads, read_text
-from dtrain.rl.rewards.catalog import find_definition, find_with_file
+from dtrain.rl.rewards.catalog import find_definition, find_function_and_file
 
 Schema = dict[str, Any]
 
@@ -40,7 +40,7 @@ def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
     Raises UserError: as `tool_schema` does; no such file, or one of something else; two tools of one name.
     """
     schemas_of = [
-        (tool, [tool_schema(tool.fn)] if tool.fn else served_schemas(tool.mcp, tool.schema)) for tool in entries
+        (tool, [tool_schema(tool.fn)] if tool.fn else read_server_schemas(tool.mcp, tool.schema)) for tool in entries
     ]
     tools = [(tool, schema) for tool, schemas in schemas_of for schema in schemas]
     names = [schema["function"]["name"] for _, schema in tools]
@@ -50,7 +50,7 @@ def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
     return tools
 
 
-def served_schemas(command: str | None, file: str | None) -> list[Schema]:
+def read_server_schemas(command: str | None, file: str | None) -> list[Schema]:
     """Return the schemas in a file that was written of a server's tools. Raises UserError."""
     if not command or not file:
         raise UserError("grpo.tools: an entry needs fn, or mcp and schema")
@@ -106,7 +106,7 @@ def find_server(server: str) -> str:
 def tool_schema(path: str) -> Schema:
     """Return the schema of the function at an import path. Raises UserError: no such function; no docstring; a
     parameter without a hint, or of a kind that JSON cannot give."""
-    _, function, file = find_with_file(path, "tool")
+    _, function, file = find_function_and_file(path, "tool")
     node = find_definition(Path(file), function, decorated=True)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise UserError(

@@ -31,7 +31,7 @@ LAST_LINES = 12  # of a traceback
 WEEK = 7 * 86400.0  # a socket takes no timeout of a month; what is allowed longer than a week has no limit
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """Raised where the process is of no use any more, and has been killed; the message says why."""
 
 
@@ -56,7 +56,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, "worker")
         try:
             self._start()
-        except Lost as lost:
+        except WorkerLost as lost:
             raise UserError(f"{what} cannot be loaded: their process {lost}") from None
 
     def __enter__(self) -> Self:
@@ -75,19 +75,19 @@ class Worker:
     def _is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def _ensure(self) -> None:
-        """Start another process, with the same code loaded, where this one is gone. Raises Lost where that fails."""
+    def _ensure_running(self) -> None:
+        """Start another process, with the same code loaded, if the process has ended. Raises WorkerLost on failure."""
         if not self._is_alive:
             self._kill()
             try:
                 self._start()
             except UserError as error:  # it could be loaded once: no mistake that ends a run
-                raise Lost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
+                raise WorkerLost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
 
-    def ask(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
+    def call(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
         """Yield the answers of a method of the service, as they come.
 
-        Raises Lost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
+        Raises WorkerLost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
         Whatever ends this before the last answer, Ctrl-C too, kills the process: nobody waits for it.
         """
         seconds = max(self._timeout, at_least)
@@ -102,11 +102,11 @@ class Worker:
                     is_over = True
                     return
                 yield answer
-            raise Lost(self._end())
+            raise WorkerLost(self._end())
         except TimeoutError:
-            raise Lost(f"took longer than {seconds:g} s ({self._key})") from None
+            raise WorkerLost(f"took longer than {seconds:g} s ({self._key})") from None
         except (OSError, ValueError):  # ValueError: closed by another thread
-            raise Lost(self._end()) from None
+            raise WorkerLost(self._end()) from None
         finally:
             if not is_over:
                 self._kill()
@@ -126,12 +126,12 @@ class Worker:
 
     def _start(self) -> None:
         if self._is_closed:
-            raise Lost("is closed")
+            raise WorkerLost("is closed")
         self._socket, other_end = socket.socketpair()
         with other_end:
             self._process = self._thread.submit(_spawn, self._service, other_end.fileno()).result()
         self._incoming = self._socket.makefile("rb")
-        (answer,) = self.ask("load", *self._load, at_least=LOAD_SECONDS)
+        (answer,) = self.call("load", *self._load, at_least=LOAD_SECONDS)
         if "value" not in answer:
             self._kill()
             raise UserError(answer.get("user") or f"{self._what} cannot be loaded:\n{answer['error']}")
@@ -145,14 +145,14 @@ class Worker:
             f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended its process with status {status}"
         )
 
-    def _judge(self, stage: str, cause: str, text: str, loss: str) -> None:
+    def _report_failure(self, stage: str, cause: str, text: str, loss: str) -> None:
         """Say what went wrong in the user's code, and what that costs. Raises UserError where nothing of its kind, a
         `stage` in _has_worked, has ever worked: that is its user's mistake."""
         if stage not in self._has_worked:
             raise UserError(text)
-        self._tell(stage, cause, text + loss)
+        self._report_once(stage, cause, text + loss)
 
-    def _tell(self, stage: str, cause: str, text: str) -> None:
+    def _report_once(self, stage: str, cause: str, text: str) -> None:
         if (stage, cause) not in self._reported:
             self._reported.add((stage, cause))
             self._say(text)
@@ -233,7 +233,7 @@ def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
         return {"error": "\n".join(lines[-LAST_LINES:]), "kind": type(error).__qualname__}
 
 
-def reward_of(value: Any, of: str = "") -> float | None:
+def to_reward(value: Any, of: str = "") -> float | None:
     """Return a reward as a float, NaN as None. of: what it is given for, as the message says it. Raises UserError for
     what is no number, infinite or above LARGEST_REWARD in size."""
     if value is None:

@@ -13,7 +13,7 @@ from dtrain.recipe.schema import BEST, Eval
 
 if TYPE_CHECKING:
     from dtrain.recipe.rollouts import Reward
-    from dtrain.rl.judging import Questions
+    from dtrain.rl.evaluation import Questions
 
 Better = Callable[[Iterable[float]], float]
 """`max` or `min`: chooses the best of several values of a field."""
@@ -84,12 +84,15 @@ def default_max_new_tokens(max_positions: int) -> int:
 
 def fields(eval_set: EvalSet) -> dict[str, Better]:
     """Return the fields of a set that `checkpoint.keep_best` can name, and whether the largest or smallest is best."""
-    from dtrain.rl.rewards.scoring import names_of, passes  # loads rl, which only a recipe with `eval` needs
+    from dtrain.rl.rewards.scoring import (  # loads rl, which only a recipe with `eval` needs
+        pass_at_k_values,
+        reward_names,
+    )
 
     larger_is_better = ["reward_mean"]
-    larger_is_better += [f"pass@{k}" for k in passes(eval_set.section.samples)]
+    larger_is_better += [f"pass@{k}" for k in pass_at_k_values(eval_set.section.samples)]
     if len(eval_set.section.rewards) > 1:  # each reward of several is written too
-        larger_is_better += [f"reward/{name}" for name in names_of(eval_set.section.rewards)]
+        larger_is_better += [f"reward/{name}" for name in reward_names(eval_set.section.rewards)]
     better_of: dict[str, Better] = {}
     for name in larger_is_better:
         better_of[f"{eval_set.prefix}{name}"] = max

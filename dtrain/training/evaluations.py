@@ -22,9 +22,9 @@ from dtrain.inference.native import NativeEngine
 from dtrain.inference.request import Completion, Request
 from dtrain.methods.method import RunContext
 from dtrain.policy import Policy
-from dtrain.rl.judging import Questions, Report, ScoredAnswer, evaluate, open_judges
+from dtrain.rl.evaluation import Questions, Report, ScoredAnswer, evaluate, open_judges
 from dtrain.rl.rewards import Rewards
-from dtrain.rl.rewards.scoring import known
+from dtrain.rl.rewards.scoring import nan_to_none
 from dtrain.training.eval_sets import EvalSet, sets
 from dtrain.training.metrics import records
 from dtrain.training.spec import RunSpec
@@ -80,11 +80,11 @@ class Evaluations:
         def open_on_first_rank() -> Questions:
             questions, rewards = spec.questions[eval_set.name]
             timeout, timeout_key = eval_set.section.reward_timeout, f"{eval_set.key}.reward_timeout"
-            judges, together = open_judges(rewards, timeout, self._run.metrics.say, timeout_key)
+            judges, judge_batch_size = open_judges(rewards, timeout, self._run.metrics.say, timeout_key)
             opened.append(self._run.stack.enter_context(judges))
             if not eval_set.section.at_start:
                 _try_rewards(eval_set, questions, judges)
-            return replace(questions, together=together)
+            return replace(questions, judge_batch_size=judge_batch_size)
 
         questions = self._ranks.run_on_first(open_on_first_rank)
         try:
@@ -214,8 +214,8 @@ def _answer_row(opened: _OpenSet, answer: ScoredAnswer) -> dict[str, Any]:
     if "answer" in prompt.columns:
         row["answer"] = prompt.columns["answer"]
     row["text"] = answer.text
-    row["reward"] = known(answer.reward)
-    row["rewards"] = known(answer.parts)
+    row["reward"] = nan_to_none(answer.reward)
+    row["rewards"] = nan_to_none(answer.parts)
     row["completion_len"] = len(answer.completion.ids)
     row["truncated"] = answer.completion.finish == "length"
     return row

@@ -41,7 +41,7 @@ from dtrain.training.setup.model import MetaModel
 if TYPE_CHECKING:
     from dtrain.methods import Method
     from dtrain.recipe.rollouts import Reward
-    from dtrain.rl.judging import Questions
+    from dtrain.rl.evaluation import Questions
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dtrain.models.building import adaptable_shapes
 from dtrain.models.common.micro_batch import NO_ADAPTERS
 from dtrain.models.common.moe import sort_by_expert
 from dtrain.parallel.experts import collect_token_rows, repeat_token_rows
-from dtrain.rl.remote.training import refusal
+from dtrain.rl.remote.engine import adapter_refusal
 from tests.adapters.by_peft import IDS, SHAPES, load_adapter, load_base, logits, save_adapter, save_base
 from tests.problem_lines import preflight
 from tests.running import assert_parity, assert_same, assert_same_rows, run, run_all, trajectory, weights
@@ -145,7 +145,9 @@ def test_a_gate_of_one_output_takes_any_rank(tmp_path):
 
 
 def test_servers_get_merged_weights():
-    assert "no server is known to take adapters of experts" in refusal(None, AdapterConfig(parameters=("experts",)))
+    assert "no server is known to take adapters of experts" in adapter_refusal(
+        None, AdapterConfig(parameters=("experts",))
+    )
 
 
 def test_a_target_s_entries_mean_stacks_where_they_name_experts(tmp_path):

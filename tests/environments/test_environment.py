@@ -11,7 +11,7 @@ from dtrain.data.text.tokenizer import Tokenizer
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.environments import calls
 from dtrain.rl.environments.episodes import Observations, environment_seed, run_episodes, turn_seed
-from dtrain.rl.environments.stepping import EnvironmentReply, tool_answers
+from dtrain.rl.environments.stepping import EnvironmentReply, count_tool_answers
 from tests.data import makers, templates
 
 FAMILIES = {  # template, tokenizer, what ends a turn
@@ -84,7 +84,7 @@ class Here:
             answer = calls.step(environment, turn.text)
             goes_on = not answer["done"] and not turn.is_last
             seen = calls.observe(environment)["observation"] if goes_on else ""
-            counts = tool_answers(seen)
+            counts = count_tool_answers(seen)
             ids = encode(place, seen) if goes_on else []
             replies.append(EnvironmentReply(answer["earned"], answer["done"], ids, False, *counts))
         return replies

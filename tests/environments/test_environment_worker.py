@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.base.errors import UserError
-from dtrain.rl.environments.calls import LATE, MOST_LATE, UNTRIED, TimeoutPool
+from dtrain.rl.environments.calls import MAX_TIMEOUTS_IN_A_ROW, NOT_TRIED, TIMED_OUT, TimeoutPool
 from dtrain.rl.environments.episodes import Observations, environment_seed, run_episodes, turn_seed
 from dtrain.rl.environments.stepping import Environments, Turn
 from tests.environments.test_environment import Scripted, family, requests_for
@@ -114,28 +114,29 @@ def test_threads_that_hang_leave_their_places_to_others():
     """Without a process: outcomes as they come, each place once, and no more tries where all hang."""
     pool, held, go = TimeoutPool(2, 0.3), [], threading.Event()
     free = [lambda place=place: place for place in range(5)]
-    assert sorted(outcome for part in pool.do(free) for outcome in part) == [(place, place) for place in range(5)]
+    assert sorted(outcome for part in pool.run(free) for outcome in part) == [(place, place) for place in range(5)]
 
     def hang():
         held.append(threading.current_thread())
         go.wait(60)
 
-    mixed = [outcome for part in pool.do([free[0], hang, *free[2:]]) for outcome in part]
-    assert sorted(mixed, key=lambda outcome: outcome[0]) == [(0, 0), (1, LATE), (2, 2), (3, 3), (4, 4)]
+    mixed = [outcome for part in pool.run([free[0], hang, *free[2:]]) for outcome in part]
+    assert sorted(mixed, key=lambda outcome: outcome[0]) == [(0, 0), (1, TIMED_OUT), (2, 2), (3, 3), (4, 4)]
     assert pool.stuck == 1
-    outcomes = dict(outcome for part in pool.do([hang] * 9) for outcome in part)
-    begun = [outcomes[place] for place in range(9)].index(UNTRIED)
-    assert MOST_LATE <= begun <= MOST_LATE + 1 and len(held) == 1 + begun  # the other thread had one under way
-    assert [outcomes[place] for place in range(9)] == [LATE] * begun + [UNTRIED] * (9 - begun)
+    outcomes = dict(outcome for part in pool.run([hang] * 9) for outcome in part)
+    begun = [outcomes[place] for place in range(9)].index(NOT_TRIED)
+    # The other thread had one under way.
+    assert MAX_TIMEOUTS_IN_A_ROW <= begun <= MAX_TIMEOUTS_IN_A_ROW + 1 and len(held) == 1 + begun
+    assert [outcomes[place] for place in range(9)] == [TIMED_OUT] * begun + [NOT_TRIED] * (9 - begun)
     some = [
-        outcome for part in TimeoutPool(1, 0.1).do([hang, free[0]] * (MOST_LATE + 1)) for outcome in part
+        outcome for part in TimeoutPool(1, 0.1).run([hang, free[0]] * (MAX_TIMEOUTS_IN_A_ROW + 1)) for outcome in part
     ]  # not in a row
-    assert [outcome for _, outcome in sorted(some)] == [LATE, 0] * (MOST_LATE + 1)
+    assert [outcome for _, outcome in sorted(some)] == [TIMED_OUT, 0] * (MAX_TIMEOUTS_IN_A_ROW + 1)
     go.set()
     for thread in held:
         thread.join(10)
     assert pool.stuck == 0
-    assert sorted(outcome for part in pool.do(free) for outcome in part) == [(place, place) for place in range(5)]
+    assert sorted(outcome for part in pool.run(free) for outcome in part) == [(place, place) for place in range(5)]
 
 
 FAILURES = {  # of a step; whether the process goes with it

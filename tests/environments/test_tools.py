@@ -240,7 +240,7 @@ def test_an_episode_is_the_conversation_that_its_template_writes(tmp_path, name)
         assert [*episode.prompt, *episode.ids] == tokenizer.encode(whole.rstrip("\n"))
     assert (episode.finish, episode.turns, episode.calls, episode.failures) == ("stop", 3, len(first) + 1, 1)
     silent = Completion(tokenizer.encode("<tool_call>\n<function=add>\n</function>\n</tool_call>"), [], "stop")
-    assert len(read_calls(list(CALL_READERS)[1], observations.text_of(silent), PARAMETERS)) == (
+    assert len(read_calls(list(CALL_READERS)[1], observations.completion_text(silent), PARAMETERS)) == (
         name != "qwen35"
     )  # it thinks
     drawn = [one for one, was in zip(episode.ids, episode.sampled, strict=True) if was]

@@ -14,7 +14,7 @@ from dtrain.commands.cli import main
 from dtrain.commands.eval.evaluate import read_reward
 from dtrain.inference.engine import Engine
 from dtrain.inference.request import Request, SamplingParams
-from dtrain.rl.rewards.scoring import pass_at
+from dtrain.rl.rewards.scoring import pass_at_k
 from dtrain.training.setup.evals import usual_reward
 from tests.serve.serving import make_model, naive
 
@@ -102,7 +102,7 @@ def test_pass_at_k_is_the_chance_of_a_draw_without_replacement():
     for right in range(6):
         for k in range(1, 6):
             draws = [any(index < right for index in some) for some in combinations(range(5), k)]
-            assert pass_at(k, 5, right) == pytest.approx(fmean(draws), abs=1e-12)
+            assert pass_at_k(k, 5, right) == pytest.approx(fmean(draws), abs=1e-12)
 
 
 def test_words_are_judged_as_words_where_nothing_else_is_asked_for(root, monkeypatch, capsys):

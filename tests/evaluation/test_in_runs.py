@@ -232,7 +232,7 @@ def server():
 def test_a_judge_is_asked_once_for_the_same_words_and_its_failures_are_no_values(server, tmp_path):
     given = {"url": server.url, "model": "wise", "rubric": "long {ones}", "cache": str(tmp_path / "c" / "judged.jsonl")}
     judge = Judge(**given)
-    judge.look()
+    judge.check_server()
     assert judge(["q", "q", "p"], ["a b", "a b", "a b c"], answer=["x", "x", None]) == [0.2, 0.2, 0.3]
     assert len(server.asked) == 2 and judge.missed is None
     for one in server.asked:
@@ -248,7 +248,7 @@ def test_a_judge_is_asked_once_for_the_same_words_and_its_failures_are_no_values
     assert count < 30  # of 40 tries: it is down
     assert Judge(**given)(["p"], ["a b c"]) == [0.3] and len(server.asked) == count
     with pytest.raises(UserError, match="has no model other; it has wise"):
-        Judge(**{**given, "model": "other"}).look()
+        Judge(**{**given, "model": "other"}).check_server()
 
 
 def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, capsys):

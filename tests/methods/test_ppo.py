@@ -26,7 +26,7 @@ CLIP, VALUE_CLIP = 0.2, 0.2
 EPOCHS = 2  # updates on the same completions
 
 
-def reward_of(ids):
+def to_reward(ids):
     """Scripted reward: the share of even tokens in a completion."""
     return sum(token % 2 == 0 for token in ids) / len(ids)
 
@@ -98,7 +98,7 @@ class Ppo:
         mesh = self.policy.mesh
         mine = range(mesh.dp_rank, len(asked), mesh.dp_size)
         batch = collate([row_of(PROMPTS[asked[index][0]], completions[index]) for index in mine])
-        rewards = [reward_of(completions[index].ids) for index in mine]
+        rewards = [to_reward(completions[index].ids) for index in mine]
         values = self.critic.token_values(batch, values_of)
         batch["old_values"], batch["old_logprobs"] = values, self.policy.logprobs(batch)
         batch["advantages"] = advantages_of(values, batch["labels"], rewards)

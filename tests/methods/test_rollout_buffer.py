@@ -21,7 +21,7 @@ SAMPLES = [
 
 def buffer(trains=(True, True, True)):
     flags = torch.tensor(trains)
-    return Buffer.of(SAMPLES, torch.tensor([1.0, -2.0, 0.5]), torch.ones(3, dtype=torch.bool), flags)
+    return Buffer.from_samples(SAMPLES, torch.tensor([1.0, -2.0, 0.5]), torch.ones(3, dtype=torch.bool), flags)
 
 
 def test_a_row_has_its_streams_where_the_labels_stand():
@@ -38,7 +38,7 @@ def test_experts_stand_where_their_tokens_are_read():
     experts = [torch.randint(0, 9, (len(one.prompt) + len(one.ids), 2, 3), dtype=torch.int16) for one in SAMPLES]
     samples = [replace(one, routed=routed) for one, routed in zip(SAMPLES, experts, strict=True)]
     flags = torch.ones(3, dtype=torch.bool)
-    whole = Buffer.of(samples, torch.zeros(3), flags, flags)
+    whole = Buffer.from_samples(samples, torch.zeros(3), flags, flags)
     found = whole.batch([2, 1])["routed_experts"]
     assert found.shape == (2, 5, 2, 3) and torch.equal(found[0], experts[2])
     assert torch.equal(found[1, :2], experts[1]) and (found[1, 2:] == -1).all()
@@ -47,7 +47,9 @@ def test_experts_stand_where_their_tokens_are_read():
     shapes = {name: (one.shape, one.dtype) for name, one in whole.tensors().items()}
     assert {name: (one.shape, one.dtype) for name, one in empty.tensors().items()} == shapes
     with pytest.raises(ValueError, match="those of 7 tokens, and they have 12"):
-        Buffer.of([samples[0], SAMPLES[1], replace(samples[2], routed=experts[1])], torch.zeros(3), flags, flags)
+        Buffer.from_samples(
+            [samples[0], SAMPLES[1], replace(samples[2], routed=experts[1])], torch.zeros(3), flags, flags
+        )
 
 
 def test_a_sample_that_is_not_trained_has_no_label():

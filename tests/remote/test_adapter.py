@@ -12,10 +12,10 @@ from dtrain.adapters.lora import adapted_layers
 from dtrain.base.errors import UserError
 from dtrain.recipe.rollouts import Server
 from dtrain.recipe.schema import Lora
-from dtrain.rl.remote import training
+from dtrain.rl.remote import engine as engine_module
 from dtrain.rl.remote.dialects import AdapterVersion
+from dtrain.rl.remote.engine import adapter_refusal
 from dtrain.rl.remote.publish import AdapterPublisher
-from dtrain.rl.remote.training import refusal
 from tests.adapters.test_servers import MESHES, recipe_of, trained
 from tests.problem_lines import method_problems
 from tests.remote.fakes import FakeVllm
@@ -50,7 +50,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 def test_vllm_gets_a_name_a_version_and_forgets_the_one_before(vllm, versions):
     vllm.max_lora_rank = 16
     engine, requests = engine_of(vllm), requests_of(2, 2)
-    assert engine.lacks_adapters() is None
+    assert engine.adapter_problem() is None
     for number in (1, 2, 3):
         engine.update_adapter(versions(number))
         assert [one.version for one in engine.generate(requests)] == [number] * 4
@@ -106,11 +106,11 @@ def test_new_calls_wait_for_the_version_that_is_on_its_way(vllm, versions):
 def test_vllm_that_takes_no_adapter_is_told_how_to_start(vllm, versions):
     engine = engine_of(vllm, retries=0)
     start = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank 16"
-    assert start in refusal(engine, AdapterConfig(rank=9))
+    assert start in adapter_refusal(engine, AdapterConfig(rank=9))
     with pytest.raises(UserError, match=f"404: Not Found; to take this adapter, start it with {start}$"):
         engine.update_adapter(versions(1, 9))
     vllm.max_lora_rank = 8
-    assert refusal(engine, AdapterConfig(rank=9)) is None  # it does not say how much it takes
+    assert adapter_refusal(engine, AdapterConfig(rank=9)) is None  # it does not say how much it takes
     with pytest.raises(UserError, match=f"LoRA rank 9 is greater than max_lora_rank 8.*{start}"):
         engine.update_adapter(versions(1, 9))
     with pytest.raises(UserError, match="no server gave"):  # and draws nothing with what it had
@@ -134,13 +134,13 @@ def test_a_server_that_lost_its_adapter_is_passed_over_until_the_next(vllm, vers
 def test_sglang_gets_the_name_with_each_prompt_and_its_own_version_says_nothing(sglang, versions):
     sglang.version = "3"  # of its base
     engine = engine_of(sglang)
-    assert refusal(engine, AdapterConfig()) is None
+    assert adapter_refusal(engine, AdapterConfig()) is None
     for number in (7, 8):
         engine.update_adapter(versions(number))
         assert [one.version for one in engine.generate(requests_of(1, 2))] == [number] * 2
     assert told(sglang, "/generate")[-1][1]["lora_path"] == "run-step-8" and list(sglang.adapters) == ["run-step-8"]
     sglang.enable_lora = False
-    assert "--enable-lora --max-lora-rank 5 --lora-target-modules all" in refusal(engine, AdapterConfig(rank=5))
+    assert "--enable-lora --max-lora-rank 5 --lora-target-modules all" in adapter_refusal(engine, AdapterConfig(rank=5))
     with pytest.raises(UserError, match="LoRA is not enabled.*start it with --enable-lora --max-lora-rank 9"):
         engine.update_adapter(versions(9))
 
@@ -150,7 +150,7 @@ def test_auto_says_which_way_and_why(vllm):
     engine, said = engine_of(vllm), []
 
     def way(asked, config, **options):
-        return training._choose_way(asked, config, engine, said.append, **options)
+        return engine_module.choose_weight_transport(asked, config, engine, said.append, **options)
 
     assert [way("auto", None), way("broadcast", None), said] == ["directory", "transfer", []]
     assert way("auto", AdapterConfig()) == "adapter" and len(said) == 2
@@ -201,7 +201,7 @@ def test_what_no_server_can_take_is_said_before_anything_starts(tmp_path, kind, 
 def publish(rank, recipe, world_size, url, shared):
     policy = trained(rank, recipe, world_size)
     engine = engine_of(url) if rank == 0 else None
-    config = training.adapter_of(vars(recipe.lora))
+    config = engine_module.adapter_of(vars(recipe.lora))
     publisher = AdapterPublisher(shared, recipe.model.directory, config, engine)
     for version in (3, 4, 5):
         publisher.publish(policy.model, version)

@@ -10,8 +10,8 @@ from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.request import Request, SamplingParams
 from dtrain.rl.remote import http_client
 from dtrain.rl.remote.dialects import derived_seed
-from dtrain.rl.remote.http import HttpEngine, group
-from dtrain.rl.remote.training import RolloutPrefetcher
+from dtrain.rl.remote.engine import RolloutPrefetcher
+from dtrain.rl.remote.http import HttpEngine, group_samples
 from tests.remote import fakes
 from tests.remote.fakes import FakeSglang, FakeVllm, drawn
 
@@ -33,10 +33,10 @@ def engine_of(*servers, **options):
 
 def test_samples_of_a_prompt_are_one_call():
     requests = requests_of(2, 3)
-    assert group(requests) == [requests[:3], requests[3:]]
+    assert group_samples(requests) == [requests[:3], requests[3:]]
     apart = [requests[0], requests[2], requests[1], requests[3]]
-    assert group(apart) == [[request] for request in apart]
-    assert group([]) == []
+    assert group_samples(apart) == [[request] for request in apart]
+    assert group_samples([]) == []
 
 
 def test_vllm_completions_are_read(vllm):
@@ -103,9 +103,9 @@ def test_calls_under_way_are_given_up_when_asked(vllm):
     assert engine.generate(requests) == expected
     prefetcher = RolloutPrefetcher(engine, 1)
     vllm.faults = [fakes.slow(60.0)] * 2
-    prefetcher.begin(requests, 0)
+    prefetcher.start(requests, 0)
     with pytest.raises(Interrupted):
-        prefetcher.take(0, lambda: True)
+        prefetcher.result(0, lambda: True)
     engine.close()
     prefetcher.close()
 

@@ -20,9 +20,9 @@ from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import load
 from dtrain.recipe.rollouts import Sampling
-from dtrain.rl.collect import CompletionSampler, prompts_from
+from dtrain.rl.collect import CompletionSampler, read_prompts
 from dtrain.rl.remote.dialects import derived_seed
-from dtrain.rl.remote.training import check_tower, refusal
+from dtrain.rl.remote.engine import adapter_refusal, check_vision_tower
 from tests.data.makers import write_jsonl
 from tests.pictures import chat, picture_recipe, question, write_model, write_pictures
 from tests.remote.fakes import FakeVllm, drawn
@@ -37,7 +37,7 @@ class Drawer:
         self.is_remote = is_remote
 
 
-def prompts_of(root, family):
+def iterate_prompts(root, family):
     """A model's directory, its tokenizer, and rows with one picture, two, none, and one whose bytes are in the row."""
     model, names = write_model(root / "model", family), write_pictures(root)
     inline = "data:image/png;base64," + base64.b64encode((root / names[3]).read_bytes()).decode()
@@ -51,12 +51,12 @@ def prompts_of(root, family):
 
 @pytest.fixture(scope="module")
 def of_qwen(tmp_path_factory):
-    return prompts_of(tmp_path_factory.mktemp("qwen"), "qwen3-vl")
+    return iterate_prompts(tmp_path_factory.mktemp("qwen"), "qwen3-vl")
 
 
 @pytest.fixture(scope="module")
 def of_gemma(tmp_path_factory):
-    return prompts_of(tmp_path_factory.mktemp("gemma"), "gemma3")
+    return iterate_prompts(tmp_path_factory.mktemp("gemma"), "gemma3")
 
 
 @pytest.fixture(params=["of_qwen", "of_gemma"])
@@ -68,7 +68,7 @@ def requests_of(made, is_remote: bool, temperature: float = 0.9, samples: int = 
     _, tokenizer, rows = made
     sampling = Sampling(max_new_tokens=5, temperature=temperature)
     sampler = CompletionSampler(Drawer(is_remote), tokenizer, sampling, 200, 3, lambda: False)
-    return sampler.requests(prompts_from(rows, Cursor(), 4), samples, greedy=temperature == 0)
+    return sampler.build_requests(read_prompts(rows, Cursor(), 4), samples, greedy=temperature == 0)
 
 
 def native(made, requests):
@@ -243,11 +243,11 @@ def test_an_image_that_has_changed_since_is_told_before_it_is_sent(of_qwen, vllm
 def test_an_adapter_of_a_tower_is_sent_to_dtrain_alone(vllm):
     config = AdapterConfig.from_values({"rank": 4})
     vllm.max_lora_rank = 8
-    assert refusal(engine_of(vllm), config) is None
-    assert "adapters of decoders alone" in refusal(engine_of(vllm), config, has_tower=True)
+    assert adapter_refusal(engine_of(vllm), config) is None
+    assert "adapters of decoders alone" in adapter_refusal(engine_of(vllm), config, has_tower=True)
 
 
 def test_a_trained_tower_is_refused_where_features_outlive_weights(vllm, sglang):
-    check_tower(engine_of(vllm))
+    check_vision_tower(engine_of(vllm))
     with pytest.raises(UserError, match="sglang keeps the features of images when its weights change"):
-        check_tower(engine_of(sglang))
+        check_vision_tower(engine_of(sglang))

@@ -16,17 +16,17 @@ from dtrain.base.errors import UserError
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.methods.sft import SftMethod
 from dtrain.policy.weights import WeightReceiver, flatten_bucket, join_weight_group
+from dtrain.rl.remote.engine import RolloutPrefetcher
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import (
     MARKER,
     DirectoryPublisher,
     StreamPublisher,
-    newest_whole_step,
+    newest_complete_step,
     prune_steps,
     step_directory,
     write_marker,
 )
-from dtrain.rl.remote.training import RolloutPrefetcher
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port, policy_of
 from tests.remote.fakes import FakeVllm
@@ -266,12 +266,12 @@ def test_a_receiver_that_nobody_meets_gives_up():
 
 
 def test_directories_are_whole_once_marked_and_old_ones_go(tmp_path):
-    assert newest_whole_step(tmp_path) is None
+    assert newest_complete_step(tmp_path) is None
     for version in (0, 3, 20, 100):
         step_directory(tmp_path, version).mkdir()
         if version != 100:
             write_marker(step_directory(tmp_path, version))
-    assert newest_whole_step(tmp_path) == (20, tmp_path / "step-20")
+    assert newest_complete_step(tmp_path) == (20, tmp_path / "step-20")
     write_marker(step_directory(tmp_path, 4 if (tmp_path / "step-4").mkdir() is None else 4))
     prune_steps(tmp_path, 4, 2)  # a run that was resumed from step 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100", "step-3", "step-4"]
@@ -295,9 +295,9 @@ REQUESTS = [Request([5], SamplingParams(max_new_tokens=1), prompt_index=index) f
 def test_what_is_too_old_is_drawn_again():
     engine = answering([4, 2, 3], [5])
     prefetcher = RolloutPrefetcher(engine, 2)
-    prefetcher.begin(REQUESTS, 4)
+    prefetcher.start(REQUESTS, 4)
     assert prefetcher.is_under_way
-    completions = prefetcher.take(5)
+    completions = prefetcher.result(5)
     assert [completion.version for completion in completions] == [4, 5, 3]
     assert engine.asked == [[0, 1, 2], [1]]
     assert not prefetcher.is_under_way
@@ -305,15 +305,15 @@ def test_what_is_too_old_is_drawn_again():
 
 def test_versions_that_no_server_tells_are_those_of_the_start():
     prefetcher = RolloutPrefetcher(answering([None, None, 7]), 0)
-    prefetcher.begin(REQUESTS, 7)
-    assert [completion.version for completion in prefetcher.take(7)] == [7, 7, 7]
+    prefetcher.start(REQUESTS, 7)
+    assert [completion.version for completion in prefetcher.result(7)] == [7, 7, 7]
 
 
 def test_servers_that_stay_behind_are_an_error():
     prefetcher = RolloutPrefetcher(answering([1, 1, 1], [1, 1, 1]), 1)
-    prefetcher.begin(REQUESTS, 1)
+    prefetcher.start(REQUESTS, 1)
     with pytest.raises(UserError, match="version 1 of the weights and the trainer has 3"):
-        prefetcher.take(3)
+        prefetcher.result(3)
 
 
 def test_an_error_in_the_thread_is_raised_where_it_is_taken():
@@ -321,12 +321,12 @@ def test_an_error_in_the_thread_is_raised_where_it_is_taken():
         raise UserError("no server gave completions")
 
     prefetcher = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
-    prefetcher.begin(REQUESTS, 0)
+    prefetcher.start(REQUESTS, 0)
     with pytest.raises(UserError, match="no server gave"):
-        prefetcher.take(0)
+        prefetcher.result(0)
     assert not prefetcher.is_under_way
     with pytest.raises(ValueError, match="begin one first"):
-        prefetcher.take(0)
+        prefetcher.result(0)
     prefetcher.close()
 
 
@@ -340,7 +340,7 @@ def test_it_draws_while_the_trainer_trains():
         return [Completion([1], [0.0], "stop", 0) for _ in requests]
 
     prefetcher = RolloutPrefetcher(SimpleNamespace(generate=generate), 1)
-    prefetcher.begin(REQUESTS, 0)
+    prefetcher.start(REQUESTS, 0)
     assert begun.wait(10)  # and this thread is free
     go_on.set()
-    assert len(prefetcher.take(1)) == 3
+    assert len(prefetcher.result(1)) == 3

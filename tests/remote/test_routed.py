@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dtrain.base.errors import UserError
-from dtrain.rl.routed import RoutedReader, to_npy_text
+from dtrain.rl.routed import RoutedExpertsReader, to_npy_text
 from tests.remote.test_http import engine_of, requests_of
 
-READER = RoutedReader(count=6, top=2, numbers=(0, 2), layers=3)
+READER = RoutedExpertsReader(count=6, top=2, numbers=(0, 2), layers=3)
 
 
 def experts_of(rows, layers=2, top=2):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain.base.errors import UserError
-from dtrain.rl.remote import training
+from dtrain.rl.remote import engine as engine_module
 from dtrain.rl.remote.http import HttpEngine
 from dtrain.rl.remote.publish import NcclRoot, TransferPublisher
 from tests.policy.test_weights import policy_of
@@ -266,7 +266,7 @@ def test_an_update_that_breaks_off_keeps_the_servers_paused(servers, root, route
     servers[1].broken = (route, nth)
     with pytest.raises(UserError, match=f"version 1 of the weights did not reach the servers: .*the worker's {route}"):
         publisher.publish(Source(1), 1)
-    assert servers[1].is_paused and all(state.behind for state in publisher.engine.servers)
+    assert servers[1].is_paused and all(state.update_problem for state in publisher.engine.servers)
     assert servers[0].is_paused or route == "finish_weight_update"
     assert root.groups[0].aborted == (route == "update_weights")
     publisher.publish(Source(2), 2)
@@ -291,7 +291,7 @@ def test_the_group_is_of_those_that_are_there(servers, root):
     publisher.engine.servers[0].client.hang_up()
     publisher.publish(Source(2), 2)
     assert root.groups[0].aborted and len(root.groups[1].inboxes) == 2 and servers[1].ranks == [1, 2]
-    assert [state.behind for state in publisher.engine.servers] == ["it was not there", None]
+    assert [state.update_problem for state in publisher.engine.servers] == ["it was not there", None]
 
 
 def test_a_server_that_does_not_begin_is_named(servers, root):
@@ -351,8 +351,8 @@ def test_broadcast_to_vllm_is_its_transfer(servers, sglang):
     say = lambda line: None  # noqa: E731
     for fakes, way in ((servers, "transfer"), ([sglang], "broadcast")):
         engine = HttpEngine([fake.url for fake in fakes])
-        assert training._choose_way("broadcast", None, engine, say) == way
-        assert training.STREAMS[way].way == way
+        assert engine_module.choose_weight_transport("broadcast", None, engine, say) == way
+        assert engine_module.STREAMS[way].broadcast_kind == way
 
 
 def test_the_recipe_refuses_a_cpu(tmp_path):
@@ -376,7 +376,7 @@ def test_a_run_ends_on_a_machine_without_nccl_before_it_draws(tmp_path, servers)
 
 
 def test_a_run_sends_each_version_before_it_draws_with_it(tmp_path, servers, root, monkeypatch):
-    monkeypatch.setitem(training.STREAMS, "transfer", publisher_by(root))
+    monkeypatch.setitem(engine_module.STREAMS, "transfer", publisher_by(root))
     server = servers[0]
     run(run_of(tmp_path, server))
     paths = [path for path in paths_of(server) if path in ("/finish_weight_update", server.completions)]

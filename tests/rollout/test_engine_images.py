@@ -28,7 +28,7 @@ DRAWN = 8
 LENGTHS = (31, 28, 25)  # of the prompts, which are read together
 
 
-def prompts_of(case, config):
+def iterate_prompts(case, config):
     """Token ids of each prompt, its pixels, its grids and its images; those without images have None."""
     rows = token_rows(case)
     generator, prompts = torch.Generator().manual_seed(1), []
@@ -64,7 +64,7 @@ def drawn_by_transformers(theirs, case, ids, pixels, grids):
 def test_greedy_tokens_and_logprobs_are_transformers(name, tmp_path):
     case, (narrow, theirs) = CASES[name], make(name)
     ours = models.from_pretrained(save(narrow, tmp_path), torch.float64, vision=True)
-    prompts = prompts_of(case, ours.config)
+    prompts = iterate_prompts(case, ours.config)
     completions = Engine(ours).generate(asked(prompts))
     for (ids, pixels, grids, _), completion in zip(prompts, completions, strict=True):
         tokens, logprobs = drawn_by_transformers(theirs, case, ids, pixels, grids)
@@ -90,7 +90,7 @@ def built(name):
     models.init_weights(model, 0)
     for parameter in model.parameters():  # larger than at the start of a training, so that images count
         parameter.data += torch.randn_like(parameter) / 4
-    return model, prompts_of(CASES[name], model.config)
+    return model, iterate_prompts(CASES[name], model.config)
 
 
 @pytest.mark.slow

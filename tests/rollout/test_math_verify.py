@@ -8,7 +8,7 @@ import pytest
 from dtrain.base.orphans import descendants
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
-from dtrain.rl.rewards.columns import lacking_columns
+from dtrain.rl.rewards.columns import missing_column_problem
 from dtrain.rl.rewards.right_answers import math_exact
 from tests.rollout.test_rewards import gone_within
 
@@ -79,5 +79,5 @@ def test_its_processes_end_with_the_rewards():
 
 def test_a_missing_package_is_reported_before_the_run(monkeypatch):
     monkeypatch.setattr("dtrain.rl.rewards.symbolic_answers.find_spec", lambda name: None)
-    problem = lacking_columns("math_verify", {}, {"answer": "4"})
+    problem = missing_column_problem("math_verify", {}, {"answer": "4"})
     assert problem == "reward math_verify needs math_verify and pebble, not installed: pip install 'dtrain[math]'"

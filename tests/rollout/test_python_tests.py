@@ -5,8 +5,8 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
-from dtrain.rl.rewards.columns import lacking_columns
-from dtrain.rl.rewards.python_tests import AssertTest, ProgramTest, PythonTests, code_of, read_tests
+from dtrain.rl.rewards.columns import missing_column_problem
+from dtrain.rl.rewards.python_tests import AssertTest, ProgramTest, PythonTests, extract_code, read_tests
 from tests.rollout.test_code_sandbox import sandbox_or_skip
 
 RIGHT = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -46,9 +46,9 @@ def test_a_missing_sandbox_is_reported_before_a_run(monkeypatch, tmp_path):
     how = "bwrap is not installed here: apt-get install bubblewrap"
     with pytest.raises(UserError, match=how):
         PythonTests()
-    assert how in lacking_columns("python_tests", {}, {"tests": TESTS})
-    assert "the data has no column 'tests'" in lacking_columns("python_tests", {}, {"answer": "4"})
-    assert lacking_columns("python_tests", {"allow_full_access": True}, {"tests": TESTS}) is None
+    assert how in missing_column_problem("python_tests", {}, {"tests": TESTS})
+    assert "the data has no column 'tests'" in missing_column_problem("python_tests", {}, {"answer": "4"})
+    assert missing_column_problem("python_tests", {"allow_full_access": True}, {"tests": TESTS}) is None
     assert PythonTests(allow_full_access=True)([RIGHT, WRONG], tests=[TESTS, TESTS]) == [1.0, 0.5]
 
 
@@ -68,10 +68,12 @@ def test_a_program_ends_as_programs_do():
 
 
 def test_blocks_and_tests_are_read():
-    assert code_of("```\nx = 1\n```\n```python\ny = 2\n```") == "y = 2\n"
-    assert code_of("```bash\nls\n```\n1. So\n   ```py\n   y = 2\n   ```\n```text\n5\n```\n```\n5\n```") == "y = 2\n"
-    assert code_of("So:\n```python\r\ny = 2") == "y = 2"
-    assert code_of("plain") == "plain"
+    assert extract_code("```\nx = 1\n```\n```python\ny = 2\n```") == "y = 2\n"
+    assert (
+        extract_code("```bash\nls\n```\n1. So\n   ```py\n   y = 2\n   ```\n```text\n5\n```\n```\n5\n```") == "y = 2\n"
+    )
+    assert extract_code("So:\n```python\r\ny = 2") == "y = 2"
+    assert extract_code("plain") == "plain"
     assert read_tests('{"inputs": ["1"], "outputs": [2]}', "t") == [ProgramTest("1", "2")]
     assert read_tests("", "t") == []
     assert read_tests('["a", "b"]', "t") == read_tests(["a", "b"], "t") == [AssertTest("a"), AssertTest("b")]

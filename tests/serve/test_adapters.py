@@ -213,16 +213,16 @@ def test_a_model_with_an_adapter_of_its_own_is_one_whose_weights_are_replaced_wh
             status, answer = load(url, "mine", first)
             assert status == 409 and "serve its base model" in str(answer)
             engine = HttpEngine([url], api_key_file=key_file(tmp_path))
-            assert "serve its base model" in engine.lacks_adapters()
+            assert "serve its base model" in engine.adapter_problem()
             engine.close()
 
 
 def test_a_trainer_hears_before_it_sends_that_another_adapter_is_loaded(server, adapters, tmp_path):
     url, _ = server
     engine = HttpEngine([url], api_key_file=key_file(tmp_path))
-    assert engine.lacks_adapters() is None
+    assert engine.adapter_problem() is None
     assert load(url, "mine", adapters[0][0])[0] == 200
-    assert "'mine' is loaded" in engine.lacks_adapters()
+    assert "'mine' is loaded" in engine.adapter_problem()
     engine.close()
 
 

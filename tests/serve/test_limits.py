@@ -14,7 +14,7 @@ import pytest
 from dtrain.base.errors import UserError
 from dtrain.commands.cli import main
 from dtrain.rl.remote.http import HttpEngine
-from dtrain.rl.remote.http_client import read_key
+from dtrain.rl.remote.http_client import read_api_key
 from tests.serve.serving import (
     GREEDY,
     KEY,
@@ -179,7 +179,7 @@ def test_starts_that_are_refused(model, capsys, options, words, monkeypatch):
 def test_a_key_is_one_word_of_plain_signs(tmp_path, content):
     (tmp_path / "key").write_text(content)
     with pytest.raises(UserError, match="one line"):
-        read_key(tmp_path / "key")
+        read_api_key(tmp_path / "key")
 
 
 def test_the_key_is_in_no_command_line(keyed):

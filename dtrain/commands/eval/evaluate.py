@@ -23,18 +23,18 @@ from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load, model_files
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
-from dtrain.rl.judging import (
+from dtrain.rl.evaluation import (
     QuestionOptions,
     Questions,
     Report,
     ScoredAnswer,
-    have_images,
+    any_prompt_has_images,
     open_judges,
     prepare_questions,
 )
-from dtrain.rl.judging import evaluate as answer_and_judge
-from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
-from dtrain.rl.rewards.scoring import known
+from dtrain.rl.evaluation import evaluate as answer_and_judge
+from dtrain.rl.rewards.columns import RewardKeys, missing_column_problems
+from dtrain.rl.rewards.scoring import nan_to_none
 from dtrain.training.directory import DATA
 from dtrain.training.eval_sets import default_max_new_tokens
 from dtrain.training.metrics import records
@@ -66,12 +66,12 @@ def evaluate(arguments: Namespace) -> Report:
     device = choose_device(arguments.device)
     if out is not None and not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no directory {out.parent}")
-    judges, together = open_judges(
+    judges, judge_batch_size = open_judges(
         rewards, arguments.reward_timeout, partial(print, file=sys.stderr), REWARD_OPTIONS.timeout
     )
     with judges:
         model_files(arguments.directory)  # refuses a directory without a model before the data are read
-        has_images = have_images(files, arguments.limit)
+        has_images = any_prompt_has_images(files, arguments.limit)
         if has_images and (problem := image_problem(arguments.directory)):
             raise UserError(f"DATA: the prompts have images: {problem}")
         loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
@@ -107,10 +107,10 @@ def evaluate(arguments: Namespace) -> Report:
         prepared = prepare_questions("DATA", files, options, tokenizer, template, length, images)
         for line in prepared.notes:
             print(with_options(line), file=sys.stderr)
-        questions = replace(prepared.questions, together=together)
+        questions = replace(prepared.questions, judge_batch_size=judge_batch_size)
         rows = questions.items
         columns = example_row(row.prompt.columns for row in rows)
-        problems = lacking_columns_of(rewards, [columns], REWARD_OPTIONS)
+        problems = missing_column_problems(rewards, [columns], REWARD_OPTIONS)
         if problems:
             raise UserError("\n".join(problems))
         engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
@@ -135,7 +135,7 @@ def trained_as(directory: Path) -> tuple[str | None, int]:
 def as_json(report: Report) -> str:
     """Return the report as one line of JSON; unknown values are null."""
     fields = {**report.__dict__, "passes": {str(k): value for k, value in report.passes.items()}}
-    return json.dumps(known(fields))
+    return json.dumps(nan_to_none(fields))
 
 
 def as_table(report: Report) -> str:
@@ -210,7 +210,7 @@ def _write(out: Path | None, questions: Questions, answers: Sequence[ScoredAnswe
                     "finish": answer.completion.finish,
                     "columns": prompt.columns,
                 }
-                file.write(json.dumps(known(row), ensure_ascii=False) + "\n")
+                file.write(json.dumps(nan_to_none(row), ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}") from error
 

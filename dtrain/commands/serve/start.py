@@ -27,8 +27,8 @@ from dtrain.commands.web import listen, make_server
 from dtrain.data.formats.pairs import PairEncoder
 from dtrain.inference.engine import Engine
 from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load
-from dtrain.rl.remote.http_client import read_key
-from dtrain.rl.remote.publish import newest_whole_step, read_marker
+from dtrain.rl.remote.http_client import read_api_key
+from dtrain.rl.remote.publish import newest_complete_step, read_marker
 
 WATCH_SECONDS = 1.0  # between looks at a shared directory, and at whether both threads are alive
 
@@ -93,7 +93,7 @@ class DirectoryWatcher:
         self._seen: tuple[int, str] | None = None
 
     def look(self) -> None:
-        latest = newest_whole_step(self.shared)
+        latest = newest_complete_step(self.shared)
         if latest is None:
             return
         version, directory = latest
@@ -114,7 +114,7 @@ def serve_directory(arguments: Namespace, say: Callable[[str], None] = print) ->
 
     arguments: the command's. Raises UserError.
     """
-    key = read_key(arguments.api_key_file)
+    key = read_api_key(arguments.api_key_file)
     if arguments.control is not None and key is None:
         raise UserError("--control lets clients change the model: give --api-key-file FILE too, a file with their key")
     host = _address(arguments.host, arguments.port, key)

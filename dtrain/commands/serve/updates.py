@@ -38,7 +38,7 @@ from dtrain.commands.serve.worker import HALF_UPDATED, MODES, EngineThread, Mode
 from dtrain.models.common.config import is_in_vision_tower
 from dtrain.models.common.decoder import CausalLM
 from dtrain.policy.weights import WEIGHT_GROUP, WeightInfo, WeightReceiver
-from dtrain.rl.remote.publish import is_whole_step, version_of
+from dtrain.rl.remote.publish import is_complete_step, step_number
 
 DTYPES = {str(kind): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {name.removeprefix("torch."): kind for name, kind in DTYPES.items()}
@@ -132,9 +132,9 @@ class Updates:
 
     def load(self, directory: Path, version: int | None = None, mode: Mode = "keep") -> None:
         """Read a whole directory. Nothing changes where it is not whole (409) or does not fit (UserError)."""
-        if not is_whole_step(directory):
+        if not is_complete_step(directory):
             raise ApiError(409, f"{directory} has no marker: it is being written; ask again when it is whole")
-        version = version_of(directory) if version is None else version
+        version = step_number(directory) if version is None else version
 
         def read() -> None:
             files = WeightFiles(directory)

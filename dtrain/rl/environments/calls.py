@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import is_number
-from dtrain.rl.worker import Outcome, attempt, reward_of, shown
+from dtrain.rl.worker import Outcome, attempt, shown, to_reward
 
 
 class EnvironmentCalls:
@@ -54,7 +54,7 @@ class EnvironmentCalls:
 
     def forget(self) -> list[None]:
         """Let the environments go, in a thread of the pool: what ends with one may be its thread's alone."""
-        list(self.pool.do([partial(attempt, self.environments.clear)]))
+        list(self.pool.run([partial(attempt, self.environments.clear)]))
         return []
 
     def _load(self, module: str, function: str, options: Sequence[Any] | None) -> None:
@@ -71,7 +71,7 @@ class EnvironmentCalls:
         environments[number] = environment
 
     def _do(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Outcome]]) -> Iterator[tuple[int, Outcome]]:
-        for outcomes in self.pool.do(tasks):
+        for outcomes in self.pool.run(tasks):
             for index, outcome in outcomes:
                 yield numbers[index], outcome
 
@@ -113,7 +113,7 @@ def total(*earned: float | None) -> float | None:
 
 
 def _earned(environment: Any, earned: Any, done: bool) -> dict[str, Any]:
-    earned = reward_of(earned)
+    earned = to_reward(earned)
     parts = getattr(environment, "metrics", None)
     numbers = {str(name): value for name, value in parts.items()} if isinstance(parts, dict) else {}
     known = {name: float(value) for name, value in numbers.items() if is_number(value)}
@@ -137,9 +137,9 @@ def observe(environment: Any) -> dict[str, Any]:
     return {"observation": messages}
 
 
-MOST_LATE = 4  # tasks in a row; what they call may be down, and each would take its whole time
-LATE: Outcome = {"missed": "late"}
-UNTRIED: Outcome = {"missed": "untried"}
+MAX_TIMEOUTS_IN_A_ROW = 4  # tasks in a row; what they call may be down, and each would take its whole time
+TIMED_OUT: Outcome = {"missed": "late"}
+NOT_TRIED: Outcome = {"missed": "untried"}
 
 
 class TimeoutPool:
@@ -161,11 +161,10 @@ class TimeoutPool:
         self._given_up = [task for task in self._given_up if not task.done()]
         return len(self._given_up)
 
-    def do(self, tasks: Sequence[Callable[[], Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:
+    def run(self, tasks: Sequence[Callable[[], Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:
         """Run `tasks`, which raise nothing; yields their indices and outcomes as they come, each index once.
 
-        After MOST_LATE or more tasks that took too long with none between them that did not, those that no thread has
-        begun are not tried.
+        After MAX_TIMEOUTS_IN_A_ROW or more consecutive timeouts, the tasks that no thread has begun are not tried.
         """
         waiting = deque(enumerate(tasks))
         running: dict[Future[Outcome], tuple[int, ThreadPoolExecutor, float]] = {}  # index, thread, when it is late
@@ -184,10 +183,10 @@ class TimeoutPool:
                 self._idle.append(thread)
                 outcomes.append((index, future.result()))
             late_in_a_row = len(late) + (0 if done else late_in_a_row)
-            outcomes += [(running.pop(future)[0], LATE) for future in late]
+            outcomes += [(running.pop(future)[0], TIMED_OUT) for future in late]
             self._given_up += late
-            if late_in_a_row >= MOST_LATE:
-                outcomes += [(index, UNTRIED) for index, _ in waiting]
+            if late_in_a_row >= MAX_TIMEOUTS_IN_A_ROW:
+                outcomes += [(index, NOT_TRIED) for index, _ in waiting]
                 waiting.clear()
             if outcomes:
                 yield outcomes

@@ -44,7 +44,7 @@ class Observations:
         self.tokenizer, self._template, self._calls = tokenizer, template, calls
         self._replies = None if template is None else Replies(template)
 
-    def text_of(self, completion: Completion) -> str:
+    def completion_text(self, completion: Completion) -> str:
         """Return the text of a completion, without special tokens; where tools are, with them, since they may mark a
         call, and behind the opening of the thinking that the prompt ends with."""
         text = self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
@@ -228,7 +228,7 @@ def run_episodes(
             break
         drawn = draw([_turn(requests[number], samples[number], turn, max_length) for number in live])
         for number, completion in zip(live, drawn, strict=True):
-            samples[number].take(completion)
+            samples[number].append_completion(completion)
         is_last_round = turn + 1 == max_turns
 
         def answer(
@@ -238,7 +238,7 @@ def run_episodes(
             turns = [
                 Turn(
                     number,
-                    observations.text_of(completion),
+                    observations.completion_text(completion),
                     is_last_round or completion.finish == "length",
                     max_length - samples[number].length,
                 )
@@ -267,7 +267,7 @@ def run_episodes(
             elif not is_last_round and len(reply.ids) >= max_length - sample.length:
                 sample.finish = "length"
             elif not is_last_round:
-                sample.add(reply.ids)
+                sample.append_tokens(reply.ids)
                 going_on.append(number)
         live = going_on
     return samples

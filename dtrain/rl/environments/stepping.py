@@ -9,9 +9,9 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.tool_calls import ERROR_PREFIX
-from dtrain.rl.environments.calls import MOST_LATE, total
+from dtrain.rl.environments.calls import MAX_TIMEOUTS_IN_A_ROW, total
 from dtrain.rl.rewards.catalog import find
-from dtrain.rl.worker import Lost, Outcome, Worker
+from dtrain.rl.worker import Outcome, Worker, WorkerLost
 
 GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads
 KEY = "grpo.environment_timeout"
@@ -92,8 +92,8 @@ class Environments(Worker):
         self._live.clear()
         try:
             self._renew()
-        except Lost as lost:
-            self._tell("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
+        except WorkerLost as lost:
+            self._report_once("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
             return
         answers = self._answers("make", range(self._count), seeded_rows)
         failures: Failures = defaultdict(list)
@@ -104,11 +104,12 @@ class Environments(Worker):
                 self._live.add(number)
             else:
                 self._add(failures, "make", answer)
-        self._judge_all(failures)
+        self._report_failures(failures)
 
     def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
         """Return a reply to each turn, in their order; no environment has two. encode: ids of an observation, from its
-        index in `turns`; a UserError that it raises is the environment's. Lost environments are not asked again."""
+        index in `turns`; a UserError that it raises is the environment's. WorkerLost environments are
+        not asked again."""
         content = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
         answers = self._answers("step", [number for number, *_ in content], content)
         failures: Failures = defaultdict(list)
@@ -128,7 +129,7 @@ class Environments(Worker):
                 else:
                     try:
                         observation = value["observation"]
-                        calls, failed = tool_answers(observation)
+                        calls, failed = count_tool_answers(observation)
                         ids = encode(index, observation)
                         reply = EnvironmentReply(value["earned"], False, ids, False, calls, failed, value["metrics"])
                         if len(ids) >= turn.room:
@@ -147,7 +148,7 @@ class Environments(Worker):
                 self._has_worked.add("end")
                 earned = total(replies[index].earned, value["earned"])
                 replies[index] = replace(replies[index], earned=earned, metrics=value["metrics"])
-        self._judge_all(failures)
+        self._report_failures(failures)
         self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
         return replies
 
@@ -156,27 +157,27 @@ class Environments(Worker):
         self._live.clear()
         if self._is_alive:
             try:
-                list(self.ask("forget", grace=self._grace))
-            except Lost as lost:
-                self._tell("end", str(lost), f"{self._whose}: their process {lost} when they were over")
+                list(self.call("forget", grace=self._grace))
+            except WorkerLost as lost:
+                self._report_once("end", str(lost), f"{self._whose}: their process {lost} when they were over")
 
     def _renew(self) -> None:
         """Start another process where this one is gone, or has threads that hang and slow it down for ever."""
         if self._is_alive:
-            with suppress(Lost):
-                (stuck,) = self.ask("stuck", grace=self._grace)
+            with suppress(WorkerLost):
+                (stuck,) = self.call("stuck", grace=self._grace)
                 if stuck:
                     self._kill()
-        self._ensure()
+        self._ensure_running()
 
     def _answers(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Outcome]:
         """Return an answer for each number; where the process is lost, each says so."""
         answers: dict[int, Outcome] = {number: {} for number in numbers}
         if content:
             try:
-                for number, answer in self.ask(method, content, grace=self._grace):
+                for number, answer in self.call(method, content, grace=self._grace):
                     answers[number] = answer
-            except Lost as lost:
+            except WorkerLost as lost:
                 for answer in answers.values():
                     answer["lost"] = str(lost)
         return answers
@@ -184,7 +185,7 @@ class Environments(Worker):
     def _add(self, failures: Failures, stage: str, answer: Outcome) -> None:
         stage, late = answer.get("stage", stage), f"took longer than {self._timeout:g} s ({KEY})"
         if answer.get("missed") == "untried":
-            many = f"{MOST_LATE} times or more in a row: the others were not tried"
+            many = f"{MAX_TIMEOUTS_IN_A_ROW} times or more in a row: the others were not tried"
             cause, text = "untried", f"{self._whose}: {stage} {late} {many}"
         elif "missed" in answer:
             cause, text = "late", f"{self._whose}: {stage} {late}"
@@ -196,15 +197,15 @@ class Environments(Worker):
             cause, text = answer["lost"], f"{self._whose}: their process {answer['lost']} in {stage}"
         failures[stage, cause].append(text)
 
-    def _judge_all(self, failures: Failures) -> None:
+    def _report_failures(self, failures: Failures) -> None:
         for (stage, cause), texts in failures.items():
-            self._judge(stage, cause, texts[0], self._loss(len(texts)))
+            self._report_failure(stage, cause, texts[0], self._loss(len(texts)))
 
     def _loss(self, count: int) -> str:
         return f"\nwhat {count} of {self._count} episodes earned is unknown"
 
 
-def tool_answers(observation: Observation) -> tuple[int, int]:
+def count_tool_answers(observation: Observation) -> tuple[int, int]:
     """Return the number of tools' answers in an observation, and of those that say that a call failed."""
     messages = [] if isinstance(observation, str) else observation
     answers = [str(message.get("content")) for message in messages if message["role"] == "tool"]

@@ -182,7 +182,7 @@ def _needs_runtime(task: Any) -> bool:
     return False
 
 
-def load_environment_of(name: str, args: Mapping[str, Any]) -> Any:
+def load_legacy_environment(name: str, args: Mapping[str, Any]) -> Any:
     """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or
     is of a kind whose rollouts cannot be stepped one by one."""
     find_verifiers(name)
@@ -203,7 +203,7 @@ def load_environment_of(name: str, args: Mapping[str, Any]) -> Any:
     return environment
 
 
-def has_tasks() -> bool:
+def has_tasksets() -> bool:
     """Return whether the installed release is 0.4 or later, whose environments are tasksets."""
     import verifiers as vf
 
@@ -213,10 +213,10 @@ def has_tasks() -> bool:
 def open_library(name: str, args: Mapping[str, Any], specials: Sequence[str]) -> "Library | Tasks":
     """Return the maker of the environments of `grpo.verifiers`.
 
-    Raises UserError as `load_environment_of` and `load_tasks`.
+    Raises UserError as `load_legacy_environment` and `load_tasks`.
     """
     find_verifiers(name)
-    return Tasks(name, args, specials) if has_tasks() else Library(name, args, specials)
+    return Tasks(name, args, specials) if has_tasksets() else Library(name, args, specials)
 
 
 class Library:
@@ -227,7 +227,7 @@ class Library:
 
     def __init__(self, name: str, args: Mapping[str, Any], specials: Sequence[str]):
         self.made: dict[str, Any] = {"name": name, "args": dict(args)}
-        self._environment = load_environment_of(name, args)
+        self._environment = load_legacy_environment(name, args)
         self._specials = specials
         self._loop = asyncio.new_event_loop()
 
@@ -496,13 +496,13 @@ def main() -> None:
     try:
         with redirect_stdout(sys.stderr):  # what the environment prints is no row
             find_verifiers(options.name)
-            if has_tasks():
+            if has_tasksets():
                 if options.eval:
                     raise UserError("--eval: a taskset has one data set; choose another by its args")
                 rows = task_rows(options.name, options.args)
             else:
                 rows = environment_rows(
-                    load_environment_of(options.name, options.args), options.name, options.args, options.eval
+                    load_legacy_environment(options.name, options.args), options.name, options.args, options.eval
                 )
     except UserError as error:
         raise SystemExit(f"dtrain: {error}") from None

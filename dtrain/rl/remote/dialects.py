@@ -15,14 +15,15 @@ dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the d
         is loaded in place of itself: completions under way go on with it, and say their oldest version.
 
 A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
-`streams`: how it takes broadcast weights, by a process group that dtrain makes or by vLLM's weight transfer; `pause`,
-`resume`: the posts before and after an update there; `forget`: those before `resume` that drop what it has cached.
-`names_versions`: whether each version of an adapter has a name of its own, by which a completion's version is known;
-`dora`, `towers`: whether it takes DoRA, and adapters of vision towers. `keeps_features`: whether features of images
-outlive the weights that they are of. `routed_fields`: the body's further fields that ask for experts; `routed`: of each
-completion in `read`'s order what the answer says of them, for `rl.routed`; `routed_start`: how to start a server that
-reports them. `load_adapter` gives the name to ask for. `read` raises RetryableError for an answer that may be better
-next time, and UserError, with the fix, for one that a setting of the server explains.
+`broadcast_kind`: how it takes broadcast weights, by a process group that dtrain makes or by vLLM's weight transfer;
+`pause`, `resume`: the posts before and after an update there; `clear_caches`: those before `resume` that drop what it
+has cached. `has_named_versions`: whether each version of an adapter has a name of its own, by which a completion's
+version is known; `supports_dora`, `supports_vision_adapters`: whether it takes DoRA, and adapters of vision towers.
+`keeps_image_features`: whether features of images outlive the weights that they are of. `routed_fields`: the body's
+further fields that ask for experts; `routed`: of each completion in `read`'s order what the answer says of them, for
+`rl.routed`; `routed_start`: how to start a server that reports them. `load_adapter` gives the name to ask for. `read`
+raises RetryableError for an answer that may be better next time, and UserError, with the fix, for one that a setting of
+the server explains.
 
 Prompts with images have other routes, whose answers also have the ids that the server read:
 
@@ -79,16 +80,16 @@ class AdapterVersion:
 
 class Vllm:
     name = "vllm"
-    streams = "transfer"
+    broadcast_kind = "transfer"
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
     # Keys of the old weights, those of completions under way too, and what the old tower made of images.
-    forget: Sequence[Post] = [
+    clear_caches: Sequence[Post] = [
         ("/reset_prefix_cache?reset_running_requests=true", {}),
         ("/reset_encoder_cache", {}),
     ]
-    names_versions = True
-    dora = towers = keeps_features = False
+    has_named_versions = True
+    supports_dora = supports_vision_adapters = keeps_image_features = False
     routed_fields: dict[str, Any] = {}  # all its answers have them, or none
     routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
@@ -96,7 +97,7 @@ class Vllm:
         body = {
             "model": adapter or model,
             "prompt": list(requests[0].prompt),
-            **draws_of_vllm(requests),
+            **vllm_sampling_fields(requests),
             "logprobs": 0,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
@@ -104,7 +105,7 @@ class Vllm:
         return "/v1/completions", body
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        return [self._completion(choice) for choice in choices_of(answer, len(requests))]
+        return [self._completion(choice) for choice in read_choices(answer, len(requests))]
 
     def routed(self, answer: Any) -> list[Any]:
         experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=choice_index)]
@@ -126,7 +127,7 @@ class Vllm:
             if not all(token.startswith(VLLM_TOKEN_PREFIX) for token in tokens):
                 raise UserError("it answers in text, not token ids: use vLLM 0.10.2 or later")
             ids = [int(token.removeprefix(VLLM_TOKEN_PREFIX)) for token in tokens]
-        return completion_of(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
+        return build_completion(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
         was_paused = all(self._try(call, *post) for post in self.pause)
@@ -135,24 +136,24 @@ class Vllm:
             if not self._try(call, "/collective_rpc", arguments):
                 raise UserError("it has no /collective_rpc: start it with VLLM_SERVER_DEV_MODE=1")
             self._try(call, "/update_weight_version", {"new_version": str(version)})
-            for post in self.forget:
+            for post in self.clear_caches:
                 self._try(call, *post)
         finally:
             for post in self.resume if was_paused else []:
                 call(*post)
 
-    def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
+    def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
         """Return what it holds where these are older weights than `version`, as after a restart; None where it has
         them, where completions tell their version, and where the release cannot say. Raises RetryableError."""
         try:
-            held = client.ask("/weight_info", None, seconds).get("weight_version")
+            held = client.request("/weight_info", None, seconds).get("weight_version")
         except ClientError:
             return None
         if (number := _version(held)) is not None:
             return f"version {number} of the weights" if number < version else None
         return "the weights that it began with" if held == "default" else None
 
-    def lacks_adapters(self, call: Call) -> str | None:
+    def adapter_problem(self, call: Call) -> str | None:
         """Return why it takes no adapter, by how it was started; None where it takes them."""
         try:
             call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})  # refused, where the route is there
@@ -165,13 +166,13 @@ class Vllm:
         try:
             call("/v1/load_lora_adapter", fields, is_json=False)
         except (ClientError, UserError) as error:
-            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
+            raise UserError(f"{error}; to take this adapter, {self.start_hint(adapter.rank)}") from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
         call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
 
-    def start_with(self, rank: int) -> str:
+    def start_hint(self, rank: int) -> str:
         """Return how to start a server that takes adapters of this rank."""
         max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
         return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {max_rank}"
@@ -190,11 +191,11 @@ class Vllm:
 
 class Dtrain(Vllm):
     name = "dtrain"
-    streams = "broadcast"
-    pause = forget = resume = ()  # it decodes nothing from the first bucket of an update to the last
-    names_versions = False
-    dora = towers = True
-    keeps_features = False
+    broadcast_kind = "broadcast"
+    pause = clear_caches = resume = ()  # it decodes nothing from the first bucket of an update to the last
+    has_named_versions = False
+    supports_dora = supports_vision_adapters = True
+    keeps_image_features = False
     routed_fields = {"return_routed_experts": True}
     routed_start = "it must serve a mixture of experts"
 
@@ -208,10 +209,10 @@ class Dtrain(Vllm):
     def load(self, call: Call, directory: Path, version: int) -> None:
         call("/update_weights_from_disk", {"model_path": str(directory), "weight_version": version})
 
-    def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
+    def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
         return None
 
-    def lacks_adapters(self, call: Call) -> str | None:
+    def adapter_problem(self, call: Call) -> str | None:
         try:
             call("/v1/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": "", "load_inplace": True})
         except ClientError as error:
@@ -223,19 +224,19 @@ class Dtrain(Vllm):
         call("/v1/load_lora_adapter", {**fields, "load_inplace": True})
         return ADAPTER_NAME
 
-    def start_with(self, rank: int) -> str:
+    def start_hint(self, rank: int) -> str:
         return "start it with --control DIR, which holds grpo.server.weights_dir, and --api-key-file FILE"
 
 
 class Sglang:
     name = "sglang"
-    streams = "broadcast"
+    broadcast_kind = "broadcast"
     pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
-    forget: Sequence[Post] = ()  # an update does
+    clear_caches: Sequence[Post] = ()  # an update does
     resume: Sequence[Post] = [("/continue_generation", {})]
-    names_versions = True
-    dora = towers = False
-    keeps_features = True  # `flush_cache` leaves those of images that it has read
+    has_named_versions = True
+    supports_dora = supports_vision_adapters = False
+    keeps_image_features = True  # `flush_cache` leaves those of images that it has read
     routed_fields = {"return_routed_experts": True}
     routed_start = "start it with --enable-return-routed-experts"
 
@@ -278,9 +279,9 @@ class Sglang:
         finish = meta.get("finish_reason")
         finish = finish.get("type") if isinstance(finish, dict) else finish
         ids, values = [token[1] for token in drawn], [token[0] for token in drawn]
-        return completion_of(ids, values, finish, _version(meta.get("weight_version")))
+        return build_completion(ids, values, finish, _version(meta.get("weight_version")))
 
-    def stale(self, client: HttpClient, version: int, seconds: float) -> str | None:
+    def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
         return None
 
     def load(self, call: Call, directory: Path, version: int) -> None:
@@ -294,7 +295,7 @@ class Sglang:
             for post in self.resume:
                 call(*post)
 
-    def lacks_adapters(self, call: Call) -> str | None:
+    def adapter_problem(self, call: Call) -> str | None:
         try:
             information = call("/get_server_info", None)
         except ClientError:
@@ -308,13 +309,13 @@ class Sglang:
             if not answer.get("success"):
                 raise UserError(f"it could not load {adapter.directory}: {answer.get('error_message')}")
         except (ClientError, UserError) as error:
-            raise UserError(f"{error}; to take this adapter, {self.start_with(adapter.rank)}") from error
+            raise UserError(f"{error}; to take this adapter, {self.start_hint(adapter.rank)}") from error
         return adapter.name
 
     def unload_adapter(self, call: Call, name: str) -> None:
         call("/unload_lora_adapter", {"lora_name": name}, tries=1)
 
-    def start_with(self, rank: int) -> str:
+    def start_hint(self, rank: int) -> str:
         return f"start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all"
 
 
@@ -322,10 +323,10 @@ Dialect = Vllm | Sglang
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dtrain()}
 
 
-def recognise_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
+def detect_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
     """Return the dialect of `kind`, for auto that of the models' owner, and the models' names. Raises RetryableError,
     ClientError and UserError."""
-    answer = client.ask("/v1/models", None, seconds)
+    answer = client.request("/v1/models", None, seconds)
     models = answer.get("data") if isinstance(answer, dict) else None
     names = [str(model.get("id")) for model in models or []]
     if kind != "auto":
@@ -357,7 +358,7 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def draws_of_vllm(requests: Sequence[Request]) -> dict[str, Any]:
+def vllm_sampling_fields(requests: Sequence[Request]) -> dict[str, Any]:
     """Return the fields by which vLLM draws the samples of one prompt."""
     first = requests[0]
     return {
@@ -369,7 +370,7 @@ def draws_of_vllm(requests: Sequence[Request]) -> dict[str, Any]:
     }
 
 
-def completion_of(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
+def build_completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
     if finish not in ("stop", "length"):
         raise RetryableError(f"a completion that ended by {finish!r}, not by stop or length")
     if len(ids) != len(logprobs):
@@ -381,7 +382,7 @@ def completion_of(ids: list[int], logprobs: list[float], finish: Any, version: i
     return Completion(ids, [float(value) for value in logprobs], finish, version)
 
 
-def choices_of(answer: Any, count: int) -> list[Any]:
+def read_choices(answer: Any, count: int) -> list[Any]:
     """Return the choices of an answer in OpenAI's form, by their index. Raises RetryableError where it has none, and
     UserError where they are not `count`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -408,7 +409,7 @@ class ImageRoute:
     server: str
     needs_ids = False
 
-    def takes(self, prompt: ImagePrompt) -> bool:
+    def supports(self, prompt: ImagePrompt) -> bool:
         """Return whether it can ask for this prompt."""
         return not self.needs_ids or prompt.short_ids is not None
 
@@ -461,7 +462,7 @@ class VllmTokens(VllmRoute):
             "model": adapter or model,
             "token_ids": list(prompt.short_ids),
             "content_parts": [{"type": "image_url", "url": uri} for uri in prompt.uris()],
-            "sampling_params": {**draws_of_vllm(requests), "logprobs": 0},
+            "sampling_params": {**vllm_sampling_fields(requests), "logprobs": 0},
             "return_token_ids": True,
         }
 
@@ -477,7 +478,7 @@ class VllmChat(VllmRoute):
         body = {
             "model": adapter or model,
             "messages": prompt.chat(),
-            **draws_of_vllm(requests),
+            **vllm_sampling_fields(requests),
             "logprobs": True,
             "top_logprobs": 0,
             "return_tokens_as_token_ids": True,

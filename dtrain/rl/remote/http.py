@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams, ShouldStop
-from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, recognise_dialect
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, Tries, pause_after, read_key
+from dtrain.rl.remote.dialects import DIALECTS, ROUTES, AdapterVersion, Call, Dialect, ImageRoute, detect_dialect
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, RetryState, pause_after, read_api_key
 
 if TYPE_CHECKING:
-    from dtrain.rl.routed import RoutedReader
+    from dtrain.rl.routed import RoutedExpertsReader
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -36,32 +36,33 @@ REPORT_EVERY = 30.0  # seconds between lines about a server that is waited for
 
 @dataclass
 class ServerClient:
-    """Client of a server. version: of the weights that it got last, None: those it started with; adapter: the name of
-    the one to draw with, None: the model alone; behind: why it did not take the last weights, so that it is asked for
-    nothing until it does. is_held: calls wait for an adapter's next version. loaded: adapters' names there, and how
-    many calls are under way with each. image_routes: those that it may have."""
+    """Client of a server. version: of the weights that it got last, None: those it started with; adapter: the name
+    of the one to draw with, None: the model alone; update_problem: why it did not take the last weights, so that it
+    is asked for nothing until it does. is_waiting_for_adapter: calls wait for an adapter's next version.
+    calls_per_adapter: adapters' names there, and how many calls are under way with each.
+    image_routes: those that it may have."""
 
     client: HttpClient
     dialect: Dialect
     model: str
     adapter: str | None = None
-    is_held: bool = False
-    loaded: dict[str, int] = field(default_factory=dict)
-    busy: int = 0
+    is_waiting_for_adapter: bool = False
+    calls_per_adapter: dict[str, int] = field(default_factory=dict)
+    num_calls: int = 0
     failures: int = 0  # in a row
-    rest_until: float = 0.0
+    retry_at: float = 0.0
     version: int | None = None
-    behind: str | None = None
+    update_problem: str | None = None
     image_routes: Sequence[ImageRoute] = ()
 
     def record_update(self, version: int, problem: str | None, adapter: str | None = None) -> None:
         """Record that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
-        self.behind, self.is_held = problem, False
+        self.update_problem, self.is_waiting_for_adapter = problem, False
         if problem is None:
             self.adapter = adapter
             if adapter is not None:
-                self.loaded.setdefault(adapter, 0)
-            self.version, self.failures, self.rest_until = version, 0, 0.0
+                self.calls_per_adapter.setdefault(adapter, 0)
+            self.version, self.failures, self.retry_at = version, 0, 0.0
 
 
 class HttpEngine:
@@ -90,7 +91,7 @@ class HttpEngine:
         concurrency: int = 64,
         start_timeout: float = 300.0,
         api_key_file: str | Path | None = None,
-        routed: "RoutedReader | None" = None,
+        routed: "RoutedExpertsReader | None" = None,
         vocab_size: int = 2**31,
         say: Callable[[str], None] = lambda line: None,
         should_stop: ShouldStop | None = None,
@@ -103,12 +104,12 @@ class HttpEngine:
         self._routed, self._vocab_size = routed, vocab_size
         self._changed = threading.Condition()
         self._closed = False
-        key = read_key(api_key_file)
+        key = read_api_key(api_key_file)
         until = time.monotonic() + start_timeout
         self._start_timeout = start_timeout
         self._clients = [HttpClient(url, key) for url in urls]
         self.servers: list[ServerClient] = self._all(
-            self._clients, lambda client, stop: self._meet(client, kind, model, Tries(until, stop)), should_stop
+            self._clients, lambda client, stop: self._meet(client, kind, model, RetryState(until, stop)), should_stop
         )
 
     def generate(self, requests: Sequence[Request], should_stop: ShouldStop | None = None) -> list[Completion]:
@@ -117,7 +118,7 @@ class HttpEngine:
         last error, or one answers what cannot be used, and Interrupted soon after `should_stop` says yes."""
         if any(request.images is not None for request in requests):
             raise UserError("prompts with decoded images are for the native engine: servers get an `image_prompt`")
-        drawn = self._all(group(requests), self._complete, should_stop)
+        drawn = self._all(group_samples(requests), self._complete, should_stop)
         return [completion for completions in drawn for completion in completions]
 
     def update_from_directory(self, directory: Path, version: int) -> None:
@@ -131,13 +132,17 @@ class HttpEngine:
         versions go when no call is under way with them. New calls wait meanwhile. Fails as `update_from_directory`."""
         with self._changed:
             for server in self.servers:
-                server.is_held = True
+                server.is_waiting_for_adapter = True
 
         def give(server: ServerClient, call: Call) -> str:
             with self._changed:
-                idle = [name for name, calls in server.loaded.items() if not calls and server.dialect.names_versions]
+                idle = [
+                    name
+                    for name, calls in server.calls_per_adapter.items()
+                    if not calls and server.dialect.has_named_versions
+                ]
                 for name in idle:
-                    del server.loaded[name]
+                    del server.calls_per_adapter[name]
             for name in idle:
                 # A server that has dropped it by itself refuses.
                 with suppress(UserError, ClientError):
@@ -146,11 +151,11 @@ class HttpEngine:
 
         self._update(give, adapter.version, adapter.directory)
 
-    def lacks_adapters(self) -> str | None:
+    def adapter_problem(self) -> str | None:
         """Return why a server takes no adapter, by its own answers; None where all take them. Raises UserError."""
 
         def look(server: ServerClient, stop: threading.Event) -> str | None:
-            lacking = server.dialect.lacks_adapters(partial(self._call, server, stop))
+            lacking = server.dialect.adapter_problem(partial(self._call, server, stop))
             return None if lacking is None else f"{server.client.url}: {lacking}"
 
         return next((problem for problem in self._all(self.servers, look) if problem), None)
@@ -166,17 +171,17 @@ class HttpEngine:
         with self._changed:
             self._changed.notify_all()
 
-    def _meet(self, client: HttpClient, kind: str, model: str | None, tries: Tries) -> ServerClient:
+    def _meet(self, client: HttpClient, kind: str, model: str | None, tries: RetryState) -> ServerClient:
         reported_at = 0.0
         while True:
             try:
-                dialect, models = recognise_dialect(client, kind, tries.seconds)
+                dialect, models = detect_dialect(client, kind, tries.seconds)
                 break
             except ClientError as error:
                 fix = "; grpo.server.api_key_file names a file with the server's key" if error.status == 401 else ""
                 raise UserError(f"{client.url}: {error}{fix}") from error
             except RetryableError as error:
-                tries.note(client.url, error)
+                tries.record(client.url, error)
                 waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
                 if tries.count(client.url) == 1 or time.monotonic() - reported_at >= REPORT_EVERY:
                     reported_at = time.monotonic()
@@ -200,7 +205,9 @@ class HttpEngine:
         path, body = server.dialect.body(requests, server.model)
         try:
             try:
-                answer = server.client.ask(path, body | server.dialect.routed_fields, min(TRY_SECONDS, self.timeout))
+                answer = server.client.request(
+                    path, body | server.dialect.routed_fields, min(TRY_SECONDS, self.timeout)
+                )
                 completions = self._read(server, server.dialect, answer, requests)
             except RetryableError:
                 return
@@ -259,8 +266,8 @@ class HttpEngine:
                 self._changed.notify_all()
 
         self._all(self.servers, attempt)
-        if all(server.behind for server in self.servers):
-            problems = "; ".join(f"{server.client.url}: {server.behind}" for server in self.servers)
+        if all(server.update_problem for server in self.servers):
+            problems = "; ".join(f"{server.client.url}: {server.update_problem}" for server in self.servers)
             raise UserError(f"no server took version {version} of the weights ({directory}): {problems}")
 
     def _call(
@@ -275,17 +282,17 @@ class HttpEngine:
     ) -> Any:
         """Return the answer to one call, tried `tries` times, 1 + self.retries by default. Raises ClientError and
         UserError."""
-        attempts, url = Tries(time.monotonic() + self.timeout, stop), server.client.url
+        attempts, url = RetryState(time.monotonic() + self.timeout, stop), server.client.url
         while True:
             try:
-                return server.client.ask(path, body, attempts.seconds, is_json=is_json)
+                return server.client.request(path, body, attempts.seconds, is_json=is_json)
             except RetryableError as error:
-                attempts.note(url, error)
+                attempts.record(url, error)
                 if self._closed or not attempts.wait(url, most=1 + self.retries if tries is None else tries):
                     raise UserError(f"{path}: {attempts.summary()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
-        tries = Tries(time.monotonic() + self.timeout, stop)
+        tries = RetryState(time.monotonic() + self.timeout, stop)
         while True:
             server, has_others, version, adapter = self._choose(tries)
             # Half of the time that is left for this try, while another server could be asked after it.
@@ -293,10 +300,12 @@ class HttpEngine:
             try:
                 completions = self._ask(server, adapter, requests, seconds)
                 if adapter is None and version is not None:
-                    held = server.dialect.stale(server.client, version, seconds)
+                    held = server.dialect.stale_weights(server.client, version, seconds)
                     if held is not None:
                         raise RetryableError(f"it has {held}, not version {version}: was it restarted?")
-                if adapter is not None and server.dialect.names_versions:  # the name tells the version, not the base's
+                if (
+                    adapter is not None and server.dialect.has_named_versions
+                ):  # the name tells the version, not the base's
                     completions = [replace(completion, version=version) for completion in completions]
                 for completion, request in zip(completions, requests, strict=True):
                     _check(completion, request.sampling.max_new_tokens, version)
@@ -307,9 +316,9 @@ class HttpEngine:
                 raise UserError(f"{server.client.url}: {error}") from error
             finally:
                 with self._changed:
-                    server.busy -= 1
+                    server.num_calls -= 1
                     if adapter is not None:
-                        server.loaded[adapter] -= 1
+                        server.calls_per_adapter[adapter] -= 1
                     self._changed.notify_all()
             with self._changed:
                 server.failures = 0
@@ -339,7 +348,7 @@ class HttpEngine:
     ) -> list[Completion]:
         """Return the completions by the first route that the server has for this prompt, and keep to it."""
         until, refusal = time.monotonic() + seconds, None
-        routes = [route for route in server.image_routes if route.takes(prompt)]
+        routes = [route for route in server.image_routes if route.supports(prompt)]
         if not routes:
             raise UserError(f"{server.dialect.name} takes no images of this model: use vLLM or dtrain serve")
         while True:
@@ -368,7 +377,7 @@ class HttpEngine:
     def _check_route(server: ServerClient, path: str, seconds: float) -> None:
         """Raise ClientError where the server has no such path, or keeps it closed."""
         try:
-            server.client.ask(path, {}, seconds)
+            server.client.request(path, {}, seconds)
         except ClientError as error:
             if error.status in CLOSED_STATUSES:
                 raise
@@ -385,10 +394,10 @@ class HttpEngine:
         path, body = route.body(requests, server.model, adapter)
         if self._routed is not None:
             body = body | server.dialect.routed_fields
-        answer = server.client.ask(path, body, seconds)
+        answer = server.client.request(path, body, seconds)
         return self._with_routed(server, answer, requests, self._read(server, route, answer, requests))
 
-    def _choose(self, tries: Tries) -> tuple[ServerClient, bool, int | None, str | None]:
+    def _choose(self, tries: RetryState) -> tuple[ServerClient, bool, int | None, str | None]:
         """Wait for a server that may be asked, the one with the fewest calls, and take a place there. Return it,
         whether there are more, and the version and the adapter to draw with."""
         with self._changed:
@@ -396,31 +405,33 @@ class HttpEngine:
                 now = time.monotonic()
                 if self._closed or tries.stop.is_set():
                     raise UserError("the client was closed while completions were under way")
-                able = [s for s in self.servers if s.behind is None and tries.count(s.client.url) <= self.retries]
+                able = [
+                    s for s in self.servers if s.update_problem is None and tries.count(s.client.url) <= self.retries
+                ]
                 if not able or now > tries.until:
-                    late = [s for s in self.servers if s.behind]
-                    behind = [f"{s.client.url} did not take the last weights: {s.behind}" for s in late]
+                    late = [s for s in self.servers if s.update_problem]
+                    behind = [f"{s.client.url} did not take the last weights: {s.update_problem}" for s in late]
                     raise UserError(
                         f"no server gave completions within {self.timeout:.0f} s "
                         f"({'; '.join([tries.summary(), *behind])}); start them again and resume the run"
                     )
-                free = [server for server in able if not server.is_held]
-                ready = [server for server in free if server.rest_until <= now]
+                free = [server for server in able if not server.is_waiting_for_adapter]
+                ready = [server for server in free if server.retry_at <= now]
                 if ready:
-                    server = min(ready, key=lambda server: server.busy)
-                    server.busy += 1
+                    server = min(ready, key=lambda server: server.num_calls)
+                    server.num_calls += 1
                     if server.adapter is not None:
-                        server.loaded[server.adapter] += 1
+                        server.calls_per_adapter[server.adapter] += 1
                     return server, len(able) > 1, server.version, server.adapter
-                self._changed.wait(max(0.01, min([tries.until, *(server.rest_until for server in free)]) - now))
+                self._changed.wait(max(0.01, min([tries.until, *(server.retry_at for server in free)]) - now))
 
-    def _failed(self, server: ServerClient, tries: Tries, error: RetryableError) -> None:
-        tries.note(server.client.url, error)
+    def _failed(self, server: ServerClient, tries: RetryState, error: RetryableError) -> None:
+        tries.record(server.client.url, error)
         with self._changed:
             server.failures += 1
             # Calls that fail together count once.
-            if server.rest_until <= time.monotonic():
-                server.rest_until = time.monotonic() + pause_after(server.failures)
+            if server.retry_at <= time.monotonic():
+                server.retry_at = time.monotonic() + pause_after(server.failures)
         if server.failures == 1:
             self.say(f"{server.client.url}: {error}; trying again")
 
@@ -467,7 +478,7 @@ def wait_for(futures: Sequence[Future], should_stop: ShouldStop | None = None) -
             raise Interrupted
 
 
-def group(requests: Sequence[Request]) -> list[list[Request]]:
+def group_samples(requests: Sequence[Request]) -> list[list[Request]]:
     """Group requests that are samples of one prompt with ascending sample_index."""
     groups: list[list[Request]] = []
     for request in requests:

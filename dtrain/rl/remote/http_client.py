@@ -19,10 +19,10 @@ from dtrain.base.errors import UserError, describe_error
 
 CONNECT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
-LARGEST = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
-AT_ONCE = 1 << 20  # bytes that are read at once
+MAX_ANSWER_BYTES = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
+CHUNK_BYTES = 1 << 20  # bytes that are read at once
 # Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
-PASSING = {408, 425, 429, 500, 502, 503, 504}
+RETRYABLE_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 class RetryableError(Exception):
@@ -59,7 +59,7 @@ class HttpClient:
         self._live: set[socket.socket] = set()
         self._lock = threading.Lock()
 
-    def ask(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
+    def request(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
         """Return the JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an
         answer in another form is its text. Raises RetryableError and ClientError."""
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
@@ -113,12 +113,12 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _body(response: http.client.HTTPResponse) -> bytearray:
-    """Return the bytes of an answer. Raises RetryableError for more than LARGEST, and as `HTTPResponse.read`."""
+    """Read a response. Raises RetryableError for more than MAX_ANSWER_BYTES, and as `HTTPResponse.read`."""
     raw = bytearray()
-    while part := response.read(AT_ONCE):
+    while part := response.read(CHUNK_BYTES):
         raw += part
-        if len(raw) > LARGEST:
-            raise RetryableError(f"an answer of more than {LARGEST >> 20} MiB")
+        if len(raw) > MAX_ANSWER_BYTES:
+            raise RetryableError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
     if response.length:  # bytes of the announced length are missing
         raise http.client.IncompleteRead(bytes(raw), response.length)
     return raw
@@ -134,7 +134,7 @@ def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
     if status == 200:
         return answer
     message = f"{status}: {_message(answer)}"
-    raise RetryableError(message) if status in PASSING else ClientError(status, message)
+    raise RetryableError(message) if status in RETRYABLE_STATUSES else ClientError(status, message)
 
 
 def _message(answer: Any) -> str:
@@ -146,7 +146,7 @@ def _message(answer: Any) -> str:
     return str(answer) or "no explanation"
 
 
-def read_key(file: str | Path | None) -> str | None:
+def read_api_key(file: str | Path | None) -> str | None:
     """Return the API key that is the only line of `file`. Raises UserError."""
     if file is None:
         return None
@@ -160,7 +160,7 @@ def read_key(file: str | Path | None) -> str | None:
 
 
 @dataclass
-class Tries:
+class RetryState:
     """Failed tries of one call, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
 
     until: float
@@ -174,7 +174,7 @@ class Tries:
     def count(self, url: str) -> int:
         return len(self.errors.get(url, []))
 
-    def note(self, url: str, error: object) -> None:
+    def record(self, url: str, error: object) -> None:
         self.errors.setdefault(url, []).append(str(error))
 
     def wait(self, url: str, most: float = math.inf) -> bool:

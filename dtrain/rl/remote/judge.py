@@ -18,7 +18,7 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest, split_lines
-from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_key
+from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_api_key
 
 LOOK_SECONDS = 10.0  # for a server to say that it is there
 IN_A_ROW = 3  # answers that a judge fails to judge before the rest of a call is not asked: it is down
@@ -56,7 +56,7 @@ class Judge:
         api_key_file: str | None = None,
         cache: str | None = None,
     ):
-        self._client, self._model, self._rubric = HttpClient(url, read_key(api_key_file)), model, rubric
+        self._client, self._model, self._rubric = HttpClient(url, read_api_key(api_key_file)), model, rubric
         self._concurrency, self._timeout = concurrency, timeout
         self._cache, self._lock = Path(cache) if cache else None, Lock()
         self._known = _read(self._cache) if self._cache else {}
@@ -80,10 +80,10 @@ class Judge:
                     self._keep(key, reward)
         return [self._known.get(key) for key in keys]
 
-    def look(self) -> None:
+    def check_server(self) -> None:
         """Check that the server is up. Raises UserError where none answers, or it lists its models without this one."""
         try:
-            answer = self._client.ask("/v1/models", None, LOOK_SECONDS)
+            answer = self._client.request("/v1/models", None, LOOK_SECONDS)
         except ClientError:  # a server need not list its models
             return
         except RetryableError as error:
@@ -111,7 +111,7 @@ class Judge:
             if self._failed >= IN_A_ROW or left <= 0:
                 break
             try:
-                reward = _points(self._client.ask("/v1/chat/completions", body, left))
+                reward = _points(self._client.request("/v1/chat/completions", body, left))
                 self._failed = 0
                 return reward
             except (RetryableError, ClientError) as error:
@@ -149,12 +149,12 @@ def _as_text(answer: Any) -> str:
     return json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict | list) else str(answer)
 
 
-def together(options: Mapping[str, Any]) -> int:
+def batch_size(options: Mapping[str, Any]) -> int:
     """Return how many answers a judge with these options gets in a call that shall not take long."""
     return ROUNDS * options.get("concurrency", CONCURRENCY)
 
 
-def seconds_for(options: Mapping[str, Any], count: int) -> float:
+def max_call_seconds(options: Mapping[str, Any], count: int) -> float:
     """Return the seconds that a judge with these options may take for `count` answers."""
     rounds = math.ceil(count / options.get("concurrency", CONCURRENCY))
     return rounds * options.get("timeout", TIMEOUT) + LOOK_SECONDS

@@ -129,7 +129,7 @@ class StreamPublisher(Publisher):
     collective. Raises UserError for a server that takes no stream.
     """
 
-    way = "broadcast"
+    broadcast_kind = "broadcast"
 
     def __init__(
         self,
@@ -161,19 +161,19 @@ class StreamPublisher(Publisher):
             full = [tensor for _, tensor in source.full_tensors(self.dtype, names)]
             if self.ranks.is_first and problem is None:
                 last = version if names is parts[-1] else None
-                problem = error_of(self._send, info, names, full, last)
+                problem = catch_error(self._send, info, names, full, last)
             del full
         self.ranks.run_on_first(lambda: self._conclude(version, problem))
 
     def close(self) -> None:
         """Leave the group. No collective."""
         for server in self._members:
-            error_of(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
+            catch_error(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
         self._group, self._members = None, []
 
     def _check(self) -> None:
         for server in self.engine.servers:
-            if server.dialect.streams != self.way:
+            if server.dialect.broadcast_kind != self.broadcast_kind:
                 raise UserError(
                     f"{server.client.url} is a {server.dialect.name} server, which joins no group of the others' kind; "
                     "give servers of one kind, or publish by a shared directory (grpo.server.weights=directory)"
@@ -208,7 +208,7 @@ class StreamPublisher(Publisher):
     def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
         """Post to every member, whatever others answer, and return the first error."""
         calls = [(server, *post) for server in self._members for post in posts(server.dialect)]
-        problems = [error_of(self._ask, *call) for call in calls]
+        problems = [catch_error(self._ask, *call) for call in calls]
         return next((problem for problem in problems if problem is not None), None)
 
     def _form(self, servers: list[ServerClient], info: WeightInfo) -> None:
@@ -281,7 +281,7 @@ class StreamPublisher(Publisher):
     def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the answer to a call without a second try: a broadcast has none either. Raises UserError."""
         try:
-            answer = server.client.ask(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
+            answer = server.client.request(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
         except (RetryableError, ClientError) as error:
             raise UserError(f"{server.client.url}{path}: {error}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -290,7 +290,7 @@ class StreamPublisher(Publisher):
 
     def _is_alive(self, server: ServerClient) -> bool:
         try:
-            server.client.ask("/v1/models", None, QUICK_SECONDS)
+            server.client.request("/v1/models", None, QUICK_SECONDS)
         except (RetryableError, ClientError) as error:
             self.engine.say(f"{server.client.url} takes no part in this update: {error}")
             return False
@@ -346,12 +346,12 @@ class TransferPublisher(StreamPublisher):
     Raises UserError for a server that takes no such transfer, and on a machine without NCCL.
     """
 
-    way = "transfer"
+    broadcast_kind = "transfer"
     root: type[NcclRoot] = NcclRoot
 
     def close(self) -> None:
         for server in self._members:
-            error_of(self._ask, server, "/shutdown_weight_transfer_engine", {})
+            catch_error(self._ask, server, "/shutdown_weight_transfer_engine", {})
         if self._group is not None:
             self._group.abort()
         self._group, self._members = None, []
@@ -364,7 +364,7 @@ class TransferPublisher(StreamPublisher):
         for server in self.engine.servers:
             self._world_size(server)
             # An incomplete description, which is refused before anything is done, tells what the server knows.
-            refused = error_of(self._ask, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
+            refused = catch_error(self._ask, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
             if "nccl_unique_id_b64" not in str(refused):
                 raise UserError(
                     f"{refused or server.client.url}: it takes no weights over NCCL: {HOW_TO_START_VLLM}, {OTHER_WAY}"
@@ -380,14 +380,14 @@ class TransferPublisher(StreamPublisher):
 
     def _meet(self, info: WeightInfo) -> None:
         super()._meet(info)
-        problems = [error_of(self._start, server) for server in self._members]
+        problems = [catch_error(self._start, server) for server in self._members]
         problem = next((problem for problem in problems if problem is not None), None)
         if problem is not None:
             raise UserError(f"{problem}; the servers stay paused until they get a whole version")
 
     def _start(self, server: ServerClient) -> None:
-        if error_of(self._ask, server, "/start_weight_update", {}) is not None:
-            error_of(self._ask, server, "/finish_weight_update", {})  # an update that an earlier run left open
+        if catch_error(self._ask, server, "/start_weight_update", {}) is not None:
+            catch_error(self._ask, server, "/finish_weight_update", {})  # an update that an earlier run left open
             self._ask(server, "/start_weight_update", {})
 
     def _form(self, servers: list[ServerClient], info: WeightInfo) -> None:
@@ -435,16 +435,16 @@ class TransferPublisher(StreamPublisher):
     def _end(self, server: ServerClient, version: int) -> Exception | None:
         """Have a server that got all of a version go on with it; return the first error."""
         finish = ("/finish_weight_update", {"weight_version": str(version)})
-        for post in [finish, *server.dialect.forget, *server.dialect.resume]:
-            if (problem := error_of(self._ask, server, *post)) is not None:
+        for post in [finish, *server.dialect.clear_caches, *server.dialect.resume]:
+            if (problem := catch_error(self._ask, server, *post)) is not None:
                 return problem
         return None
 
     def _go_on(self) -> None:
         for server in self._members:
-            if server.behind is None:  # others hold a part of a version
+            if server.update_problem is None:  # others hold a part of a version
                 for post in server.dialect.resume:
-                    error_of(self._ask, server, *post)
+                    catch_error(self._ask, server, *post)
 
 
 class AdapterPublisher(Publisher):
@@ -508,17 +508,17 @@ def read_marker(directory: Path) -> str:
     return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
 
 
-def is_whole_step(directory: Path) -> bool:
+def is_complete_step(directory: Path) -> bool:
     return (directory / MARKER).is_file()
 
 
-def version_of(directory: Path) -> int | None:
+def step_number(directory: Path) -> int | None:
     """Return N of a directory named step-N; None for other names."""
     match = _STEP_NAME.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
-def newest_whole_step(shared: Path) -> tuple[int, Path] | None:
+def newest_complete_step(shared: Path) -> tuple[int, Path] | None:
     """Return the highest N of a whole `step-N`, and its directory; None where there is none yet."""
     return max(_whole_steps(shared).items(), default=None)
 
@@ -534,8 +534,8 @@ def prune_steps(shared: Path, current: int, keep: int) -> None:
 
 
 def _whole_steps(shared: Path) -> dict[int, Path]:
-    paths = [path for path in shared.glob("step-*") if is_whole_step(path)]
-    return {version: path for path in paths if (version := version_of(path)) is not None}
+    paths = [path for path in shared.glob("step-*") if is_complete_step(path)]
+    return {version: path for path in paths if (version := step_number(path)) is not None}
 
 
 def describe_tensors(info: WeightInfo, names: list[str]) -> dict[str, Any]:
@@ -546,7 +546,7 @@ def describe_tensors(info: WeightInfo, names: list[str]) -> dict[str, Any]:
     }
 
 
-def error_of(act: Callable[..., Any], *arguments: Any) -> Exception | None:
+def catch_error(act: Callable[..., Any], *arguments: Any) -> Exception | None:
     """Return why `act` failed, for reasons that lie with a server or the network; else None."""
     try:
         act(*arguments)

@@ -26,7 +26,7 @@ from dtrain.base.ranges import NUMBER, Range, closest_name, is_finite
 
 READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length", "math_verify")
 """Rewards that compare a completion with the data's answer."""
-NEEDS_MORE = ("python_tests", "math_verify")
+NEEDS_SOFTWARE = ("python_tests", "math_verify")
 """Rewards that need programs or packages, which they look for when they are made."""
 _MODULES = {
     **dict.fromkeys(("math_exact", "text_exact", "numeric", "cosine_length"), "right_answers"),
@@ -41,7 +41,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name -> import path."""
-NO_REWARD = (
+NOT_A_REWARD = (
     "which is no reward: name a Python function that takes completions, and columns of the data by their names, and "
     "gives a list of numbers"
 )
@@ -56,10 +56,10 @@ def find(name: str, kind: str = "reward") -> tuple[str, str]:
     read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is not there,
     a file that is not Python, a module without that name, and a reward of Python's own C modules.
     """
-    return find_with_file(name, kind)[:2]
+    return find_function_and_file(name, kind)[:2]
 
 
-def find_with_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
+def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
     """Return (module, function, file): those of `find`, and the file that the module will come from."""
     known = BUILT_IN if kind == "reward" else {}
     path = known.get(name, name)
@@ -80,7 +80,7 @@ def find_with_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
     if kind == "reward" and _is_of_c(spec, function):
-        raise UserError(f"reward {name} is of a C module of Python itself, {NO_REWARD}")
+        raise UserError(f"reward {name} is of a C module of Python itself, {NOT_A_REWARD}")
     return module, function, spec.origin or "Python itself"
 
 

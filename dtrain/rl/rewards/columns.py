@@ -16,13 +16,13 @@ from dtrain.base.errors import UserError
 from dtrain.base.nested_columns import column_names, get_column, has_column
 from dtrain.rl.rewards.catalog import (
     BUILT_IN,
-    NEEDS_MORE,
-    NO_REWARD,
+    NEEDS_SOFTWARE,
+    NOT_A_REWARD,
     READS_ANSWERS,
     find_definition,
-    find_with_file,
+    find_function_and_file,
 )
-from dtrain.rl.worker import Lost, Outcome, Worker, attempt
+from dtrain.rl.worker import Outcome, Worker, WorkerLost, attempt
 
 if TYPE_CHECKING:
     from dtrain.recipe.rollouts import Reward
@@ -78,7 +78,7 @@ class RewardKeys:
 GRPO_KEYS = RewardKeys()
 
 
-def lacking_columns_of(
+def missing_column_problems(
     rewards: Iterable["Reward"], rows: Iterable[Mapping[str, Any]], keys: RewardKeys = GRPO_KEYS
 ) -> list[str]:
     """Return why rewards have no values, one line each, without repetition.
@@ -89,19 +89,19 @@ def lacking_columns_of(
         keys: The keys that the messages name.
 
     Raises:
-        UserError: As `lacking_columns`.
+        UserError: As `missing_column_problem`.
     """
     rows = list(rows)
     problems = []
     for reward in rewards:
         for row in rows:
-            problem = lacking_columns(str(reward.fn), reward.options, row, keys)
+            problem = missing_column_problem(str(reward.fn), reward.options, row, keys)
             if problem is not None:
                 problems.append(problem)
     return list(dict.fromkeys(problems))
 
 
-def lacking_columns(
+def missing_column_problem(
     name: str, options: Mapping[str, Any], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS
 ) -> str | None:
     """Return why a reward has no values with data of these columns; None if it may have some.
@@ -121,59 +121,59 @@ def lacking_columns(
     Raises:
         UserError: As `find`.
     """
-    module, function, file = find_with_file(name)
+    module, function, file = find_function_and_file(name)
     own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
     if own is not None:
         column = {**import_module("dtrain.rl.rewards.catalog").REWARDS[own], **options}.get("column")
         if column is not None:
             if not has_column(columns, column):
-                return no_column(own, column, columns, keys)
+                return missing_column_message(own, column, columns, keys)
             refusal = None
             if own in READS_ANSWERS:
-                refusal = not_an_answer(own, column, get_column(columns, column), keys)
+                refusal = answer_type_problem(own, column, get_column(columns, column), keys)
             if refusal is not None:
                 return refusal
         try:
-            if own in NEEDS_MORE:
+            if own in NEEDS_SOFTWARE:
                 getattr(import_module(module), function)(**options)
         except UserError as problem:
             return str(problem)
         return None
     node = find_definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
-        return f"reward {name} is a value that cannot be called, {NO_REWARD}"
+        return f"reward {name} is a value that cannot be called, {NOT_A_REWARD}"
     made_with: Signature | None = None
     if isinstance(node, ast.ClassDef):
         makes, call = (_method(node, called) for called in ("__init__", "__call__"))
         if call is None and not (node.bases or node.keywords):
-            return f"reward {name} is a class without __call__, {NO_REWARD}"
+            return f"reward {name} is a class without __call__, {NOT_A_REWARD}"
         made_with, node = _signature(makes) or Signature([]), call
     called = _signature(node)
     if called is None:
-        service, key, say = "dtrain.rl.rewards.columns:Look", keys.timeout, partial(print, file=sys.stderr)
+        service, key, say = "dtrain.rl.rewards.columns:SignatureReader", keys.timeout, partial(print, file=sys.stderr)
         try:
             with Worker(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say) as process:
-                ((makes, calls),) = process.ask("signatures")
+                ((makes, calls),) = process.call("signatures")
             made_with, called = makes and Signature(**makes), Signature(**calls)
-        except (UserError, Lost) as problem:
+        except (UserError, WorkerLost) as problem:
             return str(problem)
     lacking = [key for key in made_with.needs if key not in options] if made_with else []
     if lacking:
         return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in {keys.rewards}"
     if called.by_place:
-        return f"reward {name} takes {', '.join(called.by_place)} by place, {NO_REWARD}"
+        return f"reward {name} takes {', '.join(called.by_place)} by place, {NOT_A_REWARD}"
     available = {*columns, *OWN, *(() if made_with else options)}
     missing = [key for key in called.needs if key not in available]
     if missing:
-        return takes_more(name.rsplit(".", 1)[-1], missing, columns, keys)
+        return missing_argument_message(name.rsplit(".", 1)[-1], missing, columns, keys)
     if not called.takes_all and not {*called.needs, *called.may} & {*columns, *OWN}:
-        return f"reward {name} takes neither completions nor a column, {NO_REWARD}"
+        return f"reward {name} takes neither completions nor a column, {NOT_A_REWARD}"
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _gives_no_list(node):
         return f"reward {name} gives one value, or none, for all completions: return a list, a number for each"
     return None
 
 
-def no_column(name: str, column: str, columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
+def missing_column_message(name: str, column: str, columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
     """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
@@ -181,7 +181,7 @@ def no_column(name: str, column: str, columns: Mapping[str, Any], keys: RewardKe
     )
 
 
-def not_an_answer(name: str, column: str, value: Any, keys: RewardKeys = GRPO_KEYS) -> str | None:
+def answer_type_problem(name: str, column: str, value: Any, keys: RewardKeys = GRPO_KEYS) -> str | None:
     """Return why `value` of a column is no answer to compare with; None if it is one.
 
     An answer is a text, a number, a truth value or null, or a list of these. An object is none, because only the user
@@ -217,12 +217,14 @@ def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> S
         return columns[column]
     top, _, nested = column.partition(".")
     if not nested or top not in columns:
-        raise UserError(no_column(name, column, columns))
+        raise UserError(missing_column_message(name, column, columns))
     objects = [value if isinstance(value, Mapping) else {} for value in columns[top]]
     return [get_column(value, nested) if has_column(value, nested) else None for value in objects]
 
 
-def takes_more(name: str, missing: Collection[str], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
+def missing_argument_message(
+    name: str, missing: Collection[str], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS
+) -> str:
     """Return the refusal of a reward whose signature takes columns that are `missing` from the data."""
     nested = [f"{key}: {known}" for key in missing for known in column_names(columns) if known.endswith(f".{key}")]
     hint = ""
@@ -237,7 +239,7 @@ def _listed(columns: Mapping[str, Any]) -> str:
     return (", ".join(names[:_MOST_LISTED]) or "none") + more
 
 
-class Look:
+class SignatureReader:
     """Service that reads the signatures of one reward before a run: of what it is made and called with. It neither
     makes nor calls it."""
 
@@ -252,12 +254,12 @@ class Look:
         self._signatures: tuple[dict[str, Any] | None, dict[str, Any]]
         reward = getattr(import_module(module), function)
         if not isinstance(reward, type):
-            self._signatures = None, asdict(signature_of(path, reward))
+            self._signatures = None, asdict(read_signature(path, reward))
         elif any("__call__" in vars(base) for base in reward.__mro__):
-            made_with, called_with = signature_of(path, reward), signature_of(path, reward.__call__, skip=1)
+            made_with, called_with = read_signature(path, reward), read_signature(path, reward.__call__, skip=1)
             self._signatures = asdict(made_with), asdict(called_with)
         else:
-            raise UserError(f"reward {path} is a class without __call__, {NO_REWARD}")
+            raise UserError(f"reward {path} is a class without __call__, {NOT_A_REWARD}")
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
@@ -281,16 +283,16 @@ def _signature(node: ast.AST | None) -> Signature | None:
     takes.defaults = [none] * min(len(takes.defaults), len(takes.posonlyargs) + len(takes.args))
     takes.kw_defaults = [default and none for default in takes.kw_defaults]
     alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(takes, none)))  # nothing of the source is run
-    return signature_of("", eval(compile(alike, "", "eval")))
+    return read_signature("", eval(compile(alike, "", "eval")))
 
 
-def signature_of(path: str, function: Any, skip: int = 0) -> Signature:
+def read_signature(path: str, function: Any, skip: int = 0) -> Signature:
     """Return the signature of a callable. skip: how many parameters to leave out at the beginning. Raises UserError for
     what has no signature."""
     try:
         parameters = [*inspect.signature(function).parameters.values()][skip:]
     except (TypeError, ValueError) as error:
-        raise UserError(f"reward {path} cannot be called by names ({error}), {NO_REWARD}") from None
+        raise UserError(f"reward {path} cannot be called by names ({error}), {NOT_A_REWARD}") from None
     bare = [p for p in parameters if p.default is p.empty]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return Signature(

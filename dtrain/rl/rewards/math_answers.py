@@ -54,24 +54,24 @@ class MathAnswer:
     parts: tuple["MathAnswer", ...] = ()
 
 
-def answer_in(text: str) -> str | None:
+def extract_answer(text: str) -> str | None:
     """Return the answer that a solution ends in, as it is written: the last \\boxed{..}, else what follows the last
     "####", else the last "answer is", else the last number; None without any.
 
-    >>> answer_in("6 * 7 = 42, so the answer is 42.")
+    >>> extract_answer("6 * 7 = 42, so the answer is 42.")
     '42'
-    >>> answer_in("first \\\\boxed{1}, then \\\\boxed{\\\\frac{1}{2}}")
+    >>> extract_answer("first \\\\boxed{1}, then \\\\boxed{\\\\frac{1}{2}}")
     '\\\\frac{1}{2}'
     """
-    marked = marked_answer(text)
+    marked = extract_marked_answer(text)
     if marked is not None:
         return marked
     last = [None, *_ANY_NUMBER.finditer(_plain(text))][-1]
     return None if last is None else last.group().strip()
 
 
-def marked_answer(text: str) -> str | None:
-    """Return the answer that a solution marks: that of `answer_in`, without its last resort, the last number."""
+def extract_marked_answer(text: str) -> str | None:
+    """Return the answer that a solution marks: that of `extract_answer`, without its last resort, the last number."""
     boxed = _last_box(text)
     if boxed is not None:
         return boxed.strip()

@@ -295,7 +295,7 @@ class PythonTests:
         rows = [read_tests(value, self._column) for value in values_of("python_tests", self._column, columns)]
         jobs: list[tuple[ProgramTest | AssertTest, str]] = []
         for completion, tests in zip(completions, rows, strict=True):
-            code = code_of(completion)
+            code = extract_code(completion)
             jobs += [(test, code) for test in tests]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
             passed = list(pool.map(lambda job: job[0].passes(job[1], self._sandbox), jobs))
@@ -314,10 +314,10 @@ class PythonTests:
         return sum(passed) / len(passed)
 
 
-def code_of(completion: str) -> str:
+def extract_code(completion: str) -> str:
     """Return the last block of a completion that is named Python's, else the last without a name, else the whole text.
 
-    >>> code_of("So:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```")
+    >>> extract_code("So:\\n```python\\nx = 1\\n```\\nIt prints:\\n```\\n1\\n```")
     'x = 1\\n'
     """
     blocks = {}  # whether it is named -> its code

@@ -12,8 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.rl.rewards.columns import not_an_answer, values_of
-from dtrain.rl.rewards.math_answers import MathAnswer, answer_in, equal, marked_answer, read
+from dtrain.rl.rewards.columns import answer_type_problem, values_of
+from dtrain.rl.rewards.math_answers import MathAnswer, equal, extract_answer, extract_marked_answer, read
 
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 Answer = str | int | float
@@ -43,10 +43,10 @@ def math_exact(completions: Sequence[str], *, column: str = "answer", **columns:
         >>> math_exact(["#### 25%"], column="gold", gold=["some words #### 1/4"])
         [1.0]
     """
-    return are_right("math_exact", completions, column, columns)
+    return score_math_answers("math_exact", completions, column, columns)
 
 
-def are_right(
+def score_math_answers(
     reward: str, completions: Sequence[str], column: str, columns: dict[str, Sequence[Any]]
 ) -> list[float | None]:
     """Return the values of `math_exact` for the reward named `reward`. Raises UserError as `accepted_answers` does."""
@@ -55,7 +55,7 @@ def are_right(
         if not accepted:
             scores.append(None)
             continue
-        written = answer_in(text)
+        written = extract_answer(text)
         is_right = False
         if written is not None:
             answer = read(written)
@@ -72,7 +72,7 @@ def accepted_answers(reward: str, column: str, columns: Mapping[str, Sequence[An
     """
     rows = []
     for value in values_of(reward, column, columns):
-        problem = not_an_answer(reward, column, value)
+        problem = answer_type_problem(reward, column, value)
         if problem is not None:
             raise UserError(problem)
         items = value if isinstance(value, list | tuple) else [value]
@@ -89,7 +89,7 @@ def _as_math(value: Answer) -> MathAnswer:
     """Return an answer of the data in the form that `equal` compares."""
     if not isinstance(value, str):
         return read(str(value))
-    marked = marked_answer(value)
+    marked = extract_marked_answer(value)
     return read(value if marked is None else marked)
 
 
@@ -126,7 +126,7 @@ def numeric(
         if not right_numbers:
             scores.append(None)
             continue
-        number = read(answer_in(text) or "").value
+        number = read(extract_answer(text) or "").value
         is_right = False
         if number is not None:
             is_right = any(_is_near(number, right, absolute, relative) for right in right_numbers)
@@ -169,7 +169,9 @@ def cosine_length(
     if max_tokens < 1:
         raise UserError(f"cosine_length: max_tokens={max_tokens} must be a whole number, at least 1")
     values: list[float | None] = []
-    for is_right, ids in zip(are_right("cosine_length", completions, column, columns), completion_ids, strict=True):
+    for is_right, ids in zip(
+        score_math_answers("cosine_length", completions, column, columns), completion_ids, strict=True
+    ):
         if is_right is None:
             values.append(None)
             continue

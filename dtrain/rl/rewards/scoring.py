@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.rl.rewards.catalog import find
-from dtrain.rl.rewards.columns import signature_of, takes_more
-from dtrain.rl.worker import Lost, Outcome, Worker, attempt, reward_of, shown
+from dtrain.rl.rewards.columns import missing_argument_message, read_signature
+from dtrain.rl.worker import Outcome, Worker, WorkerLost, attempt, shown, to_reward
 
 if TYPE_CHECKING:
     from dtrain.recipe.rollouts import Reward
@@ -47,7 +47,7 @@ class Rewards(Worker):
         say: Callable[[str], None] = print,
         key: str = "grpo.reward_timeout",
     ):
-        names = names_of(specs)
+        names = reward_names(specs)
         self._weights = {name: spec.weight for name, spec in zip(names, specs, strict=True)}
         self._paths = {name: str(spec.fn) for name, spec in zip(names, specs, strict=True)}
         where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
@@ -96,11 +96,11 @@ class Rewards(Worker):
         num_answered = 0
         while num_answered < len(self._weights):
             try:
-                self._ensure()
-                for answer in self.ask("score", batch, num_answered):
+                self._ensure_running()
+                for answer in self.call("score", batch, num_answered):
                     num_answered += 1
                     yield answer
-            except Lost as lost:
+            except WorkerLost as lost:
                 num_answered += 1
                 yield {"lost": str(lost)}
 
@@ -108,16 +108,16 @@ class Rewards(Worker):
         if "value" in answer:
             self._has_worked.add(name)
             if "missed" in answer:
-                self._tell(name, answer["missed"], f"reward {name}: {answer['missed']}")
+                self._report_once(name, answer["missed"], f"reward {name}: {answer['missed']}")
             return [math.nan if value is None else value for value in answer["value"]]
         if "lost" in answer:
             text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
-            self._tell(name, answer["lost"], text)
+            self._report_once(name, answer["lost"], text)
         else:
             path = self._paths[name]
             called = f"reward {name}" if path == name else f"reward {name} ({path})"
             text = answer.get("user") or f"{called} failed:\n{answer['error']}{_hint(answer['error'])}"
-            self._judge(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
+            self._report_failure(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
         return [math.nan] * count
 
     def _sum(self, values: Sequence[float]) -> float:
@@ -134,7 +134,7 @@ def _hint(error: str) -> str:
     return "\ncompletions are strings here: write completion where TRL has completion[0]['content']"
 
 
-def names_of(specs: Sequence["Reward"]) -> list[str]:
+def reward_names(specs: Sequence["Reward"]) -> list[str]:
     """Return the names of the rewards: the last word of the path, the second of the same name numbered."""
     names: list[str] = []
     for spec in specs:
@@ -144,12 +144,12 @@ def names_of(specs: Sequence["Reward"]) -> list[str]:
     return names
 
 
-def passes(samples: int) -> list[int]:
+def pass_at_k_values(samples: int) -> list[int]:
     """Return the k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
     return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
 
 
-def pass_at(k: int, samples: int, right: int) -> float:
+def pass_at_k(k: int, samples: int, right: int) -> float:
     """Return the chance that k of `samples` completions, of which `right` pass, have one that does."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
@@ -181,7 +181,7 @@ def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[...
     called or has no signature; whatever the module raises passes."""
     reward = getattr(importlib.import_module(module), function)
     made = reward(**options) if isinstance(reward, type) else partial(reward, **options) if callable(reward) else reward
-    signature_of(f"{module}.{function}", made)
+    read_signature(f"{module}.{function}", made)
     return made
 
 
@@ -191,9 +191,9 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
     It is called with what its signature takes. Raises UserError where it takes a column that the data does not have, or
     gives something else than one finite number or None for each completion; whatever it raises itself passes.
     """
-    takes = signature_of(name, function)
+    takes = read_signature(name, function)
     if missing := [key for key in takes.needs if key not in batch]:
-        raise UserError(takes_more(name, missing, batch))
+        raise UserError(missing_argument_message(name, missing, batch))
     bound = function.keywords if isinstance(function, partial) else {}
     names = batch if takes.takes_all else {*takes.needs, *takes.may}
     result = function(**{key: values for key, values in batch.items() if key in names and key not in bound})
@@ -205,7 +205,7 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
     if len(result) != count:
         raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
     try:
-        return [reward_of(value, " for a completion") for value in result]
+        return [to_reward(value, " for a completion") for value in result]
     except UserError as error:
         raise UserError(f"reward {name} {error}") from None
 
@@ -214,10 +214,10 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def known(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, dict):
-        return {key: known(item) for key, item in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     return value

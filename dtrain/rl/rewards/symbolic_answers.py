@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base import orphans
 from dtrain.base.errors import UserError
-from dtrain.rl.rewards.math_answers import marked_answer
-from dtrain.rl.rewards.right_answers import accepted_answers, are_right
+from dtrain.rl.rewards.math_answers import extract_marked_answer
+from dtrain.rl.rewards.right_answers import accepted_answers, score_math_answers
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -50,7 +50,7 @@ class MathVerify:
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         from pebble import ProcessExpired
 
-        scores = are_right("math_verify", completions, self._column, columns)
+        scores = score_math_answers("math_verify", completions, self._column, columns)
         accepted = accepted_answers("math_verify", self._column, columns)
         undecided = [row for row, score in enumerate(scores) if score == 0.0]
         if not undecided:
@@ -90,7 +90,7 @@ def _as_latex(answer: str) -> str:
     """
     if "$" in answer or "\\boxed" in answer:
         return answer
-    marked = marked_answer(answer)
+    marked = extract_marked_answer(answer)
     return f"\\boxed{{{answer if marked is None else marked}}}"
 
 

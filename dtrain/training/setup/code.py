@@ -85,14 +85,17 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
 
 def _origin(code: NamedCode) -> str:
     """Return where the code is, such as "from /home/me/rewards.py". Raises UserError."""
-    from dtrain.rl.rewards.catalog import find_verifiers, find_with_file  # only a recipe that names code needs them
+    from dtrain.rl.rewards.catalog import (  # only a recipe that names code needs them
+        find_function_and_file,
+        find_verifiers,
+    )
     from dtrain.rl.tools import find_server, tool_schema
 
     if code.kind == "server of tools":
         return f"by {find_server(code.path)}"
     if code.kind == "environment of verifiers":
         return f"from {find_verifiers(code.path)}"
-    origin = find_with_file(code.path, code.kind)[2]
+    origin = find_function_and_file(code.path, code.kind)[2]
     if code.kind == "tool":
         tool_schema(code.path)
     return f"from {origin}"

@@ -19,10 +19,10 @@ from dtrain.data.sources.sources import image_reader
 from dtrain.inference.request import SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
-from dtrain.rl.judging import QuestionOptions, Questions, prepare_questions
+from dtrain.rl.evaluation import QuestionOptions, Questions, prepare_questions
 from dtrain.rl.rewards.catalog import BUILT_IN, is_import_path
-from dtrain.rl.rewards.columns import RewardKeys, lacking_columns_of
-from dtrain.rl.rewards.math_answers import answer_in
+from dtrain.rl.rewards.columns import RewardKeys, missing_column_problems
+from dtrain.rl.rewards.math_answers import extract_answer
 from dtrain.training.eval_sets import EvalFacts, EvalSet, default_max_new_tokens, sets
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
@@ -113,7 +113,7 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
             kept = normalise_prompt(columns.rename_columns(row, section.columns), name).columns
         except UserError as error:
             raise UserError(f"{file}:{line}: {error}") from error
-        for refusal in lacking_columns_of(known_rewards, [kept], keys):
+        for refusal in missing_column_problems(known_rewards, [kept], keys):
             problems.append(Problem(keys.rewards, f"{file}:{line}: {refusal}"))
     return list(dict.fromkeys(problems))
 
@@ -127,7 +127,7 @@ def _check_judges(eval_set: EvalSet) -> list[Problem]:
         key = f"{eval_set.key}.rewards[{index}]"
         judge = import_module("dtrain.rl.remote.judge").Judge(**reward.options)  # only a recipe with a judge loads it
         try:
-            judge.look()
+            judge.check_server()
         except UserError as error:
             problems.append(Problem(key, f"{key}: {error}"))
     return problems
@@ -163,7 +163,7 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
             accepted = answer if isinstance(answer, list) else [answer]
             texts = [str(text) for text in accepted if text not in (None, "")]
             if texts:
-                is_math.append(any(answer_in(text) is not None for text in texts))
+                is_math.append(any(extract_answer(text) is not None for text in texts))
     return "text_exact" if is_math and 2 * sum(is_math) < len(is_math) else "math_exact"
 
 
@@ -243,12 +243,12 @@ def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _Read
 def _refuse_long_prompts(eval_set: EvalSet, questions: Questions, positions: int) -> None:
     """Raise RecipeError for a prompt that leaves no room for its answer. `dtrain eval` cuts such prompts instead."""
     for question in questions.items:
-        if len(question.ids) > questions.room:
+        if len(question.ids) > questions.max_prompt_tokens:
             key = f"{eval_set.key}.sampling.max_new_tokens"
             text = (
-                f"{question.place}: the prompt has {len(question.ids)} tokens. With "
+                f"{question.location}: the prompt has {len(question.ids)} tokens. With "
                 f"{questions.sampling.max_new_tokens} tokens for an answer, the model's {positions} positions have "
-                f"room for {questions.room}"
+                f"room for {questions.max_prompt_tokens}"
             )
             raise RecipeError([Problem(key, text, f"Set a smaller {key}, or leave the row out")])
 

@@ -25,7 +25,7 @@ from dtrain.inference.images import prompt_images
 from dtrain.inference.request import Completion, Request, SamplingParams, ShouldStop
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.rewards import Rewards
-from dtrain.rl.rewards.scoring import pass_at, passes
+from dtrain.rl.rewards.scoring import pass_at_k, pass_at_k_values
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord
@@ -39,10 +39,10 @@ class Question:
     """A prompt of a file: its place there, and its token ids, not yet cut. is_plain: whether the file has it as a plain
     string. images: those of its parts, in order."""
 
-    place: str
+    location: str
     prompt: Prompt
     ids: list[int]
-    is_plain: bool = False
+    is_string: bool = False
     images: "Sequence[ImageRecord]" = ()
 
 
@@ -56,16 +56,16 @@ class Questions:
     samples: int
     sampling: SamplingParams
     seed: int
-    room: int
+    max_prompt_tokens: int
     pass_reward: float
-    together: int = JUDGED_TOGETHER
+    judge_batch_size: int = JUDGED_TOGETHER
     reader: "ImageReader | None" = None
 
     def requests(self) -> list[Request]:
         """Return the requests, prompt by prompt, with their images decoded. Raises UserError."""
         requests = []
         for index, question in enumerate(self.items):
-            ids = question.ids[-self.room :]
+            ids = question.ids[-self.max_prompt_tokens :]
             images = None if self.reader is None else prompt_images(self.reader, ids, question.images)
             draws = range(self.samples)
             requests += [Request(ids, self.sampling, self.seed, index, draw, images=images) for draw in draws]
@@ -117,13 +117,13 @@ class Report:
             reward=_mean([answer.reward for answer in answers]),
             reward_stderr=stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan,
             rewards={name: _mean([answer.parts[name] for answer in answers]) for name in answers[0].parts},
-            passes={k: fmean(pass_at(k, samples, count) for count in right) for k in passes(samples)},
+            passes={k: fmean(pass_at_k(k, samples, count) for count in right) for k in pass_at_k_values(samples)},
             pass_reward=questions.pass_reward,
             completion_len=fmean(lengths),
             completion_len_max=max(lengths),
             truncated_frac=fmean(answer.completion.finish == "length" for answer in answers),
             unknown=sum(math.isnan(answer.reward) for answer in answers),
-            cut_prompts=sum(len(question.ids) > questions.room for question in questions.items),
+            cut_prompts=sum(len(question.ids) > questions.max_prompt_tokens for question in questions.items),
             seconds=seconds,
         )
 
@@ -167,8 +167,8 @@ def _score(
     questions: Questions, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str], judges: Rewards
 ) -> Iterator[list[ScoredAnswer]]:
     names = dict.fromkeys(name for question in questions.items for name in question.prompt.columns)
-    for start in range(0, len(completions), questions.together):
-        part = completions[start : start + questions.together]
+    for start in range(0, len(completions), questions.judge_batch_size):
+        part = completions[start : start + questions.judge_batch_size]
         texts = [decode(completion.ids) for completion in part]
         places = [divmod(start + offset, questions.samples) for offset in range(len(part))]
         prompts = [questions.items[index].prompt for index, _ in places]
@@ -191,8 +191,8 @@ def open_judges(
     if not judges:
         return Rewards(rewards, timeout=timeout, say=say, key=key), JUDGED_TOGETHER
     judge = import_module("dtrain.rl.remote.judge")
-    together = max(map(judge.together, judges))
-    bounds = [judge.seconds_for(options, together) for options in judges]
+    together = max(map(judge.batch_size, judges))
+    bounds = [judge.max_call_seconds(options, together) for options in judges]
     return Rewards(rewards, timeout=max(timeout, *bounds), say=say, key=key), together
 
 
@@ -280,7 +280,7 @@ def prepare_questions(
         options.pass_reward,
         reader=images if has_images else None,
     )
-    return PreparedQuestions(questions, plain_prompts_of(label, items, encoder))
+    return PreparedQuestions(questions, string_prompt_notes(label, items, encoder))
 
 
 def read_questions(
@@ -318,7 +318,7 @@ def read_questions(
     return list(islice(questions, limit))
 
 
-def have_images(files: Sequence[Path], limit: int | None) -> bool:
+def any_prompt_has_images(files: Sequence[Path], limit: int | None) -> bool:
     """Return whether one of the first `limit` prompts of `files` has an image. Nothing of it is read. Raises UserError,
     with file and line."""
     names = detect_formats(files, "auto", "prompts", {}, None)
@@ -331,9 +331,9 @@ def have_images(files: Sequence[Path], limit: int | None) -> bool:
     return any(prompt.content_without_images != prompt.content for prompt in islice(prompts, limit))
 
 
-def plain_prompts_of(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:
+def string_prompt_notes(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:
     """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
-    num_plain = sum(question.is_plain for question in questions)
+    num_plain = sum(question.is_string for question in questions)
     return describe_string_prompts(label, num_plain, encoder.prompts_as, encoder.template)
 
 

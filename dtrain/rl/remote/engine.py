@@ -19,13 +19,13 @@ from dtrain.policy import Policy
 from dtrain.recipe.rollouts import RolloutSection
 from dtrain.rl.remote.http import HttpEngine, wait_for
 from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, StreamPublisher, TransferPublisher
-from dtrain.rl.routed import RoutedReader
+from dtrain.rl.routed import RoutedExpertsReader
 
-STREAMS: dict[str, type[StreamPublisher]] = {kind.way: kind for kind in (StreamPublisher, TransferPublisher)}
+STREAMS: dict[str, type[StreamPublisher]] = {kind.broadcast_kind: kind for kind in (StreamPublisher, TransferPublisher)}
 MERGED = "grpo.server.weights=directory sends merged weights"
 
 
-class OverHttp(RolloutEngine):
+class ServerEngine(RolloutEngine):
     """Servers as an engine, which get the weights whenever these have changed. Rank 0 alone talks to them.
 
     A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
@@ -40,7 +40,7 @@ class OverHttp(RolloutEngine):
         self._prefetcher: RolloutPrefetcher | None = None
         self._published: int | None = None
         self._engine: HttpEngine | None = None
-        routed = RoutedReader.of(policy.model.config) if grpo.router_replay else None
+        routed = RoutedExpertsReader.of(policy.model.config) if grpo.router_replay else None
 
         def connect() -> bool:
             try:
@@ -70,12 +70,12 @@ class OverHttp(RolloutEngine):
             raise Interrupted
         engine, towers = self._engine, policy.model.model.vision
         if any(weight.requires_grad for tower in towers for weight in tower.parameters()):
-            self.ranks.run_on_first(lambda: check_tower(engine))
+            self.ranks.run_on_first(lambda: check_vision_tower(engine))
         dtype, shared = policy.precision.compute, Path(section.weights_dir or run.path / "weights")
         config = None if lora is None else adapter_of(asdict(lora))
         is_rounded = lora is not None and lora.quantize == "nf4"
         way = self.ranks.run_on_first(
-            lambda: _choose_way(
+            lambda: choose_weight_transport(
                 section.weights,
                 config,
                 engine,
@@ -117,20 +117,20 @@ class OverHttp(RolloutEngine):
 
     def prefetch(self, requests: Sequence[Request], version: int) -> None:
         if self._prefetcher is not None and requests:
-            self._prefetcher.begin(requests, version)
+            self._prefetcher.start(requests, version)
 
     def _draw(self, requests: list[Request], version: int, should_stop: ShouldStop | None) -> list[Completion] | None:
         """Return the completions; None where rank 0 was asked to stop."""
         try:
             if self._prefetcher is not None and self._prefetcher.is_under_way and requests == self._prefetcher.requests:
-                return self._prefetcher.take(version, should_stop)
+                return self._prefetcher.result(version, should_stop)
             assert self._engine is not None, "rank 0 talks to the servers"
             return self._engine.generate(requests, should_stop)
         except Interrupted:
             return None
 
 
-def _choose_way(
+def choose_weight_transport(
     requested: str,
     config: AdapterConfig | None,
     engine: HttpEngine | None,
@@ -147,11 +147,11 @@ def _choose_way(
     was asked for and cannot be."""
     assert engine is not None, "rank 0 talks to the servers"
     if requested == "broadcast":
-        return engine.servers[0].dialect.streams
+        return engine.servers[0].dialect.broadcast_kind
     if config is None or requested not in ("auto", "adapter"):
         return "directory" if requested == "auto" else requested
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
-    why_not = held if is_held else refusal(engine, config, has_tower)
+    why_not = held if is_held else adapter_refusal(engine, config, has_tower)
     if why_not is not None and requested == "adapter":
         raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
     rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
@@ -182,14 +182,14 @@ class RolloutPrefetcher:
         """True while a rollout was begun and not taken."""
         return self._drawing is not None
 
-    def begin(self, requests: Sequence[Request], version: int) -> None:
+    def start(self, requests: Sequence[Request], version: int) -> None:
         """Draw `requests` in a thread. version: the trainer's, for completions without one from the engine."""
         if self.is_under_way:
             raise ValueError("a rollout is under way: take it first")
         self.requests = list(requests)
         self._drawing = self._thread.submit(self._draw, self.requests, version)
 
-    def take(self, version: int, should_stop: ShouldStop | None = None) -> list[Completion]:
+    def result(self, version: int, should_stop: ShouldStop | None = None) -> list[Completion]:
         """Wait for the rollout that was begun and return its completions, in order, each at most `max_off_policy_steps`
         older than the trainer's `version`. Those that are older are dropped and drawn again, with the weights of now.
 
@@ -232,10 +232,10 @@ def _ages(completions: Sequence[Completion], version: int) -> list[int]:
     return [version - c.version for c in completions if c.version is not None]
 
 
-def check_tower(engine: HttpEngine | None) -> None:
+def check_vision_tower(engine: HttpEngine | None) -> None:
     """Raise UserError where a server would draw with the features of a vision tower's earlier weights."""
     assert engine is not None  # on the rank that asks
-    stale = next((server for server in engine.servers if server.dialect.keeps_features), None)
+    stale = next((server for server in engine.servers if server.dialect.keeps_image_features), None)
     if stale is not None:
         raise UserError(
             f"{stale.client.url}: {stale.dialect.name} keeps the features of images when its weights change, and the "
@@ -243,23 +243,23 @@ def check_tower(engine: HttpEngine | None) -> None:
         )
 
 
-def refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool = False) -> str | None:
+def adapter_refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool = False) -> str | None:
     """Return why the servers cannot take an adapter of this kind; None where they can. has_tower: whether it is of a
     vision tower too. Raises UserError."""
     if config.modules_to_save:
         return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
     if config.parameters:
         return f"no server is known to take adapters of experts, lora.target={[*config.parameters]}"
-    strict = next((server for server in engine.servers if not server.dialect.dora), None)
+    strict = next((server for server in engine.servers if not server.dialect.supports_dora), None)
     if config.dora and strict is not None:
         return f"{strict.client.url}: {strict.dialect.name} takes no DoRA"
-    textual = next((server for server in engine.servers if not server.dialect.towers), None)
+    textual = next((server for server in engine.servers if not server.dialect.supports_vision_adapters), None)
     if has_tower and textual is not None:
         name = f"{textual.client.url}: {textual.dialect.name}"
         return f"{name} takes adapters of decoders alone, and lora.target means layers of the vision tower too"
-    lacking = engine.lacks_adapters()
+    lacking = engine.adapter_problem()
     if lacking is None:
         return None
     ranks = config.rank, *config.rank_pattern.values()
-    starts = dict.fromkeys(server.dialect.start_with(max(ranks)) for server in engine.servers)
+    starts = dict.fromkeys(server.dialect.start_hint(max(ranks)) for server in engine.servers)
     return f"{lacking}: {'; '.join(starts)}"
