@@ -65,8 +65,8 @@ def test_what_ranks_compute_comes_back_in_its_place(shares):
     for share in shares:
         batch = whole.batch(share)
         values = torch.where(batch["labels"] == IGNORE_INDEX, 0.0, batch["labels"] + 0.25)
-        parts.append(whole.flat(values, share))
-    whole.place("old_logprobs", torch.cat(parts), [index for share in shares for index in share])
+        parts.append(whole.flatten(values, share))
+    whole.set_stream("old_logprobs", torch.cat(parts), [index for share in shares for index in share])
     expected = torch.where(whole.trained, whole.tokens + 0.25, 0.0)
     assert torch.equal(whole.per_token["old_logprobs"], expected.double())
 

@@ -218,7 +218,7 @@ def test_an_answer_has_its_time_and_its_size(vllm, monkeypatch):
     vllm.faults = [torn]
     with pytest.raises(UserError, match="the answer broke off after 2 bytes"):
         engine_of(vllm, retries=0).generate(requests_of(1, 1))
-    monkeypatch.setattr(http_client, "LARGEST", 100)
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100)
     with pytest.raises(UserError, match="an answer of more than 0 MiB"):
         engine_of(vllm, retries=0).generate(requests_of(1, 1))
 

@@ -108,7 +108,7 @@ class Environments(Worker):
 
     def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
         """Return a reply to each turn, in their order; no environment has two. encode: ids of an observation, from its
-        index in `turns`; a UserError that it raises is the environment's. WorkerLost environments are
+        index in `turns`; a UserError that it raises is the environment's. Lost environments are
         not asked again."""
         content = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
         answers = self._answers("step", [number for number, *_ in content], content)
