@@ -510,8 +510,9 @@ class Trainer:
         """Return the training FLOPs of a global batch over all ranks, without recomputation."""
         flops = self._text_flops
         of_tokens = flops.per_token * counts.tokens
-        of_attention = flops.per_pair * counts.pairs + flops.per_windowed_pair * counts.windowed_pairs
-        return of_tokens + of_attention + counts.vision_flops
+        of_pairs = flops.per_pair * counts.pairs
+        of_windowed_pairs = flops.per_windowed_pair * counts.windowed_pairs
+        return of_tokens + of_pairs + of_windowed_pairs + counts.vision_flops
 
     def _run_context(self) -> RunContext:
         """Return the part of the run that the method and the evaluations use."""
