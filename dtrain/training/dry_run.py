@@ -2,8 +2,8 @@
 
 `dtrain validate` calls the checks and then the functions that `training.spec.resolve` calls on each rank. Problems are
 collected, no file is left behind, large files are read only in part, and code that the recipe names is not imported.
-What only the run can find out is not checked: ports, servers, memory, damage inside files, and files that are still to
-be downloaded.
+Some things only the run can find out, so they are not checked: ports, servers, memory, damage inside files, and files
+that have to be downloaded first.
 
 The checks are the functions of `training.setup` that look for problems, in the order of the report. There are three
 kinds. `check_keys` reads the recipe only. `check_models` also reads each model's config.json. `check_files` also reads
@@ -55,7 +55,7 @@ class DryRun:
     """The result of a dry run.
 
     Attributes:
-        problems: Everything that the run would refuse. The other attributes are known only without problems.
+        problems: The problems. If there are any, the other attributes may not be known.
         recipe: The recipe with values in place of `auto`, as far as they are known.
         steps: Steps of a fresh run, if the rows were read.
         notes: Lines for the user.
@@ -70,7 +70,7 @@ class DryRun:
 def dry_run(
     recipe: Recipe, world: World, *, pending_downloads: Collection[str] = (), refused: Iterable[Problem] = ()
 ) -> DryRun:
-    """Find everything that the processes of `world` would refuse before their first step.
+    """Find every problem for which the processes of `world` would end before their first step.
 
     Args:
         recipe: The recipe.
@@ -80,22 +80,22 @@ def dry_run(
     """
     inputs = RunInputs.of(recipe, world, pending_downloads)
     host = DryHost()
-    host.problems.extend(merge_problems(refused, find_problems(inputs)))
-    is_sound = not host.problems
+    host.problems.extend(without_repetition(refused, find_problems(inputs)))
+    has_passed_checks = not host.problems
     host.problems.extend(metrics.package_problems(recipe.metrics))
     host.attempt("run.dir", inputs.run.check_usable)
     host.attempt("checkpoint.export", partial(outputs.refuse_unwritable_export, inputs))
     if not _has_tokenizer(inputs):
         return DryRun(tuple(host.problems), inputs.recipe)
-    if not is_sound:
-        # What follows needs a sound recipe. Only the data are independent of the mistakes so far.
+    if not has_passed_checks:
+        # The functions that decide the spec expect a recipe without mistakes. Only the data can be examined anyway.
         first_rows.look_at_data(inputs, host)
         return DryRun(tuple(host.problems), inputs.recipe)
     return _resolve_spec(inputs, host)
 
 
 def _has_tokenizer(inputs: RunInputs) -> bool:
-    """Return whether the tokenizer can be read; the checks report why it cannot."""
+    """Check that the tokenizer can be read. If it cannot, the checks report the reason."""
     try:
         inputs.source.tokenizer  # noqa: B018 (a cached property)
     except (OSError, UserError):
@@ -104,12 +104,12 @@ def _has_tokenizer(inputs: RunInputs) -> bool:
 
 
 def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
-    """Call the functions that decide the spec of a run, in the order of `spec.resolve`, as far as they go."""
+    """Call the functions that decide the spec of a run, in the order of `spec.resolve`, as far as possible."""
     recipe = inputs.recipe
     precision = choose_precision(recipe.train.dtype, inputs.world.device_type, recipe.train.masters)
-    is_built = not model.may_name_tower(inputs)
+    waits_for_data = model.may_name_tower(inputs)  # as in `spec.resolve`
     meta: MetaModel | None = None
-    if is_built:
+    if not waits_for_data:
         meta = host.attempt("model", partial(model.build, inputs, precision, False))
     identities: dict[str, str] = {}
     if not inputs.pending_downloads and meta is not None and model.has_small_weights(inputs):
@@ -120,33 +120,33 @@ def _resolve_spec(inputs: RunInputs, host: DryHost) -> DryRun:
     has_images = data.has_images or evals.has_images
     if data.rows:
         host.attempt("train.vision", partial(model.refuse_unused_tower, data.recipe, has_images))
-    has_failed = is_built and meta is None
-    if not has_failed and (has_images or not is_built):
+    has_failed = meta is None and not waits_for_data
+    if not has_failed and (has_images or waits_for_data):
         meta = host.attempt("model", partial(model.build, inputs, precision, has_images))
     notes = [*data.notes, *evals.notes, *sizes.position_notes(inputs.recipe, inputs.source)]
-    decided = sizes.decide(inputs, data, host)
-    if decided is None:
+    size_facts = sizes.decide(inputs, data, host)
+    if size_facts is None:
         return DryRun(tuple(host.problems), data.recipe, notes=tuple(notes))
-    notes += decided.notes
+    notes += size_facts.notes
 
     if inputs.world.is_local and _is_packing_known(data):
         config = inputs.model_config(has_images)
         device = torch.device(inputs.world.device_type)
-        kernels.check_device(decided.recipe, decided.method, config, precision, device, host)
-    steps = decided.steps or decided.recipe.train.steps
-    if decided.steps is not None and "train" in data.rows:
-        idle = partial(schedule.refuse_idle, decided.recipe, decided.method, data.rows["train"], decided.steps)
+        kernels.check_device(size_facts.recipe, size_facts.method, config, precision, device, host)
+    steps = size_facts.steps or size_facts.recipe.train.steps
+    if size_facts.steps is not None and "train" in data.rows:
+        idle = partial(schedule.refuse_idle, size_facts.recipe, size_facts.method, data.rows["train"], size_facts.steps)
         host.attempt("train.steps", idle)
     if steps is not None:
-        notes += schedule.warmup_notes(decided.recipe, steps)
+        notes += schedule.warmup_notes(size_facts.recipe, steps)
     if meta is not None:
-        schedule.check_schedule(decided.recipe, steps, meta.optimizer, host)
-        start.resolve(inputs, data, decided, meta, {**identities, **data.identities}, host)
-    return DryRun(tuple(host.problems), decided.recipe, decided.steps, tuple(notes))
+        schedule.check_schedule(size_facts.recipe, steps, meta.optimizer, host)
+        start.resolve(inputs, data, size_facts, meta, {**identities, **data.identities}, host)
+    return DryRun(tuple(host.problems), size_facts.recipe, size_facts.steps, tuple(notes))
 
 
 def _is_packing_known(data: DataFacts) -> bool:
-    """Return whether it is known that rows are packed, which decides what the attention kernel has to do."""
+    """Check whether `data.packing` is size_facts. The choice of the attention kernel depends on it."""
     return bool(data.rows) or data.recipe.data.packing != "auto"
 
 
@@ -210,7 +210,7 @@ def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
 
 
 def notes_before(inputs: RunInputs) -> list[str]:
-    """Return notes for the user before a run, which are no mistakes."""
+    """Return notes for the user before a run. They are not mistakes."""
     lines = saved.notes(inputs.original_recipe)
     if inputs.recipe.lora is not None:
         lines += _optional("adapter").notes(inputs)

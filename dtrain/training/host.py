@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def _print_nothing(line: str) -> None:
-    """Drop a line."""
+    """Print nothing: the `say` of a dry run."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,16 @@ class Host:
     is_dry: bool = False
 
     def attempt(self, key: str, act: Callable[[], T]) -> T | None:
-        """Return `act()`. An error that it raises is about `key`; only a dry run continues after one."""
+        """Return `act()`. A dry run continues if it raises a UserError; a rank does not.
+
+        Args:
+            key: The recipe's key that an error would be about.
+            act: The function.
+        """
         return act()
 
     def on_first_rank(self, key: str, act: Callable[[], T]) -> T | None:
-        """Call `act` on rank 0. Return its result there and None on the other ranks; the result does not travel.
+        """Call `act` on rank 0. Return its result there, and None on the other ranks. The result is not sent.
 
         Args:
             key: The recipe's key that an error would be about.
@@ -73,7 +78,7 @@ class DryHost(Host):
     problems: list[Problem] = field(default_factory=list)
 
     def attempt(self, key: str, act: Callable[[], T]) -> T | None:
-        """Return `act()`; or None if it raises an OSError or UserError, which becomes a problem of `key`."""
+        """Return `act()`. Collect an OSError or UserError that it raises as a problem of `key`, and return None."""
         try:
             return act()
         except (OSError, UserError) as error:
@@ -81,5 +86,5 @@ class DryHost(Host):
             return None
 
     def on_first_rank(self, key: str, act: Callable[[], T]) -> T | None:
-        """Do as `attempt`: a dry run is rank 0."""
+        """Call `act` as `attempt` does, because a dry run is rank 0."""
         return self.attempt(key, act)

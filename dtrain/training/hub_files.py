@@ -1,12 +1,13 @@
-"""Models and datasets of a recipe that may be on the Hugging Face hub: which are here, and what a run would fetch.
+"""Models and datasets that a recipe names by their ids on the Hugging Face hub: finding and downloading their files.
 
-A model or dataset of the hub that is not in the cache is no mistake: a run fetches it once everything else is checked,
-and `dtrain validate` asks the hub for the same files. Imports no torch.
+It is no mistake if a model or dataset is not in this machine's cache. A run downloads it after everything else is
+checked, and `dtrain validate` asks the hub about the same files. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 from dtrain.base.errors import Problem, UserError
 from dtrain.base.hub import (
@@ -34,7 +35,7 @@ class SmallFiles:
     Attributes:
         recipe: The recipe with the models' directories.
         pending_downloads: For each key, a line on the files that the run downloads first.
-        problems: What the hub refuses, as it would refuse the run.
+        problems: A problem for each model and dataset that the hub refuses.
     """
 
     recipe: Recipe
@@ -43,7 +44,7 @@ class SmallFiles:
 
 
 def _data_hub() -> ModuleType:
-    """Return the module of datasets on the hub, which a run on local files does not load."""
+    """Import the module for datasets on the hub, which a run on local files does not need."""
     from dtrain.data.sources import hub
 
     return hub
@@ -133,11 +134,25 @@ def missing_problems(recipe: Recipe) -> list[Problem]:
     return problems
 
 
-def model_ids(recipe: Recipe) -> list[tuple[str, str, bool]]:
-    """Return key, id and whether weights are needed, for every model that the recipe names by an id on the hub."""
-    named = [("model.path", recipe.model.path, recipe.model.init == "pretrained")]
-    named += [(key, path, True) for key, path in build_method(recipe).other_models()]
-    return [(key, name, needs_weights) for key, name, needs_weights in named if name and is_model_id(name)]
+class HubModel(NamedTuple):
+    """A model that a recipe names by an id on the hub.
+
+    Attributes:
+        key: The recipe's key.
+        name: The id, such as "Qwen/Qwen3-0.6B".
+        needs_weights: Whether the run reads its weights. With model.init=scratch it does not.
+    """
+
+    key: str
+    name: str
+    needs_weights: bool
+
+
+def model_ids(recipe: Recipe) -> list[HubModel]:
+    """Return every model that the recipe names by an id on the hub."""
+    named = [HubModel("model.path", recipe.model.path or "", recipe.model.init == "pretrained")]
+    named += [HubModel(key, path, True) for key, path in build_method(recipe).other_models()]
+    return [model for model in named if model.name and is_id(model.name)]
 
 
 def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
@@ -146,12 +161,12 @@ def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     for key, split in (("data.train", recipe.data.train), ("data.val", recipe.data.val)):
         if isinstance(split, DataSource):
             sources += source_entries(split, key)
-    sources += [(each.section, each.key) for each in eval_sets.sets(recipe.eval)]
+    sources += [(eval_set.section, eval_set.key) for eval_set in eval_sets.sets(recipe.eval)]
     return sources
 
 
 def absent_data(recipe: Recipe) -> list[tuple[str, str, DatasetPart]]:
-    """Return key, id and wanted part of every dataset of the hub that is not in the cache."""
+    """Return key, id and part of every dataset of the hub that is not in the cache."""
     absent = []
     for source, key in sources_of(recipe):
         for name, pick in uncached_datasets(source, key):
@@ -160,12 +175,15 @@ def absent_data(recipe: Recipe) -> list[tuple[str, str, DatasetPart]]:
 
 
 def has_urls(recipe: Recipe) -> bool:
-    """Return whether the recipe names files by URLs."""
-    return any(is_url(path) for source, _ in sources_of(recipe) for path in source_paths(source))
+    """Check whether the recipe names files of rows by URLs."""
+    for source, _ in sources_of(recipe):
+        if any(is_url(path) for path in source_paths(source)):
+            return True
+    return False
 
 
 def to_copy(recipe: Recipe) -> list[str]:
-    """Return a line for each file at a URL that a run of a sound recipe copies into its cache."""
+    """Return a line for each file at a URL that a run copies into its cache. The recipe has no mistakes."""
     lines = []
     for source, key in sources_of(recipe):
         for path in source_paths(source):

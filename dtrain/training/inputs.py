@@ -29,7 +29,7 @@ class World:
     """The processes of a run.
 
     Attributes:
-        size: Their number.
+        size: Number of processes.
         device_type: "cuda" or "cpu".
         is_local: Whether they run on this machine, whose devices and compilers can then be examined.
     """
@@ -66,18 +66,27 @@ class RunInputs:
 
     @classmethod
     def of(cls, original_recipe: Recipe, world: World, pending_downloads: Collection[str] = ()) -> "RunInputs":
-        """Return the inputs of a recipe, which need not be checked yet."""
+        """Build the inputs of a recipe, which need not be checked yet.
+
+        Args:
+            original_recipe: The recipe as it was given.
+            world: The processes.
+            pending_downloads: Keys of files that the run downloads first.
+        """
         recipe = with_compile(original_recipe, world.device_type, world.is_local)
         recipe = without_auto(recipe, dp_of(recipe, world.size))
         method = build_method(recipe)
         data = recipe.data
         template_options = (data.chat_template, data.template_kwargs, data.special_tokens)
         source = ModelDirectory(recipe.model.directory, method.labels(), *template_options)
-        others = {}
+        other_models = {}
         for key, path in method.other_models():
-            others[key] = ModelDirectory(path, 0 if key.endswith(REWARD_MODEL) else None)
+            num_labels = (
+                0 if key.endswith(REWARD_MODEL) else None
+            )  # a reward model has a head for labels, not for tokens
+            other_models[key] = ModelDirectory(path, num_labels)
         run = RunDirectory(recipe.run.directory, recipe.run.lock)
-        return cls(original_recipe, recipe, world, method, run, source, others, pending_downloads)
+        return cls(original_recipe, recipe, world, method, run, source, other_models, pending_downloads)
 
     @property
     def cache(self) -> Path:
@@ -85,20 +94,21 @@ class RunInputs:
         return self.recipe.cache
 
     def model_config(self, has_images: bool) -> ModelConfig:
-        """Return the config of the model as it is trained, with its vision tower if the data have images.
+        """Return the config of the trained model, with its vision tower if the data have images.
 
-        Raises UserError.
+        Raises:
+            UserError: If config.json cannot be read, or if dtrain does not have the model's vision tower.
         """
         return self.source.vision_config if has_images else self.source.config
 
     @property
     def readable_config(self) -> ModelConfig | None:
-        """The model's config without a vision tower; None if it cannot be read, which has a problem of its own."""
+        """The model's config without a vision tower. None if it cannot be read, which `model.check_models` reports."""
         with suppress(OSError, UserError):
             return self.source.config
         return None
 
     @cached_property
     def wrong_values(self) -> list[tuple[str, object, str]]:
-        """Values of the recipe that are out of their range, as of `find_out_of_range`."""
-        return find_out_of_range(self.original_recipe)
+        """Values of the recipe that are out of range: key, value and the range in words."""
+        return out_of_range(self.original_recipe)

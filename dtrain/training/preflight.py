@@ -1,4 +1,4 @@
-"""A recipe before a run: its problems, and notes for its user. Imports no torch; the checks do."""
+"""Checks of a recipe before a run: its problems, and notes for the user. The module imports no torch; the checks do."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe as `load_recipe` does; its RecipeError also lists what `preflight` finds in the rest."""
+    """Load a recipe as `load_recipe` does.
+
+    Raises:
+        RecipeError: For problems of the recipe's text. It also lists the problems that `preflight` finds in the rest.
+    """
     local, problems = load_with_problems(recipe, overrides)
     if problems:
         raise RecipeError(preflight(local, local.launch.processes, refused=problems))
@@ -23,7 +27,10 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_with_problems(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Problem]]:
-    """Load a recipe, with paths in place of the hub ids of models that are on this machine, and its text's problems."""
+    """Load a recipe, and return the problems of its text instead of raising them.
+
+    Hub ids of models that are on this machine are replaced by the models' directories.
+    """
     loaded, problems = recipe_and_problems(recipe, overrides)
     return with_local_model(loaded), problems
 
@@ -31,14 +38,15 @@ def load_with_problems(recipe: str | Path | Mapping, overrides: Sequence[str] = 
 def preflight(
     recipe: Recipe, world_size: int, until: "Depth" = "files", refused: Iterable[Problem] = ()
 ) -> list[Problem]:
-    """Return every problem of a recipe that can be found without training. Files that a run fetches from the hub are no
-    problems.
+    """Return every problem of a recipe that can be found without training.
+
+    Files that a run downloads from the hub are not problems.
 
     Args:
         recipe: The recipe.
         world_size: Number of processes.
-        until: What the checks read, as in `checks.find_problems`.
-        refused: Problems of the recipe's text, to which the others are joined.
+        until: The last kind of checks to call, as in `dry_run.find_problems`.
+        refused: Problems of the recipe's text, which are reported with the others.
     """
     from dtrain.training.dry_run import find_problems  # loads torch
 
@@ -48,16 +56,16 @@ def preflight(
 
 
 def shapes(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Return the problems that decide what a step stores and computes.
+    """Return the problems that matter for the memory and the computation of a step.
 
-    Only each model's config.json is read, which must be on this machine.
+    Only each model's config.json is read. It must be on this machine.
     """
     absent = [redacted(problem, recipe) for problem in missing_problems(recipe)]
     return [*preflight(recipe, world_size, "models"), *absent]
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """Return notes for the user before a run, which are no mistakes."""
+    """Return notes for the user before a run. They are not mistakes."""
     from dtrain.training.dry_run import notes_before  # loads torch
 
     return notes_before(RunInputs.of(recipe, World(1)))

@@ -1,6 +1,7 @@
-"""The table of the methods, and recipes of them. No torch until a recipe names its method.
+"""The table of training methods, and recipes for them.
 
-A method's file is imported when a recipe has its name, or keys of its section.
+A method's file is imported only when a recipe has the method's name or keys of its section, so that importing this
+module imports no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,21 +25,21 @@ METHODS: dict[str, "str | type[Method]"] = {
     "distill": "dtrain.methods.distill:DistillMethod",
     "reward": "dtrain.methods.reward:RewardMethod",
 }
-"""Name -> the method's class, or its module and its name there. The first is a recipe's default."""
+"""Name -> the method's class, or "module:class". The first method is the default of a recipe."""
 
 VARIANTS: dict[tuple[str, str], "str | type[Method]"] = {
     ("distill", "student"): "dtrain.rl.on_policy:OnPolicyDistillMethod",
     ("reward", "pairs"): "dtrain.methods.reward:RewardPairsMethod",
 }
-"""(Name of a method, `Method.variant`) -> the class that trains in place of the method's own."""
+"""(Name of a method, `Method.variant`) -> the class that replaces the method's own class."""
 
 TEACHER, REWARD_MODEL = ".teacher", ".reward_model.path"
-"""The ends of keys that name a model with the trained one's vocabulary, and one with another head than a vocabulary's.
-Under the other keys of `Method.models` stand references, of the trained model's shapes."""
+"""Suffixes of the keys that name a teacher, which has the trained model's vocabulary, and a reward model, which has a
+head with one output. All other keys of `Method.models` name references, which have the trained model's shapes."""
 
 
 class MethodSections(Mapping[str, type]):
-    """The sections of the methods of `METHODS` by name, each imported when it is asked for."""
+    """The recipe sections of all `METHODS` by name. A method is imported when its section is read."""
 
     def __getitem__(self, name: str) -> type:
         return method_class(name).Section
@@ -54,7 +55,11 @@ SECTIONS = MethodSections()
 
 
 def method_class(name: str) -> "type[Method]":
-    """Return the class that `METHODS` has under a name. Raises KeyError for no name of it."""
+    """Import the class of a method.
+
+    Raises:
+        KeyError: If `METHODS` has no such name.
+    """
     return _load(METHODS[name])
 
 
@@ -67,7 +72,7 @@ def _load(entry: "str | type[Method]") -> "type[Method]":
 
 
 def build_method(recipe: Recipe) -> "Method":
-    """Return the method of a recipe, which need not be checked."""
+    """Build the method of a recipe. The recipe need not be checked."""
     method = method_class(recipe.method)(recipe)
     variant = method.variant()
     if variant is None:
@@ -76,19 +81,27 @@ def build_method(recipe: Recipe) -> "Method":
 
 
 def model_keys(*methods: str) -> list[str]:
-    """Return the keys that may name models beside the trained one in the sections of `methods`."""
-    return [f"{name}.{key}" for name in methods if name in METHODS for key in method_class(name).models]
+    """Return the keys in the sections of `methods` that may name other models than the trained one.
+
+    >>> model_keys("dpo", "distill")
+    ['dpo.reference', 'distill.teacher']
+    """
+    found = []
+    for name in methods:
+        if name in METHODS:
+            found += [f"{name}.{key}" for key in method_class(name).models]
+    return found
 
 
 def load_recipe(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
-    """Load a recipe of one of the `METHODS`, as `dtrain.recipe.load` does."""
+    """Load a recipe for one of the `METHODS`, as `dtrain.recipe.load` does."""
     return load(recipe, overrides, sections=SECTIONS)
 
 
 def recipe_and_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[Loaded, list[Problem]]:
-    """Load as `load_recipe` does, but return the problems too, as `dtrain.recipe.read` does."""
+    """Load a recipe, and return its problems instead of raising them, as `dtrain.recipe.read` does."""
     return read(recipe, overrides, sections=SECTIONS)
 
 
@@ -98,5 +111,5 @@ def convert_recipe(tree: Mapping) -> "Conversion | None":
 
 
 def recipe_keys() -> list[str]:
-    """Return every dotted key that holds a value in a recipe of any method."""
+    """Return every dotted key that can have a value in a recipe for any method."""
     return keys(SECTIONS)

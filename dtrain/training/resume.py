@@ -1,4 +1,9 @@
-"""Resume: the checkpoint that a run starts from, the comparison with the saved run, and saving and loading its state.
+"""Resume: finding the checkpoint that a run starts from, comparing the saved run, and saving and loading its state.
+
+A run calls `find_start` (which step), `identities` (what the run reads now), `compare` (may this recipe resume) and
+`restore`. For example, a run with checkpoint.resume=auto whose directory has step-10 and a damaged step-20 prints that
+step-20 is damaged, renames it to damaged-step-20, and resumes from step-10. If `optimizer.lr` is then different from
+the value in the checkpoint's recipe, the resume is refused unless checkpoint.allow_changes=[optimizer.lr].
 
 A checkpoint contains:
 
@@ -8,12 +13,9 @@ A checkpoint contains:
                    recipe       the resolved recipe, as YAML
                    identities   digests of the files that the run read at its start: weights, tokenizer, data, ...
                    began        the checkpoints that the run began from, see `Origin`
-                   save         a mark of this save
-                   metrics      of this step
-                   policy, method   their numbers that are not tensors
-
-A run goes through `find_start` (which step), `identities` (what do we read now), `compare` (may this recipe resume) and
-`restore`.
+                   save         a random mark of this save
+                   metrics      the metrics of this step
+                   policy, method   the state of policy and method that is not in tensors
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,10 +52,10 @@ DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.c
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
 NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
-# Keys of a source of data that only name where its rows are. A copy of the data elsewhere has the same fingerprint.
+# Keys of a data source that only name the location of its rows. A copy of the data elsewhere has the same fingerprint.
 LOCATION_KEYS = ("path", "split", "subset", "revision", "columns", "sources")
-# Keys of a recipe that name the place of files, and the digest of their content. If the digest is the same as in the
-# saved run, the key may differ.
+# Keys of a recipe that name the location of files, with the digest of the files' content. If the digest is the same as
+# in the saved run, the key may differ.
 DIGEST_OF_LOCATION = {
     "model.path": "model.config",
     **{f"data.train.{name}": "data.fingerprint" for name in LOCATION_KEYS},
@@ -62,7 +64,7 @@ DIGEST_OF_LOCATION = {
     "data.chat_template": "data.chat_template",
 }
 
-# Keys that decide which tensors a run trains, and of which shapes.
+# Keys that decide which tensors a run trains, and their shapes.
 SHAPE_KEYS = (
     *("lora", "lora.path", "lora.rank", "lora.rank_pattern", "lora.target", "lora.exclude", "lora.modules_to_save"),
     *("lora.dora", "train.vision", "train.train_only", "train.freeze", "model.path", "model.config"),
@@ -100,6 +102,7 @@ class Start:
 
     @property
     def path(self) -> Path:
+        """The directory of the checkpoint."""
         return self.saved[0].path(self.step)
 
 
@@ -152,24 +155,29 @@ def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     if resume is None:
         host.ranks.run_on_first(lambda: inputs.run.refuse_used(resume))
         return Start()
-    has_traces, began = host.ranks.run_on_first(lambda: _read_began(inputs))
-    origin = Origin.read(began[RESUME], inputs.run.began) if RESUME in began else None
+    has_traces, began = host.ranks.first(lambda: _read_began(inputs))
+    origin: Origin | None = None
+    if RESUME in began:
+        origin = Origin.read(began[RESUME], inputs.run.began)
     if resume == "auto":
         return _continue_run(inputs, store, host, origin, began, has_traces)
-    # The run was started with this path before, and was ended: it goes on instead of starting over.
-    if (
-        origin is not None
-        and has_traces
-        and (origin.find_store(resume, host.ranks) or origin.was_at(resume, host.ranks))
-    ):
-        return _continue_run(inputs, store, host, origin, began, has_traces)
+    if origin is not None and has_traces:
+        # If the run was started with this path before and was ended, it continues instead of starting over.
+        is_same_path = origin.find_store(resume, host.ranks) or origin.was_at(resume, host.ranks)
+        if is_same_path:
+            return _continue_run(inputs, store, host, origin, began, has_traces)
     return _start_from_path(inputs, store, host, resume, origin)
 
 
 def _read_began(inputs: RunInputs) -> tuple[bool, dict[str, Any]]:
-    """Return whether an earlier start left files in the run's directory, and the checkpoints that it began from."""
+    """Read the traces of an earlier start from the run's directory.
+
+    Returns:
+        Whether the run has metrics or checkpoints, and the content of began.json.
+    """
     began = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
-    return inputs.run.leftovers is not None, began
+    has_traces = inputs.run.leftovers is not None
+    return has_traces, began
 
 
 def _continue_run(
@@ -180,7 +188,7 @@ def _continue_run(
     began: dict[str, dict[str, Any]],
     has_traces: bool,
 ) -> Start:
-    """Start from the run's newest checkpoint, else from the one that it began from, else fresh. Collective.
+    """Start from the run's newest checkpoint, or else from the one that it began from, or else fresh. Collective.
 
     Args:
         inputs: The run's inputs.
@@ -257,7 +265,7 @@ def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
     path = inputs.source.path
     template = inputs.source.template
     found = {
-        "model.config": digest(read_model_config(path)),  # of its values, so another layout of the text is the same
+        "model.config": digest(read_model_config(path)),  # of the parsed values: the layout of the text does not count
         "model.tokenizer": inputs.source.tokenizer.fingerprint,
         "data.chat_template": template.fingerprint if template else "none",
     }
@@ -276,23 +284,24 @@ def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
     for key, model in inputs.other_models.items():
         weight_digests = file_digests(weight_files(model.path), _other_model(key, model.path), ranks)
         config_digest = digest(read_model_config(model.path))
-        ranks.check_same(config_digest, _other_model(key, model.path))
-        if key.endswith(".reference"):  # it has the config of the trained model
+        ranks.same(config_digest, _other_model(key, model.path))
+        if key.endswith(".reference"):  # a reference has the config of the trained model
             found[key] = digest(weight_digests)
         else:
             found[key] = digest(config_digest, weight_digests)
-        if key.endswith(REWARD_MODEL):  # it encodes text with a tokenizer and a template of its own
+        if key.endswith(REWARD_MODEL):  # a reward model encodes text with its own tokenizer and template
             template_digest = model.template.fingerprint if model.template else "none"
             found[key] = digest(found[key], model.tokenizer.fingerprint, template_digest)
     return found
 
 
 def _other_model(key: str, path: str | Path) -> str:
+    """Return the error for a model whose files differ between hosts."""
     return f"{key}={path} is not the same model on every host"
 
 
 def compare(
-    written: Recipe,
+    original_recipe: Recipe,
     start: Start,
     identities: Mapping[str, str],
     rows: Mapping[str, Rows],
@@ -304,12 +313,12 @@ def compare(
     """Compare the recipe and the files of this run with those of the saved run. Return a line for each difference.
 
     The path of a file may change if its content is the same, and `data.packing=auto` may become the value that it
-    stands for. For example, after `model.path` was moved to another disk there is no line.
+    means. For example, there is no line if `model.path` was moved to another disk.
 
     Args:
-        written: The recipe as it was given.
+        original_recipe: The recipe as it was given.
         start: The start, which is a checkpoint.
-        identities: Digests of what this run reads.
+        identities: Digests of the files that this run reads.
         rows: Rows by split, as far as they were read.
         method: The recipe's method.
         allow_changes: Guarded keys that may differ.
@@ -321,7 +330,7 @@ def compare(
     """
     _, state = start.saved
     saved = state["identities"]
-    differences = _with_one_line_for_lora(config.diff(state["recipe"], written))
+    differences = _with_one_line_for_lora(config.diff(state["recipe"], original_recipe))
     for key, old, new in differences:
         if key == "method":
             raise UserError(
@@ -330,13 +339,14 @@ def compare(
                 f"set checkpoint.init_from={start.path}, checkpoint.resume=auto and another run.name"
             )
     method.check_state(state["method"])
-    models = model_keys(written.method)
-    known = _keys_with_same_content(differences, saved, identities, models)
+    models = model_keys(original_recipe.method)
+    same_content = _keys_with_same_content(differences, saved, identities, models)
     for key, new in identities.items():
         if key in saved and saved[key] != new:
             differences.append((key, saved[key], new))
-    if _has_same_packing(rows.get("train"), method, [each for each in differences if each[0] not in known]):
-        known.add("data.packing")
+    unexplained = [difference for difference in differences if difference[0] not in same_content]
+    if _has_same_packing(rows.get("train"), method, unexplained):
+        same_content.add("data.packing")
     details = {}
     for split, key in DIGEST_OF_SPLIT.items():
         if split in rows:
@@ -344,9 +354,9 @@ def compare(
             details[key] = _changed_files(saved_files, rows[split].samples.file_digests)
     misfit = None
     if unfit is not None:
-        unexplained = [difference for difference in differences if difference[0] not in known]
+        unexplained = [difference for difference in differences if difference[0] not in same_content]
         misfit = _misfit(start, unfit, unexplained)
-    return guard(differences, allow_changes, known, models, misfit, details)
+    return guard(differences, allow_changes, same_content, models, misfit, details)
 
 
 def _keys_with_same_content(
@@ -379,14 +389,14 @@ def _keys_with_same_content(
 
 
 def _has_same_packing(rows: Rows | None, method: Method, differences: Sequence[Difference]) -> bool:
-    """Return whether the data differ only in `data.packing`, between auto and the value that auto stands for."""
-    of_data = [each for each in differences if each[0].startswith("data.")]
-    if len(of_data) != 1 or of_data[0][0] != "data.packing":
+    """Check whether the data differ only in `data.packing`, between auto and the value that auto means."""
+    data_differences = [difference for difference in differences if difference[0].startswith("data.")]
+    if len(data_differences) != 1:
         return False
-    _, old, new = of_data[0]
-    if "auto" not in (old, new):
+    key, old, new = data_differences[0]
+    if key != "data.packing" or "auto" not in (old, new):
         return False
-    if rows is None:  # not read, for example in a dry run: the run itself compares
+    if rows is None:  # a dry run may not have read the rows; the run itself compares them
         return True
     automatic = should_pack(rows, method.kind)
     old_value = automatic if old == "auto" else old
@@ -414,39 +424,47 @@ def _changed_files(saved: Mapping[str, str] | None, found: Mapping[str, str]) ->
             lines.append(f"{path}: is no longer among the files")
     if not lines:
         lines.append(
-            "every file has the content that it had: the tokenizer, the chat template, the images or another key of "
-            "data, such as data.max_length, makes other samples of them"
+            "no file has changed: the tokenizer, the chat template, the images or another key of data, such as "
+            "data.max_length, makes other samples of the same files"
         )
     return limit_problems(lines)
 
 
 def _with_one_line_for_lora(differences: list[Difference]) -> list[Difference]:
     """Join the keys of `lora` into one difference if one of the two recipes has no such section."""
-    section = [each for each in differences if each[0].startswith("lora.")]
-    joined: Difference | None = None
-    if section and all(old is None for _, old, _ in section):
-        joined = ("lora", None, "an adapter")
-    elif section and all(new is None for _, _, new in section):
-        joined = ("lora", "an adapter", None)
-    if joined is None:
-        return differences
-    return [joined, *(each for each in differences if each not in section)]
+    of_lora = [difference for difference in differences if difference[0].startswith("lora.")]
+    others = [difference for difference in differences if not difference[0].startswith("lora.")]
+    if of_lora and all(old is None for _, old, _ in of_lora):
+        return [("lora", None, "an adapter"), *others]
+    if of_lora and all(new is None for _, _, new in of_lora):
+        return [("lora", "an adapter", None), *others]
+    return differences
 
 
 def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misfit | None:
-    """Return the changed keys because of which the recipe trains other tensors, with advice. None if no key has."""
+    """Return the changed keys because of which the recipe trains other tensors, with advice.
+
+    Args:
+        start: The start of the run.
+        unfit: How the trained tensors differ from those of the checkpoint.
+        differences: The differences of the recipes.
+
+    Returns:
+        The keys and the advice. None if no changed key explains it.
+    """
     keys = []
-    settings = []  # that restore the saved recipe, such as "lora.rank=8"
+    settings = []  # settings that restore the saved recipe, such as "lora.rank=8"
     for key, old, _ in differences:
         if key in SHAPE_KEYS:
             keys.append(key)
-            settings.append(f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={format_value(old)}")
+            setting = f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={shown(old)}"
+            settings.append(setting)
     if not keys:
         return None
     return Misfit(
         tuple(keys),
-        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(settings)} back, or go on "
-        f"from these weights in a new run: `dtrain export {start.path} OUT`, then model.path=OUT, "
+        f"No resume allows {' and '.join(keys)} to change here: {unfit}. Set {' and '.join(settings)} back, or "
+        f"continue from these weights in a new run: `dtrain export {start.path} OUT`, then model.path=OUT, "
         "checkpoint.resume=auto and another run.name",
     )
 
@@ -459,7 +477,7 @@ def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, An
 def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> None:
     """Load the checkpoint of the start into `policy` and `method`. Collective."""
     store, state = start.saved
-    # Options of the optimizer that the recipe has changed keep their new values. For example, {"lr"}.
+    # The checkpoint has the optimizer's options, such as "lr". Options that the recipe has changed keep the new values.
     changed_options = set()
     for key, _, _ in config.diff(state["recipe"], recipe):
         if key.startswith("optimizer."):
@@ -506,21 +524,28 @@ def contents(policy: Policy, method: Method, known: Mapping[str, Any]) -> SaveCo
 
 
 def _read_state(store: CheckpointStore, step: int) -> dict[str, Any]:
-    """Read a step's state.json. Raises UserError for entries that are missing or of another type."""
+    """Read a step's state.json.
+
+    Raises:
+        UserError: If entries are missing or of another type.
+    """
     state = store.read_state(step)
-    kinds: dict[str, type] = {"cursor": list, "recipe": str, "save": str}
-    kinds |= dict.fromkeys(("identities", "began", "metrics", "policy", "method"), dict)
-    lacking = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
-    if not lacking and [type(place) for place in state["cursor"]] != [int, int]:
-        lacking = ["cursor"]
-    if lacking:
+    types: dict[str, type] = {"cursor": list, "recipe": str, "save": str}
+    for key in ("identities", "began", "metrics", "policy", "method"):
+        types[key] = dict
+    missing = [key for key, expected in types.items() if not isinstance(state.get(key), expected)]
+    if not missing and [type(entry) for entry in state["cursor"]] != [int, int]:
+        missing = ["cursor"]
+    if missing:
         raise UserError(
-            f"{store.path(step)}: no run of this version of dtrain saved it, it has no {', '.join(lacking)}"
+            f"{store.path(step)}: this checkpoint was written by an incompatible version of dtrain, or it is damaged: "
+            f"its state.json has no valid {', '.join(missing)}"
         )
     return state
 
 
 def _named_for_method(method: Method) -> dict[str, Tensor]:
+    """Return the method's tensors under their names in a checkpoint."""
     return {f"method.{name}": tensor for name, tensor in method.tensors().items()}
 
 
@@ -537,8 +562,8 @@ def _newest(store: CheckpointStore, host: Host) -> int | None:
         host.say(f"{store.path(step)} is damaged and is left out: {damage[0]}")
     if published:
         raise UserError(
-            f"{store.directory}: every checkpoint is damaged, as said above. To start over, move that directory away "
-            "together with metrics.jsonl, or choose another run.name"
+            f"{store.directory}: every checkpoint is damaged (see above). To start over, move this directory and "
+            "metrics.jsonl away, or choose another run.name"
         )
     return None
 
@@ -548,13 +573,13 @@ def _refuse_beyond(store: CheckpointStore, step: int) -> None:
     later_steps = [f"step-{later}" for later in store.steps() if later > step]
     if later_steps:
         raise UserError(
-            f"{store.directory} already holds {', '.join(later_steps)}, which the resumed run would save again, and a "
-            "saved step is never overwritten: delete them, or choose another run.name"
+            f"{store.directory} already has {', '.join(later_steps)}, which the resumed run would save again, and a "
+            "saved step is never overwritten. Delete them, or choose another run.name"
         )
 
 
 def _put_damaged_aside(store: CheckpointStore, step: int) -> None:
-    """Rename the steps after `step`, which are all damaged."""
+    """Rename the steps after `step`, which are all damaged, so that the run can save these steps again."""
     for later in store.published_steps():
         if later > step:
             set_aside(store.path(later), "damaged-")

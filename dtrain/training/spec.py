@@ -1,4 +1,4 @@
-"""The spec of a run: everything that its recipe, its files and its ranks decide, decided once by `resolve`.
+"""The spec of a run: everything that follows from its recipe, its files and its ranks, decided once by `resolve`.
 
 Each topic has a module in `training.setup`. Its functions take the facts that they need and return new ones; nothing is
 changed afterwards. `resolve` is what a rank of a run calls. The other commands call the same functions:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Everything that is decided about a run before its model is built.
+    """Every decision about a run, made before its model is built.
 
     Attributes:
         original_recipe: The recipe as it was given.
@@ -125,10 +125,12 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     inputs.source.tokenizer  # noqa: B018 (a cached property; a tokenizer that cannot be read ends the run here)
     precision = choose_precision(recipe.train.dtype, runtime.device.type, recipe.train.masters)
 
-    # A model without images is built before the data are read, because tokenising may take long.
-    is_built = not model_setup.may_name_tower(inputs)
+    # Reading the data may take long, so the model is built before, to find mistakes in it early. But a model has its
+    # vision tower only if the data have images. So patterns that may mean the tower (`lora.target`, `train.freeze`) can
+    # be checked only after the data, and a model that turns out to need its tower is built again.
+    waits_for_data = model_setup.may_name_tower(inputs)
     meta: MetaModel | None = None
-    if is_built:
+    if not waits_for_data:
         meta = host.on_first_rank("model", partial(model_setup.build, inputs, precision, False))
     identities = resume.identities(inputs, ranks)
     check_other_models(inputs, host)
@@ -136,35 +138,35 @@ def resolve(recipe: Recipe, runtime: Runtime, stack: ExitStack) -> ResolvedRun:
     evals = read_evals(inputs, data, host)
     has_images = data.has_images or evals.has_images
     model_setup.refuse_unused_tower(data.recipe, has_images)
-    if has_images or not is_built:
+    if has_images or waits_for_data:
         meta = host.on_first_rank("model", partial(model_setup.build, inputs, precision, has_images))
 
-    decided = sizes.decide(inputs, data, host)
-    assert decided is not None, "a rank raises instead"
-    if decided.steps is not None:
-        schedule.refuse_idle(decided.recipe, decided.method, data.rows["train"], decided.steps)
-    begun = start.resolve(inputs, data, decided, meta, {**identities, **data.identities}, host)
-    assert begun is not None and begun.total_steps is not None, "a rank raises instead"
+    size_facts = sizes.decide(inputs, data, host)
+    assert size_facts is not None, "only a dry run returns None; a rank raises instead"
+    if size_facts.steps is not None:
+        schedule.refuse_idle(size_facts.recipe, size_facts.method, data.rows["train"], size_facts.steps)
+    start_facts = start.resolve(inputs, data, size_facts, meta, {**identities, **data.identities}, host)
+    assert start_facts is not None and start_facts.total_steps is not None, "only a dry run returns None"
     spec = RunSpec(
         original_recipe=inputs.original_recipe,
-        recipe=decided.recipe,
+        recipe=size_facts.recipe,
         run=inputs.run,
         source=inputs.source,
         other_models=inputs.other_models,
-        method=decided.method,
+        method=size_facts.method,
         precision=precision,
         model_config=inputs.model_config(has_images),
         has_images=has_images,
         rows=data.rows,
         questions=evals.questions,
-        sizes=decided.sizes,
-        store=begun.store,
-        start=begun.start,
-        identities=begun.identities,
-        changes=begun.changes,
-        total_steps=begun.total_steps,
-        validate_every=begun.validate_every,
-        notes=(*evals.notes, *decided.notes),
+        sizes=size_facts.sizes,
+        store=start_facts.store,
+        start=start_facts.start,
+        identities=start_facts.identities,
+        changes=start_facts.changes,
+        total_steps=start_facts.total_steps,
+        validate_every=start_facts.validate_every,
+        notes=(*evals.notes, *size_facts.notes),
     )
     return ResolvedRun(spec, host, recorder)
 

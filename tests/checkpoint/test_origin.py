@@ -262,7 +262,7 @@ def test_going_back_within_a_run_goes_on_there(tmp_path):
     recipe = run(tiny_recipe(tmp_path, "checkpoint.every=2", "checkpoint.keep_last=null"))
     expected = trajectory(recipe)
     back = f"checkpoint.resume={checkpoints(recipe).path(4)}"
-    with pytest.raises(UserError, match="already holds step-6, step-8, step-10"):
+    with pytest.raises(UserError, match="already has step-6, step-8, step-10"):
         run(tiny_recipe(tmp_path, "checkpoint.every=2", "checkpoint.keep_last=null", back))
     for step in (6, 8, 10):
         shutil.rmtree(checkpoints(recipe).path(step))

@@ -293,7 +293,7 @@ def test_a_refused_change_of_data_names_the_files(tmp_path):
         f"{two}: is no longer among the files",
         f"{three}: was not among the files",
     ]
-    assert refusal(f"data.train.path=[{one}, {two}]", "data.max_length=8")[0].startswith("every file has the content")
+    assert refusal(f"data.train.path=[{one}, {two}]", "data.max_length=8")[0].startswith("no file has changed")
     moved = two.rename(tmp_path / "moved.jsonl")
     run(tiny_recipe(tmp_path, "checkpoint.every=10", "train.steps=11", f"data.train.path=[{one}, {moved}]"))
     write_rows(moved, seed=7)
