@@ -27,8 +27,8 @@ class WeightCounts(NamedTuple):
     """Numbers of weights.
 
     Attributes:
-        total: All weights, with those of adapters. A byte of 4-bit codes is two weights.
-        trained: Those that are trained.
+        total: All weights, with those of adapters. A byte of 4-bit codes counts as two weights.
+        trained: Trained weights.
     """
 
     total: int
@@ -44,12 +44,12 @@ def count_weights(module: nn.Module) -> WeightCounts:
 
 @dataclass(frozen=True)
 class FsdpMessages:
-    """Messages of FSDP in one pass, a forward and a backward, without tensor parallel.
+    """Messages of FSDP in a forward and a backward of one micro-batch, without tensor parallel.
 
     Attributes:
-        num_gathers: All-gathers.
-        gathered_bytes: Their bytes.
-        num_reduces: Units with gradients to reduce.
+        num_gathers: Number of all-gathers.
+        gathered_bytes: Bytes that all of them gather.
+        num_reduces: Number of FSDP units with gradients to reduce.
     """
 
     num_gathers: int
@@ -91,15 +91,21 @@ class ModelFacts:
         return flops + ImageFlops(*self.model.model.vision).total(RowImages([], [list(images)])) / num_tokens
 
     def tensor_parallel_styles(self) -> dict[str, str]:
-        """Return the tensor-parallel plan: module pattern to style in words. A vision tower's layers are one."""
-        plan = find_plan(self.recipe.parallel.custom_plan, self.model)
-        return {re.sub(r"\.\d+(?=\.)", ".*", pattern): style_name(style) for pattern, style in plan.items()}
+        """Return the tensor-parallel plan: the name of the style for each module pattern.
+
+        Patterns of a vision tower name its layers one by one. Their numbers are replaced by `*`, so that all layers
+        share an entry.
+        """
+        styles = {}
+        for pattern, style in find_plan(self.recipe.parallel.custom_plan, self.model).items():
+            styles[re.sub(r"\.\d+(?=\.)", ".*", pattern)] = style_name(style)
+        return styles
 
     def longest_answer_bytes(self, compute: torch.dtype, tp: int) -> int:
-        """Return the least bytes that keys and values of an evaluation take on a rank.
+        """Return the smallest number of bytes that an evaluation needs on a rank for keys and values.
 
-        They are those of the longest answer of `eval` to a prompt with which it fills `data.max_length`. 0 without
-        `eval`.
+        It is that of one prompt with the longest answer of `eval`, which together have `data.max_length` tokens. 0
+        without `eval`.
 
         Args:
             compute: Dtype of computation.
@@ -110,24 +116,23 @@ class ModelFacts:
             return 0
         from dtrain.inference.kv_cache import position_bytes, slot_size  # only runs with `eval` generate
 
-        answer = max(
-            each.sampling.max_new_tokens or default_max_new_tokens(positions) for each in recipe.evals.values()
-        )
+        default = default_max_new_tokens(positions)
+        answer = max(section.sampling.max_new_tokens or default for section in recipe.evals.values())
         prompt = max(1, min(recipe.data.max_length, positions) - answer)
         num_positions = slot_size(answer) + slot_size(prompt)
         return int(num_positions * position_bytes(self.config, compute, tp) / FREE_MEMORY_FRACTION)
 
     def fsdp_messages(self, compute: torch.dtype) -> FsdpMessages:
-        """Return the messages of FSDP in one pass.
+        """Return the messages of FSDP in a forward and a backward.
 
         Args:
             compute: Dtype in which trained weights are gathered. Frozen weights are gathered as they are stored.
         """
         units = get_fsdp_units(self.model)
-        again = units.regathered_in_backward(self.recipe.parallel.reshard_after_forward)
+        gathered_twice = units.regathered_in_backward(self.recipe.parallel.reshard_after_forward)
         num_gathers, gathered_bytes, num_reduces = 0, 0.0, 0
         for unit, weights in units.parameters():
-            times = 2 if unit in again else 1
+            times = 2 if unit in gathered_twice else 1
             trained = sum(weight.numel() for weight in weights if weight.requires_grad)
             frozen_bytes = bytes_of(weight for weight in weights if not weight.requires_grad)
             num_gathers += times
@@ -137,11 +142,15 @@ class ModelFacts:
         return FsdpMessages(num_gathers, gathered_bytes, num_reduces)
 
     def key_widths(self, tp: int) -> list[int]:
-        """Return the elements of a token's keys and values on a tp rank, for each layer that keeps keys.
+        """Return the elements of a token's keys and values on a tp rank, for each layer with a KV cache.
 
-        Layers of linear attention keep none. A rank has at least one head.
+        Layers of linear attention have none. A rank has at least one head.
         """
-        return [self.config.kv_heads_of(kind).num_elements(tp) for kind in self.config.layer_types if kind != LINEAR]
+        widths = []
+        for kind in self.config.layer_types:
+            if kind != LINEAR:
+                widths.append(self.config.kv_heads_of(kind).num_elements(tp))
+        return widths
 
     @property
     def num_first_dense(self) -> int:
@@ -157,9 +166,10 @@ class ModelFacts:
 
     @property
     def layer_period(self) -> int:
-        """The number of layers after which their kinds repeat. All layers if they never do.
+        """The number of layers after which the kinds of layers repeat. The number of all layers if they never repeat.
 
-        The first dense layers of a mixture are left out. For example, DeepSeek-V3 has 3 of them and a period of 1.
+        The dense layers before the first sparse one are not counted. For example, Gemma 3 has five layers with a
+        sliding window before each full one, so its period is 6. DeepSeek-V3 has 3 dense layers and then a period of 1.
         """
         kinds = self.layer_kinds[self.num_first_dense :]
         for period in range(1, len(kinds)):
@@ -169,11 +179,11 @@ class ModelFacts:
 
     @property
     def num_end_layers(self) -> int:
-        """The number of layers at either end whose memory or messages may differ from those between them.
+        """The number of layers at each end of the model whose memory or messages may differ from those in the middle.
 
-        FSDP gathers the next layer ahead and keeps the last one gathered. The first layers may add features of the
-        vision tower, or be dense ones of a mixture. The last layers keep activations that have not left for the host
-        yet.
+        FSDP gathers the next layer in advance and keeps the last one gathered. The first layers may add features of the
+        vision tower, or be the dense ones of a mixture of experts. The last layers keep activations that are not yet
+        offloaded to the host.
         """
         num_layers = [2]
         if self.num_first_dense > 0:
@@ -195,8 +205,9 @@ class ModelFacts:
         if config.num_kv_shared_layers:
             return False
         if recipe.lora is None:
+            # A pattern can single out a layer only by a digit, or by a wildcard that matches one.
             patterns = "".join([*recipe.train.train_only, *recipe.train.freeze])
-            return not any(sign in patterns for sign in "0123456789?[")  # without these, a pattern means every layer
+            return not any(character in patterns for character in "0123456789?[")
         from dtrain.checkpoint.peft.config import adapter_of  # optional
         from dtrain.models.building import adaptable_shapes, module_names
 
@@ -208,6 +219,8 @@ class ModelFacts:
             match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
             if match is not None:
                 layers[int(match[1])][match[2]] = low_rank
-        kinds = self.layer_kinds
-        of_kind = dict(zip(kinds, layers, strict=True))
-        return all(of_kind[kind] == layer for kind, layer in zip(kinds, layers, strict=True))
+        trained_in_kind: dict[tuple[str, bool], dict[str, object]] = {}
+        for kind, trained in zip(self.layer_kinds, layers, strict=True):
+            if trained != trained_in_kind.setdefault(kind, trained):
+                return False
+        return True

@@ -1,8 +1,8 @@
-"""The spec of one optimizer step: the part of a run's spec that decides what the step stores and computes.
+"""The spec of one optimizer step: the part of a run's spec that decides the memory and the computation of a step.
 
-`resolve_step` builds it in any process, for devices that need not be there. Of the files that the recipe names it reads
-each model's config.json. For a model that takes images it also reads the first rows of the data, the tokenizer and the
-image processor, if they are on this machine.
+`resolve_step` builds it in any process, for devices that need not exist. It reads only each model's config.json. If the
+model accepts images, it also reads the first rows of the data, the tokenizer and the image processor, if they are on
+this machine. `dtrain plan` uses it, and so does the choice of sizes before a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Everything that decides what one optimizer step stores and computes.
+    """Every decision that the memory and the computation of one optimizer step depend on.
 
     Attributes:
         original_recipe: The recipe as it was given.
@@ -51,7 +51,7 @@ class StepSpec:
         model_config: Its config, with the vision tower if rows have images.
         sizes: The mesh and the batch.
         row_images: Layouts of the images of each row.
-        notes: Lines on what is assumed.
+        notes: Lines about assumptions.
     """
 
     original_recipe: Recipe
@@ -99,22 +99,22 @@ def resolve_step(
         recipe: The recipe. It needs no data, but `data.train` and `train.steps` or `train.epochs` must be set.
         world_size: Number of devices.
         device_type: "cpu" or "cuda".
-        without_bfloat16: Name of the devices for messages, if they do not compute in bfloat16. None if they do. Without
-            bfloat16, attention is that of `model.attention=sdpa`.
+        without_bfloat16: Name of the devices for messages, if they do not support bfloat16. None if they do. Without
+            bfloat16, `model.attention=sdpa` is used.
         problems: Problems of the recipe that are known already. They are reported with the others.
 
     Raises:
-        RecipeError: If the recipe cannot run there, whatever the memory.
+        RecipeError: If the recipe cannot run on such devices, whatever their memory.
     """
     if recipe.train.global_batch == "auto":
-        # The batch that `auto` means depends on the number of rows, which is not known here. Some methods have the same
-        # batch for any number of rows, for example that of a rollout.
+        # The value of `auto` depends on the number of rows, which is not known here. But some methods use the same
+        # batch for any number of rows, for example the batch of a rollout. So ask for the smallest and the largest.
         method = build_method(recipe)
         smallest = method.automatic_batch(0)
         largest = method.automatic_batch(LARGEST_AUTO * STEPS_OF_A_PASS)
         if smallest == largest:
             recipe = replace_keys(recipe, {"train.global_batch": smallest})
-    # Weights of awaited models are not read, and need not be here.
+    # Models of pending downloads need not be on this machine, since their weights are not read.
     pending_downloads = ["model.path"]
     for key, _ in build_method(recipe).other_models():
         pending_downloads.append(key)
@@ -125,7 +125,7 @@ def resolve_step(
     precision = choose_precision(recipe.train.dtype, device_type, recipe.train.masters)
     if without_bfloat16 is not None:
         if precision.compute is torch.bfloat16:
-            text = f"train.dtype={recipe.train.dtype} means bfloat16, in which a {without_bfloat16} does not compute"
+            text = f"train.dtype={recipe.train.dtype} means bfloat16, which a {without_bfloat16} does not support"
             raise RecipeError([Problem("train.dtype", text, "Set train.dtype=float16 or float32")])
         without_varlen = replace_keys(inputs.recipe, {"model.attention": "sdpa"})  # flash attention needs bfloat16 too
         inputs = replace(inputs, recipe=without_varlen)
@@ -133,22 +133,22 @@ def resolve_step(
     has_images = bool(images.layouts)
     host = DryHost()
     meta = host.attempt("model", lambda: model_setup.build(inputs, precision, has_images))
-    decided = sizes_setup.decide(inputs, DataFacts(inputs.recipe), host)
-    if meta is None or decided is None:
+    size_facts = sizes_setup.decide(inputs, DataFacts(inputs.recipe), host)
+    if meta is None or size_facts is None:
         raise RecipeError(host.problems)
     return StepSpec(
         original_recipe=inputs.original_recipe,
-        recipe=_without_foreign_code(decided.recipe, decided.sizes),
+        recipe=_without_foreign_code(size_facts.recipe, size_facts.sizes),
         world=inputs.world,
         source=inputs.source,
         other_models=inputs.other_models,
-        method_class=type(decided.method),
+        method_class=type(size_facts.method),
         precision=precision,
         model=meta.model,
         model_config=inputs.model_config(has_images),
-        sizes=decided.sizes,
+        sizes=size_facts.sizes,
         row_images=images.layouts,
-        notes=(*images.notes, *sizes_setup.position_notes(inputs.recipe, inputs.source), *decided.notes),
+        notes=(*images.notes, *sizes_setup.position_notes(inputs.recipe, inputs.source), *size_facts.notes),
     )
 
 
@@ -161,7 +161,7 @@ def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
         overrides["parallel.custom_plan"] = None
     if sizes.is_open:
         overrides["train.global_batch"] = sizes.global_batch
-    # What a schedule does to the rate changes nothing here.
+    # The schedule does not change the memory or the computation, and it may be foreign code too.
     return replace(replace_keys(recipe, overrides), scheduler=Scheduler("constant"))
 
 
