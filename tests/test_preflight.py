@@ -229,8 +229,8 @@ def test_kernels_of_linear_attention_are_refused_where_there_is_none(tmp_path):
     ("overrides", "answer"),
     [
         (["lora={target: [all-linear, experts], dora: true}", "parallel.ep=2"], "for which PEFT has no DoRA"),
-        (["optimizer.name=muon", "parallel.tp=2"], "optimizer.name=muon updates whole rows of parameters"),
-        (["optimizer.state=int8", "parallel.tp=2"], "optimizer.state=int8 updates whole rows of parameters"),
+        (["optimizer.name=muon", "parallel.tp=2"], "optimizer.name=muon updates complete rows of parameters"),
+        (["optimizer.state=int8", "parallel.tp=2"], "optimizer.state=int8 updates complete rows of parameters"),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be"),
     ],
 )

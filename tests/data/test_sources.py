@@ -210,7 +210,7 @@ def test_validate_tells_what_is_left_out_cut_and_doubled(tmp_path):
     assert f"note: {file} is named twice (data.train.path, data.train.path): its rows count twice" in said
     assert f"note: {file} is in data.train.path and in data.val.path: validation sees trained rows" in said
     large = write_jsonl(tmp_path / "large.jsonl", [whole, long, untrained] * 9000)
-    assert large.stat().st_size > first_rows.SMALL_DATA
+    assert large.stat().st_size > first_rows.SMALL_BYTES
     said = validate("sft", [*shape, *paths[:1], f"data.train.path={large}", "launch.device=cpu"])
     assert "train data: 85 of the first 256 rows are left out (no trained token)" in said
     assert "train data: 85 documents of the first 256 rows are cut to data.max_length=150" in said

@@ -72,7 +72,7 @@ def test_a_row_far_behind_is_found(wrong, says, root, capsys):
 
 
 def test_what_was_not_read_is_said(root, capsys, monkeypatch):
-    monkeypatch.setattr(first_rows, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(first_rows, "MAX_SECONDS", 0.0)
     write_many(root / "many.jsonl", {"text": 5})
     assert main(["validate", str(root / "sft.yaml"), f"data.train.path={root / 'many.jsonl'}"]) == 0
     out = capsys.readouterr().out

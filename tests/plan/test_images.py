@@ -12,7 +12,7 @@ from dtrain.commands.plan.step import plan_step
 from dtrain.data.images.processor import Layout
 from dtrain.recipe.schema import DataSource
 from dtrain.training.full_rows import split_row
-from dtrain.training.setup.data import densest_images
+from dtrain.training.setup.data import DocumentImages, densest_images
 from tests.data.makers import write_jsonl
 from tests.pictures import picture_recipe, write_model
 
@@ -22,11 +22,13 @@ def image(tokens: int) -> Layout:
 
 
 def test_a_row_has_the_images_of_the_document_with_the_most_patches():
-    documents = [(10, [image(3)]), (40, [image(8), image(1)]), (100, [image(20)]), (9, [])]
+    sizes = [(10, [image(3)]), (40, [image(8), image(1)]), (100, [image(20)]), (9, [])]
+    documents = [DocumentImages(tokens, images) for tokens, images in sizes]
     assert densest_images(documents, 100, packed=False) == (image(20),)
     assert densest_images(documents, 100, packed=True) == (image(3),) * 10
-    assert densest_images([(5, [image(5)])], 17, packed=True) == (image(5),) * 3
-    assert densest_images([(5, [image(5)])], 16, packed=True) == (image(5),) * 2  # a token of text before each half
+    only_images = DocumentImages(5, [image(5)])
+    assert densest_images([only_images], 17, packed=True) == (image(5),) * 3
+    assert densest_images([only_images], 16, packed=True) == (image(5),) * 2  # a token of text before each half
 
 
 def test_images_stand_within_the_documents_of_their_row():
@@ -43,7 +45,9 @@ def test_a_plan_says_what_images_it_takes_rows_to_have(tmp_path):
     write_model(tmp_path / "qwen3-vl", weights=False)
     recipe = picture_recipe(tmp_path, "launch.device=cpu")
     page = text(make_plan(recipe, 1, GPUS["h100"]))
-    assert "images: every row is taken to have 2 images of " in page and "the most by the first rows of data.tr" in page
+    assert (
+        "images: every row is assumed to have 2 images of " in page and "the most by the first rows of data.tr" in page
+    )
     assert "of these the vision tower" in page and "train.vision=frozen" in page
 
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": [{"role": "user", "content": "a"}] * 2}])

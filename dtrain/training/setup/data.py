@@ -1,15 +1,17 @@
 """Setup of the data: the rows of each split, as the run reads them.
 
-The checks come first, then `open_data`, which a run calls, and `open_splits` below it. A plan reads no rows except the
-first ones, and `images_of_first_rows` takes every row to have the images of the document with the most patches among
-them. A packed row has these images as often as the document fits into it.
+The checks come first, then `open_data`, which a run calls, and `open_splits`, which opens the rows.
+
+A plan reads only the first rows. `images_of_first_rows` finds the document with the most patches among them, and
+assumes that every row has its images. A packed row has them as often as the document fits into it. For example, if that
+document has 700 tokens and one image, a packed row of 2,048 tokens is assumed to have 2 images.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import Problem, RecipeError, UserError, describe_error, problems_in
 from dtrain.base.model_directory import has_vision
@@ -39,7 +41,7 @@ from dtrain.training.resume import DIGEST_OF_SPLIT
 if TYPE_CHECKING:
     from dtrain.data.images.processor import Layout
 
-# Options of a split that each entry of `sources` has for itself.
+# Options of `path`. A split with `sources` has them in each entry of `sources` instead.
 _OPTIONS_OF_A_PATH = ("columns", "split", "subset", "revision")
 
 
@@ -50,7 +52,7 @@ class DataFacts:
     Attributes:
         recipe: The recipe with a value for `data.packing`.
         rows: Rows by split. A dry run opens them only if the files are small; a plan never does.
-        example_rows: By split, one row with every column that is kept for the method.
+        example_rows: For each split, one row with every column that the method keeps.
         identities: Digests of the splits' content, by the keys that a resume compares.
         plain_prompts: Number of training rows whose prompt is a plain string.
         has_images: Whether rows have images, so that the model needs its vision tower.
@@ -76,8 +78,11 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     problems = []
     for key, split in _split_sections(inputs):
         problems += _check_paths(split, key)
-        own_entries = source_entries(split, key) if split.sources else []
-        for source, source_key in [(split, key), *own_entries]:
+        # Options such as `format` can be set for the whole split, and for each entry of `sources`.
+        sources = [(split, key)]
+        if split.sources:
+            sources += source_entries(split, key)
+        for source, source_key in sources:
             reason = method.format_problem(source.format)
             if reason is not None:
                 format_key = f"{source_key}.format"
@@ -106,6 +111,7 @@ def _check_options_of_a_path(split: DataSource, key: str) -> list[Problem]:
 
 
 def _check_paths(split: DataSource, key: str) -> list[Problem]:
+    """Check that a split has either `path` or `sources`, and that each source has a path."""
     sources_key = f"{key}.sources"
     if split.sources == []:
         # The entries may be missing because they were refused.
@@ -124,16 +130,17 @@ def _check_paths(split: DataSource, key: str) -> list[Problem]:
 
 
 def notes(inputs: RunInputs) -> list[str]:
-    """Return notes on rows that are kept out of training for nothing, and on files that are named twice."""
+    """Return notes on validation rows that are never used, and on files that are named twice."""
     return _note_on_unused_rows(inputs) + _notes_on_repeated_files(inputs)
 
 
 def _notes_on_repeated_files(inputs: RunInputs) -> list[str]:
+    """Return a note for each file that is named twice, in one split or in both."""
     lines: list[str] = []
-    first_key: dict[Path, str] = {}
+    first_key: dict[Path, str] = {}  # for each file, the key of the source that names it first
     for split_key, split in _split_sections(inputs):
         for source, key in source_entries(split, split_key):
-            for file in _files_or_none(inputs, source, key):
+            for file in _readable_files(inputs, source, key):
                 first = first_key.get(file.resolve())
                 if first is None:
                     first_key[file.resolve()] = key
@@ -144,8 +151,8 @@ def _notes_on_repeated_files(inputs: RunInputs) -> list[str]:
     return lines
 
 
-def _files_or_none(inputs: RunInputs, source: Source, key: str) -> list[Path]:
-    """Return the files of a source; none if they cannot be read, which `check_files` reports."""
+def _readable_files(inputs: RunInputs, source: Source, key: str) -> list[Path]:
+    """Return the files of a source. The list is empty if they cannot be read, which `check_files` reports."""
     try:
         return local_files(inputs, source, key)
     except (OSError, UserError):
@@ -170,7 +177,11 @@ def check_files(inputs: RunInputs) -> list[Problem]:
 
 
 def _check_formats(inputs: RunInputs, source: Source, key: str) -> list[Problem]:
-    """Find the format of each file of a source by its first row. Raises UserError."""
+    """Detect the format of each file of a source by its first row.
+
+    Raises:
+        UserError: If a file has no format that the method accepts.
+    """
     files, method = local_files(inputs, source, key), inputs.method
     if files and method.format_problem(source.format) is None:  # else `check_keys` reports the format
         detect_formats(files, source.format, method.kind, source.columns, f"{key}.columns")
@@ -178,9 +189,10 @@ def _check_formats(inputs: RunInputs, source: Source, key: str) -> list[Problem]
 
 
 def check_hub_options(source: Source, key: str) -> list[Problem]:
-    """Refuse options of datasets on the hub for a source without one."""
-    options = [option.split(" ")[0] for option in DatasetPart.of(source).options().split(" --")[1:]]
-    if not source.path or not options or any(map(is_dataset_id, source_paths(source))):
+    """Refuse `split`, `subset` and `revision`, which only datasets on the hub have, for a source of files."""
+    part, default = DatasetPart.of(source), DatasetPart()
+    options = [name for name in DatasetPart._fields if getattr(part, name) != getattr(default, name)]
+    if not source.path or not options or any(is_dataset_id(path) for path in source_paths(source)):
         return []
     named = " and ".join(f"{key}.{option}" for option in options)
     text = f"{named}: only datasets of the Hugging Face hub (owner/name) have these, and {key}.path names files"
@@ -188,7 +200,11 @@ def check_hub_options(source: Source, key: str) -> list[Problem]:
 
 
 def local_files(inputs: RunInputs, source: Source, key: str) -> list[Path]:
-    """Return the files of a source that are on this machine already. Raises UserError."""
+    """Return the files of a source that are on this machine already.
+
+    Raises:
+        UserError: If the path names no files.
+    """
     if not source.path or uncached_datasets(source, key):  # reported by `check_keys` or `hub_files.missing_problems`
         return []
     paths = [path for path in source_paths(source) if not _needs_copy(inputs, path, f"{key}.path")]
@@ -196,9 +212,10 @@ def local_files(inputs: RunInputs, source: Source, key: str) -> list[Path]:
 
 
 def _needs_copy(inputs: RunInputs, path: str, key: str) -> bool:
-    """Return whether `path` is a URL whose files the run has to copy first. They exist, and dtrain can read them.
+    """Check whether `path` is a URL whose files the run has to copy first.
 
-    Raises UserError.
+    Raises:
+        UserError: If there are no such files, or if dtrain cannot read files of their kind.
     """
     files = files_to_copy(path, key, inputs.cache)
     for file in files:
@@ -271,7 +288,7 @@ def open_splits(
 
     Args:
         inputs: The run's inputs.
-        cache_dir: The directory of caches. None: rows are kept nowhere.
+        cache_dir: The directory of caches. None: the tokenised rows are not stored.
         say: Prints a line.
         progress: Whether to show a progress bar.
         names: Names of the splits. None: all.
@@ -285,9 +302,11 @@ def open_splits(
         opened[split] = open_rows(
             recipe.data, split=split, epochs=recipe.train.epochs, say=say, progress=progress, **options
         )
-        if recipe.data.packing == "auto":  # data.val is packed as data.train is; completions to prompts are packed
-            is_packed = opened["train"].packing or options["kind"] == "prompts"
-            recipe = replace(recipe, data=replace(recipe.data, packing=is_packed))
+        if recipe.data.packing == "auto":
+            # The first split decides, so data.val is packed like data.train. Rows of prompts are not packed themselves,
+            # but their completions are.
+            packs_rows = opened["train"].packing or options["kind"] == "prompts"
+            recipe = replace(recipe, data=replace(recipe.data, packing=packs_rows))
     has_images = any(rows.samples.meta["images"] for rows in opened.values())
     if has_images:
         refuse_images(inputs)
@@ -304,10 +323,10 @@ def open_splits(
 
 @dataclass(frozen=True)
 class AssumedImages:
-    """The images that every row is taken to have.
+    """The images that every row is assumed to have.
 
     Attributes:
-        layouts: Their layouts. Empty if rows have no images, or if the model takes none.
+        layouts: Their layouts. Empty if rows have no images, or if the model accepts none.
         notes: A note on the assumption.
     """
 
@@ -316,7 +335,7 @@ class AssumedImages:
 
 
 def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
-    """Return the images that every row is taken to have. No row is read if the model takes no images."""
+    """Return the images that every row is assumed to have. No row is read if the model accepts no images."""
     try:
         if not has_vision(inputs.source.path) or inputs.source.vision_config.vision is None:
             return AssumedImages()
@@ -324,17 +343,19 @@ def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
         return AssumedImages()
     try:
         options = row_options(inputs, None)
-        chunks = [look.encode_first_rows() for look in open_file_checks(inputs.recipe.data, split="train", **options)]
+        file_checks = open_file_checks(inputs.recipe.data, split="train", **options)
+        chunks = [file_check.encode_first_rows() for file_check in file_checks]
     except (OSError, UserError) as error:
         note = f"images are left out: the first rows of data.train cannot be read ({describe_error(error)})"
         return AssumedImages(notes=(note,))
-    documents = [
-        (length, [record.layout for record in records])
-        for chunk in chunks
-        if chunk is not None
-        for length, records in zip(chunk.lengths, chunk.images, strict=False)  # text alone has no lists of images
-        if records
-    ]
+    documents: list[DocumentImages] = []
+    for chunk in chunks:
+        if chunk is None:
+            continue
+        # A chunk of text has no lists of images, so `zip` ends at once.
+        for length, records in zip(chunk.lengths, chunk.images, strict=False):
+            if records:
+                documents.append(DocumentImages(length, [record.layout for record in records]))
     if not documents:
         return AssumedImages(notes=("images are left out: the first rows of data.train have none",))
     layouts = densest_images(documents, inputs.method.row_length(), is_packed(inputs.method))
@@ -342,32 +363,48 @@ def images_of_first_rows(inputs: RunInputs) -> AssumedImages:
     tokens = sum(image.tokens for image in layouts)
     count = len(layouts)
     note = (
-        f"images: every row is taken to have {count} {plural(count, 'image')} of {patches:,} patches and {tokens:,} "
+        f"images: every row is assumed to have {count} {plural(count, 'image')} of {patches:,} patches and {tokens:,} "
         "tokens, the most by the first rows of data.train"
     )
     return AssumedImages(layouts, (note,))
 
 
 def is_packed(method: Method) -> bool:
-    """Check whether rows hold several documents."""
+    """Check whether the rows of a batch hold several documents."""
     return bool(method.recipe.data.packing) and method.kind != "prompts"
 
 
-def densest_images(
-    documents: "Sequence[tuple[int, Sequence[Layout]]]", length: int, packed: bool
-) -> "tuple[Layout, ...]":
-    """Return the images of a row of `length` tokens. documents: tokens and images of each document."""
+class DocumentImages(NamedTuple):
+    """The images of a document.
 
-    def copies(tokens: int) -> int:
-        return max(1, length // tokens) if packed else 1
+    Attributes:
+        num_tokens: Tokens of the document, with those of its images.
+        layouts: Layouts of its images.
+    """
 
-    def patches(document: "tuple[int, Sequence[Layout]]") -> int:
-        tokens, images = document
-        return copies(tokens) * sum(image.patches for image in images)
+    num_tokens: int
+    layouts: "Sequence[Layout]"
 
-    tokens, images = max(documents, key=patches)
-    row = [*images] * copies(tokens)
-    while sum(image.tokens for image in row) > length - 2:  # a token before the images of each of two documents
+
+def densest_images(documents: Sequence[DocumentImages], length: int, packed: bool) -> "tuple[Layout, ...]":
+    """Return the images of a row that is filled with the document that gives it the most patches.
+
+    Args:
+        documents: The documents.
+        length: Tokens of the row.
+        packed: Whether the row is packed, so that it holds the document as often as it fits.
+    """
+
+    def num_copies(document: DocumentImages) -> int:
+        return max(1, length // document.num_tokens) if packed else 1
+
+    def num_patches(document: DocumentImages) -> int:
+        return num_copies(document) * sum(image.patches for image in document.layouts)
+
+    densest = max(documents, key=num_patches)
+    row = list(densest.layouts) * num_copies(densest)
+    # `full_rows` divides a packed row into two documents, each with a token of text before its images.
+    while sum(image.tokens for image in row) > length - 2:
         row.pop()
     return tuple(row)
 

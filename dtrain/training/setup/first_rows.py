@@ -1,7 +1,7 @@
-"""A dry run's look at the data: all rows of small files, and the first rows of large ones.
+"""Reading the data in a dry run: all rows of small files, and the first rows of large ones.
 
-Files of up to SMALL_DATA bytes are tokenised completely, as the run does it. Of larger files the first rows are
-tokenised, and as many further rows as LOOK_SECONDS allow are checked for their shape. Notes say what was not read.
+If the files have at most SMALL_BYTES together, all rows are tokenised, as in the run. Otherwise the first rows of each
+file are tokenised, and for MAX_SECONDS further rows are checked. Notes list the rows that were not read.
 """
 
 import time
@@ -34,8 +34,8 @@ from dtrain.training.setup.data import (
     splits,
 )
 
-SMALL_DATA = 4 << 20
-LOOK_SECONDS = 5.0
+SMALL_BYTES = 4 << 20  # bytes of all files up to which a dry run tokenises all rows
+MAX_SECONDS = 5.0  # for checking the rows of larger files
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class FirstRows:
 
     @property
     def num_rows(self) -> int:
+        """Number of the rows that were read."""
         return sum(chunk.rows for chunk in self.read_chunks)
 
     @property
@@ -66,11 +67,12 @@ class FirstRows:
 
     @property
     def has_images(self) -> bool:
+        """Whether a row that was read has images."""
         return any(any(chunk.images) for chunk in self.read_chunks)
 
     @property
     def example_row(self) -> dict[str, Any]:
-        """One row with every column that is kept for the method."""
+        """A row with every column that the method keeps."""
         texts = [text for chunk in self.read_chunks for text in chunk.columns if text]
         return example_row([loads(text)["columns"] for text in texts])
 
@@ -78,17 +80,18 @@ class FirstRows:
 def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
     """Read the first rows of every file, and all rows of small files.
 
-    Each file's first mistake becomes a problem of `host`. Nothing is read if `host` has a problem with a key of the
-    data already, or if data have to be downloaded or copied first.
+    The first mistake of each file becomes a problem of `host`. No data are read if `host` already has a problem with a
+    key of the data, or if data have to be downloaded or copied first.
 
     Returns:
-        The facts as far as they are known. They have no rows if not all rows were read.
+        The facts, as far as they are known. They have rows only if all rows were read.
     """
     facts = DataFacts(inputs.recipe)
-    keys = [*(problem.key for problem in host.problems), *inputs.pending_downloads]
+    keys = [problem.key for problem in host.problems]
+    keys += inputs.pending_downloads
     if any(_is_of_data(key) for key in keys) or to_copy(inputs.recipe):
         return facts
-    # Copies of files at URLs go to the cache, where the run finds them again. Tokenised rows are not kept.
+    # Files at URLs are copied to the cache, where the run finds them again. Without URLs nothing is stored.
     cache_dir = inputs.cache if has_urls(inputs.recipe) else None
     options = host.attempt("data.train", partial(row_options, inputs, cache_dir))
     if options is None:
@@ -111,8 +114,10 @@ def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
     )
     if len(host.problems) > num_problems:
         return facts
-    files = [(f"data.{split}", look) for split, first in first_rows.items() for look in first.files]
-    is_small = sum(_size(look.file) for _, look in files) <= SMALL_DATA
+    files = []
+    for split, first in first_rows.items():
+        files += [(f"data.{split}", file_check) for file_check in first.files]
+    is_small = sum(_size(file_check.file) for _, file_check in files) <= SMALL_BYTES
     if is_small and not had_problems:
         opened = host.attempt("data.train", partial(open_splits, inputs, cache_dir, host.say, False))
         if opened is not None:
@@ -128,14 +133,16 @@ def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
 
 
 def _is_of_data(key: str) -> bool:
-    """Return whether a key decides how rows are read."""
+    """Check whether a key decides how rows are read."""
     return key == "data" or key.startswith(("data.", "grpo.tools"))
 
 
 def _read_first_rows(inputs: RunInputs, host: DryHost, split: str, options: dict[str, Any]) -> FirstRows:
+    """Tokenise the first rows of each file of a split. Mistakes become problems of `host`."""
     key = f"data.{split}"
     files = host.attempt(key, partial(open_file_checks, inputs.recipe.data, split=split, **options)) or []
-    return FirstRows(files, [host.attempt(key, look.encode_first_rows) for look in files])
+    chunks = [host.attempt(key, file_check.encode_first_rows) for file_check in files]
+    return FirstRows(files, chunks)
 
 
 def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows], is_small: bool) -> list[str]:
@@ -161,11 +168,12 @@ def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows]
             num_rows[split] = first.num_rows
             plain_prompts[split] = first.plain_prompts
         encoder = first.files[0].encoder
+        has_read_all = bool(facts.rows)
         notes += describe_string_prompts(
-            f"{split} data", plain_prompts[split], encoder.prompts_as, encoder.template, bool(facts.rows)
+            f"{split} data", plain_prompts[split], encoder.prompts_as, encoder.template, has_read_all
         )
     train = first_rows["train"]
-    formats = {look.format for look in train.files}
+    formats = {file_check.format for file_check in train.files}
     notes += notes_on_endings(train.files[0].encoder, formats, num_rows["train"], plain_prompts["train"])
     for split, first in first_rows.items():
         if split in facts.rows:
@@ -177,7 +185,9 @@ def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows]
 
 def _notes_on_rows_left_out(first: FirstRows, label: str, max_length: int) -> list[str]:
     """Return the lines on the first rows that are left out or cut."""
-    left_out = [reason for chunk in first.read_chunks for _, reason in chunk.left_out]
+    left_out = []  # the reason for each row
+    for chunk in first.read_chunks:
+        left_out += [reason for _, reason in chunk.left_out]
     lines = []
     if left_out:
         reasons = ", ".join(dict.fromkeys(left_out))
@@ -197,10 +207,10 @@ def _notes_on_dropped_text(label: str, first: FirstRows, is_allowed: bool) -> li
     """Return the note on text that the chat template drops from the first rows, if there is any."""
     text = DroppedText()
     dropping = []  # (file, line) of rows with dropped text
-    for look, chunk in zip(first.files, first.chunks, strict=True):
+    for file_check, chunk in zip(first.files, first.chunks, strict=True):
         if chunk is not None:
             text += chunk.text
-            dropping += [(look.file, line) for line, _ in chunk.dropping_rows]
+            dropping += [(file_check.file, line) for line, _ in chunk.dropping_rows]
     if not dropping:
         return []
     rows = f"{len(dropping):,} of the first {first.num_rows:,} rows"
@@ -212,40 +222,56 @@ def _notes_on_dropped_text(label: str, first: FirstRows, is_allowed: bool) -> li
 
 
 def _size(file: Path) -> int:
-    """Return a file's size in bytes. Compressed files count tenfold."""
-    return file.stat().st_size * (10 if file.suffix.lower() in (".gz", ".parquet") else 1)
+    """Return a file's size in bytes. Compressed files count ten times their size."""
+    is_compressed = file.suffix.lower() in (".gz", ".parquet")
+    return file.stat().st_size * (10 if is_compressed else 1)
 
 
 def _check_shapes(files: Sequence[tuple[str, FileCheck]], host: DryHost) -> list[str]:
-    """Check the rows of large files for LOOK_SECONDS, an equal part of the time for each file.
+    """Check the rows of large files for MAX_SECONDS.
 
-    First the shape of all rows is checked; in the time that is left the rows are tokenised, to find rows that the
-    template or data.too_long refuses.
+    There are two passes. The first one checks only the shape of the rows, which is fast. The second one also tokenises
+    them, to find rows that the chat template or `data.too_long` refuses. Small files come first, and each file may use
+    an equal part of the time that is left.
+
+    Args:
+        files: The key of the split and the file, for each file.
+        host: Collects the problems.
 
     Returns:
         A note on the rows that were not read.
     """
-    end = time.monotonic() + LOOK_SECONDS
+    end = time.monotonic() + MAX_SECONDS
     num_problems = len(host.problems)
-    # A share of a file is in both splits: check it once, for the first of them.
-    by_file = {look.file: (key, look) for key, look in reversed(files)}
-    for is_tokenised, missed in (
-        (False, "not looked at"),
-        (True, "looked at without the chat template and data.too_long"),
-    ):
-        wanted = [entry for entry in by_file.values() if not (is_tokenised and entry[1].only_shape_can_fail)]
-        wanted.sort(key=lambda entry: _size(entry[1].file))
+    # With `data.val: 0.05` the same files are in both splits. They are checked once, under the key of the first split.
+    by_file = {file_check.file: (key, file_check) for key, file_check in reversed(files)}
+    for is_tokenised in (False, True):
+        pending = list(by_file.values())
+        if is_tokenised:
+            pending = [(key, file_check) for key, file_check in pending if not file_check.only_shape_can_fail]
+        pending.sort(key=lambda entry: _size(entry[1].file))
         unread = []
-        for index, (key, look) in enumerate(wanted):
+        for index, (key, file_check) in enumerate(pending):
             now = time.monotonic()
-            share = max(0.0, end - now) / (len(wanted) - index)
-            line = host.attempt(key, partial(look.check_rows, now + share, is_tokenised))
+            seconds = max(0.0, end - now) / (len(pending) - index)
+            line = host.attempt(key, partial(file_check.check_rows, now + seconds, is_tokenised))
             if line is not None:
-                unread.append(f"{key}: {look.file} from line {line} on")
+                unread.append(f"{key}: {file_check.file} from line {line} on")
         if unread:
-            more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
-            listed = "; ".join(unread[:3])
-            return [f"note: {missed}, for want of time: {listed}{more}. The run reads it all"]
+            return [_note_on_unread_rows(unread, is_tokenised)]
         if len(host.problems) > num_problems:
             return []
     return []
+
+
+def _note_on_unread_rows(unread: Sequence[str], is_tokenised: bool) -> str:
+    """Return the note on rows for which there was no time.
+
+    Args:
+        unread: Key, file and first unread line, for each file.
+        is_tokenised: Whether it is the second pass that did not read them.
+    """
+    missed = "looked at without the chat template and data.too_long" if is_tokenised else "not looked at"
+    listed = "; ".join(unread[:3])
+    more = f", and of {len(unread) - 3} more files" if len(unread) > 3 else ""
+    return f"note: {missed}, for want of time: {listed}{more}. The run reads it all"

@@ -15,7 +15,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     recipe = inputs.recipe
     wrong_keys = {key for key, _, _ in inputs.wrong_values}
     if inputs.world.size < 1 or any(key.startswith("parallel.") for key in wrong_keys):
-        return []
+        return []  # `sizes.check_keys` reports values out of range
     problems, shape = mesh_problems(recipe, inputs.world.size)
     length, cp = recipe.data.max_length, recipe.parallel.cp
     if cp > 1 and 2 <= length < 2 * cp:  # some chunks would be only padding in every row
@@ -26,7 +26,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     if not is_decided_by_data and not wrong_keys & {"train.global_batch", "train.micro_batch"}:
         if shape is not None:
             replicate, shard = shape[:2]
-        else:  # the mesh does not fit: report what its keys alone say, with dp_shard=-1 as 1
+        else:  # the mesh does not fit the ranks, so compare the batch with the keys; dp_shard=-1 counts as 1
             replicate, shard = recipe.parallel.dp_replicate, max(recipe.parallel.dp_shard, 1)
         problems += batch_problems(recipe, replicate * shard)
     return problems
@@ -46,45 +46,48 @@ def mesh_problems_of(inputs: RunInputs, config: ModelConfig, ep: int, model_key:
     Args:
         inputs: The run's inputs.
         config: The model's config.
-        ep: Ranks that share its experts.
-        model_key: Key and value of a model that is not model.path, for the messages.
+        ep: Number of ranks over which its experts are distributed.
+        model_key: Key and value of a model that is not model.path, such as "distill.teacher=/models/large". It is put
+            before the messages.
     """
     recipe, tp = inputs.recipe, inputs.recipe.parallel.tp
     problems: list[Problem] = []
-    if tp >= 1 and ep >= 1:  # else `check_keys` reports them
+    if tp >= 1 and ep >= 1:  # other values are reported by `sizes.check_keys`
         problems += check_model_mesh(config, tp, ep)
-    torch_version = version("torch")
-    if ep > 1 and tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
+    torch_version = version("torch")  # for example "2.12.0+cu130"
+    major, minor = torch_version.split(".")[:2]
+    if ep > 1 and (int(major), int(minor)) < (2, 12):
         text = f"parallel.ep={ep} needs torch 2.12 or newer, and this is {torch_version}"
         problems.append(Problem("parallel.ep", text, "Install a newer torch"))
     if config.experts is not None and tp > 1:
-        problems += _check_whole_rows(inputs)
-    most, length = config.max_document_length, recipe.data.max_length
-    if most is not None and length > most:
+        problems += _check_row_updates(inputs)
+    max_length, length = config.max_document_length, recipe.data.max_length
+    if max_length is not None and length > max_length:
         text = (
-            f"data.max_length={length}: the model has LongRoPE, which uses another table of positions beyond {most} "
-            "tokens (its original_max_position_embeddings)"
+            f"data.max_length={length}: the model has LongRoPE, which uses another table of positions beyond "
+            f"{max_length} tokens (its original_max_position_embeddings)"
         )
-        problems.append(Problem("data.max_length", text, f"Set data.max_length={most} or less"))
+        problems.append(Problem("data.max_length", text, f"Set data.max_length={max_length} or less"))
     if model_key:
         problems = [replace(problem, text=f"{model_key}: {problem.text}") for problem in problems]
     return problems
 
 
-def _check_whole_rows(inputs: RunInputs) -> list[Problem]:
-    """Refuse optimizers that need whole rows of the experts' matrices, which tensor parallelism cuts."""
+def _check_row_updates(inputs: RunInputs) -> list[Problem]:
+    """Refuse optimizers that need complete rows of the experts' matrices, because tensor parallel cuts these rows."""
     section, masters, tp = inputs.recipe.optimizer, inputs.recipe.train.masters, inputs.recipe.parallel.tp
-    by_rows = {
-        "optimizer.name=muon": section.name == "muon",
-        f"optimizer.state={section.state}": section.state != "float32",
-        f"train.masters={masters}": masters != "float32",
-    }
-    chosen = [setting for setting, is_set in by_rows.items() if is_set]
+    chosen = []  # the settings that need complete rows
+    if section.name == "muon":
+        chosen.append("optimizer.name=muon")
+    if section.state != "float32":
+        chosen.append(f"optimizer.state={section.state}")
+    if masters != "float32":
+        chosen.append(f"train.masters={masters}")
     if not chosen:
         return []
     text = (
-        f"{' and '.join(chosen)} updates whole rows of parameters, and parallel.tp={tp} cuts the rows of the experts' "
-        "matrices"
+        f"{' and '.join(chosen)} updates complete rows of parameters, and parallel.tp={tp} cuts the rows of the "
+        "experts' matrices"
     )
     fix = "Leave it out, or set parallel.tp=1 and distribute experts with parallel.ep"
     return [Problem(chosen[0].partition("=")[0], text, fix)]

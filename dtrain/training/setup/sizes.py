@@ -82,11 +82,11 @@ def position_notes(recipe: Recipe, source: ModelDirectory) -> list[str]:
 
 
 def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
-    """Decide the batch and the steps, and let the method check the data, on rank 0.
+    """Decide the batch and the number of steps, and let the method check the data on rank 0.
 
     Args:
         inputs: The run's inputs.
-        data: The data. Without rows, only what follows from the recipe is decided.
+        data: The data. Without rows, only the sizes that follow from the recipe are decided.
         host: The ranks.
 
     Returns:
@@ -102,10 +102,10 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
     rows = data.rows.get("train")
     notes: list[str] = []
     if rows is not None:
-        decided = host.attempt("train.global_batch", partial(_with_batch, inputs, recipe, rows))
-        if decided is None:
+        recipe_with_batch = host.attempt("train.global_batch", partial(_with_batch, inputs, recipe, rows))
+        if recipe_with_batch is None:
             return None
-        recipe = decided
+        recipe = recipe_with_batch
         notes += _note_on_micro_batch(inputs, data.recipe, recipe)
     method = host.attempt(recipe.method, partial(build_method, recipe))
     if method is None:
@@ -116,17 +116,17 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
         if steps is None:
             steps = host.attempt("train.epochs", partial(method.source.remaining_steps, rows, Cursor(), {}))
     if data.is_read:
-        samples = {split: len(rows_of_split.samples) for split, rows_of_split in data.rows.items()}
-        # It may start a process, for example a server of tools.
-        host.on_first_rank(recipe.method, partial(method.check_data, data.example_rows, samples))
+        num_samples = {split: len(split_rows.samples) for split, split_rows in data.rows.items()}
+        # Rank 0 only, because the method may start a process, for example a tool server.
+        host.on_first_rank(recipe.method, partial(method.check_data, data.example_rows, num_samples))
     return SizeFacts(recipe, method, config.sizes(recipe, inputs.world.size), steps, tuple(notes))
 
 
 def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
     """Return the recipe with a number for `train.global_batch=auto`, which follows from the rows of one pass.
 
-    The number depends only on the data and the recipe, so every mesh has the same. A micro-batch that does not divide a
-    rank's share of it becomes the next smaller one that does.
+    The number depends only on the data and the recipe, so that it is the same on every mesh. If the micro-batch does
+    not divide a rank's share of the batch, it is reduced to the next number that does.
 
     Raises:
         RecipeError: If the data-parallel ranks do not divide the number.
@@ -149,7 +149,7 @@ def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
 
 
 def _note_on_micro_batch(inputs: RunInputs, before: Recipe, after: Recipe) -> list[str]:
-    """Return a note if the micro-batch that the recipe sets does not divide a rank's rows."""
+    """Return a note if the recipe sets a micro-batch and `_with_batch` has reduced it."""
     if after.train.micro == before.train.micro or inputs.original_recipe.train.micro_batch == "auto":
         return []
     rows = after.train.batch // config.sizes(after, inputs.world.size).dp
