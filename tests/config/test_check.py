@@ -193,7 +193,7 @@ def test_flash_linear_attention_is_refused_where_it_cannot_be():
     (error,) = problems(1, "model.linear_attention=fla", "launch.device=cpu")
     assert "model.linear_attention=fla needs CUDA" in error and "Set model.linear_attention=auto" in error
     (error,) = problems(1, "model.linear_attention=fla", "run.deterministic=true")
-    assert "adds up in no fixed order" in error and "Set model.linear_attention=torch" in error
+    assert "sums in no fixed order" in error and "Set model.linear_attention=torch" in error
 
 
 def test_varlen_attention_is_refused_where_it_cannot_be():

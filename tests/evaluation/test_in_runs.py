@@ -302,7 +302,7 @@ def test_a_run_with_a_judge_that_fails_goes_on_and_counts_it(server, tmp_path, c
         ),
         (["eval.a.columns={answer: info.gold}"], "names answer: info.gold, and the file has no such column; it has "),
         (["eval.a.columns={answer: gold}"], "eval.a.columns names answer: gold, and the file has no such column"),
-        (["eval={'a b': {path: x}}"], "'a b' is no name of a set"),
+        (["eval={'a b': {path: x}}"], "'a b' cannot be the name of a set"),
         (["checkpoint.keep_best=eval_a_pass@1", "checkpoint.every=4"], "Set eval.a.every=4"),
         (["checkpoint.keep_best=eval_b_reward_mean"], "did you mean eval_a_reward_mean?"),
         (["train.patience=2"], "train.patience=2 counts values of checkpoint.keep_best, which is null"),

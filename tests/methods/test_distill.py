@@ -314,7 +314,7 @@ def test_a_teacher_that_does_not_fit_is_named_before_a_run(tmp_path):
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] |= {"w5": 6, "w6": 5}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "2 tokens have other ids than in model.path, for example 'w5', which is 6 there and 5 here" in problems(
+    assert "2 tokens have other ids than in model.path. For example, 'w5' is 6 there and 5 in model.path" in problems(
         other
     )
     heads = teacher_at(tmp_path, "gemma3", num_attention_heads=6, num_key_value_heads=3)

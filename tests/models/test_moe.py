@@ -335,7 +335,7 @@ def test_fields_that_cannot_be_used_are_refused(variant, changes, message):
 def test_an_adapter_saves_no_experts(tmp_path):
     recipe = tiny_recipe(tmp_path, "lora={modules_to_save: [experts.gate_up_proj]}", family="qwen3-moe")
     (problem,) = preflight(recipe, 1)
-    assert "means 2 stacks of experts, the first model.layers.0.mlp.experts.gate_up_proj" in problem
+    assert "matches 2 stacks of experts, the first model.layers.0.mlp.experts.gate_up_proj" in problem
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_would(tmp_path):

@@ -1,4 +1,8 @@
-"""Setup of the adapter: the section `lora` and the keys that go with it, on their own and for the model."""
+"""Setup of the adapter: checks of the section `lora`, of keys that conflict with it, and of its names in the model.
+
+For example, `lora.target=[q_prj]` is compared with the names of the model's layers, and the problem has the fix "Did
+you mean q_proj?".
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,31 +27,33 @@ from dtrain.training.inputs import RunInputs
 
 
 def check_keys(inputs: RunInputs) -> list[Problem]:
-    """Check the section on its own, and the keys that do not go with it."""
+    """Check the section without a model, and the keys that conflict with it."""
     recipe, section = inputs.recipe, inputs.recipe.lora
     assert section is not None
-    problems = _check_expressions(section) + _check_ends(section) + _check_trained_weights(recipe)
+    problems = _check_expressions(section) + _check_embedding_and_head(section) + _check_trained_weights(recipe)
     if section.quantize == "nf4":
         problems += _check_nf4(recipe)
     key = f"{recipe.method}.sync_every"
     sync_every = getattr(getattr(recipe, recipe.method, None), "sync_every", None)
     if sync_every is not None:
         text = (
-            f"{key}={sync_every} mixes the weights of policy and reference, and two adapters have no mixture of the "
-            "same rank"
+            f"{key}={sync_every} averages the weights of policy and reference, and the average of two adapters has no "
+            "adapter of the same rank"
         )
         problems.append(Problem(key, text, f"Set {key}=null, or lora=null"))
     if section.path is None and AdapterConfig.from_values(asdict(section)).parameters:
         problems += _check_adapters_of_experts(section)
     init_from = recipe.checkpoint.init_from
     if section.path is not None and init_from is not None:
-        text = f"lora.path={section.path} and checkpoint.init_from={init_from} both say where the adapter begins"
+        text = (
+            f"lora.path={section.path} and checkpoint.init_from={init_from} both set the initial weights of the adapter"
+        )
         problems.append(Problem("lora.path", text, "Set one of them to null"))
     return problems
 
 
 def _check_trained_weights(recipe: Recipe) -> list[Problem]:
-    """Refuse keys that choose among the model's own weights, which are all frozen with an adapter."""
+    """Refuse keys that select base weights for training, because all base weights are frozen with an adapter."""
     problems = []
     for key, patterns in (("train.train_only", recipe.train.train_only), ("train.freeze", recipe.train.freeze)):
         if patterns:
@@ -72,7 +78,7 @@ def _check_trained_weights(recipe: Recipe) -> list[Problem]:
 
 
 def _check_nf4(recipe: Recipe) -> list[Problem]:
-    """Refuse keys that make no sense for weights in 4 bits."""
+    """Refuse keys that conflict with weights in 4 bits."""
     problems = []
     if recipe.model.init == "scratch":
         text = (
@@ -88,7 +94,7 @@ def _check_nf4(recipe: Recipe) -> list[Problem]:
 
 
 def _check_adapters_of_experts(section: Lora) -> list[Problem]:
-    """Refuse options that PEFT does not have for adapters of experts, which `lora.target` asks for."""
+    """Refuse options that PEFT does not have for adapters of experts, if `lora.target` names experts."""
     problems = []
     target = f"lora.target={format_value(section.target)}"
     if section.dropout:
@@ -104,10 +110,10 @@ def _check_adapters_of_experts(section: Lora) -> list[Problem]:
 
 
 def notes(inputs: RunInputs) -> list[str]:
-    """Return notes on a section that is no mistake.
+    """Return notes on the section that are not mistakes.
 
-    A fresh adapter hardly learns at a low rate, and it may not be known whether the adapter at `lora.path` is of this
-    model.
+    They are about a learning rate that is low for a fresh adapter, about an adapter at `lora.path` whose base model is
+    not known, and about files that PEFT would read differently.
     """
     recipe, section = inputs.recipe, inputs.recipe.lora
     assert section is not None
@@ -119,14 +125,14 @@ def notes(inputs: RunInputs) -> list[str]:
     lowest, usual = inputs.method.adapter_learning_rates
     if 0 < recipe.optimizer.lr < lowest:
         lines.append(
-            f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at it: 10 "
-            f"times that of full fine-tuning is usual, such as optimizer.lr={usual}"
+            f"note: optimizer.lr={recipe.optimizer.lr:g} is low for a fresh adapter, which hardly learns at this rate: "
+            f"10 times the rate of full fine-tuning is usual, such as optimizer.lr={usual}"
         )
     return lines
 
 
 def _note_on_misread_files(inputs: RunInputs, section: Lora) -> list[str]:
-    """Return a note if PEFT would load another adapter from the run's files."""
+    """Return a note if PEFT would read the adapter's files differently from dtrain."""
     model = inputs.readable_config
     if model is None or _check_expressions(section):
         return []
@@ -138,7 +144,7 @@ def _note_on_misread_files(inputs: RunInputs, section: Lora) -> list[str]:
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Check the section for the model.
+    """Check the section with the model.
 
     Nothing is checked if `check_keys` has problems with the section, or if config.json cannot be read.
     """
@@ -148,36 +154,36 @@ def check_models(inputs: RunInputs) -> list[Problem]:
     with_tower = inputs.source.config_with_tower
     if section.path is not None:
         problems = adapter_problems(asdict(section), model)
-        if problems:  # it may be an adapter of the model with its tower
+        if problems:  # it may be an adapter for the model with its vision tower
             problems = adapter_problems(asdict(section), with_tower)
         if not problems and recipe.model.init == "pretrained":
             problems = base_problems(Path(section.path), recipe.model.directory)
         return problems
     config, layers = adapter_of(asdict(section)), adaptable_shapes(with_tower)
-    own_parameters = module_names(with_tower)
+    modules = module_names(with_tower)
     problems = _check_targets(config, list(layers))
     problems += _check_patterns(config, list(layers))
-    problems += _check_saved_modules(config, own_parameters)
+    problems += _check_saved_modules(config, modules)
     dropout_problem = config.dropout_problem(adaptable_shapes(model))
     if dropout_problem:
         problems.append(Problem("lora.dropout", dropout_problem))
-    problems += _check_saved_experts(section, config, own_parameters)
+    problems += _check_saved_experts(section, config, modules)
     # `check_keys` reports the embedding and the head in lora.target.
-    has_other_problems = bool(problems) or bool(_check_ends(section))
+    has_other_problems = bool(problems) or bool(_check_embedding_and_head(section))
     if not has_other_problems and not config.select_layers(layers):
         problems.append(_no_layer_problem(section, has_saved_layers=bool(config.select_saved_modules(layers))))
     return problems + _check_ranks(config, layers)
 
 
-def _check_saved_experts(section: Lora, config: AdapterConfig, own_parameters: Sequence[str]) -> list[Problem]:
-    experts = [
-        name for name in config.select_saved_modules(own_parameters) if ".experts." in name or ".sparse." in name
-    ]
+def _check_saved_experts(section: Lora, config: AdapterConfig, modules: Sequence[str]) -> list[Problem]:
+    """Refuse experts in modules_to_save."""
+    saved = config.select_saved_modules(modules)
+    experts = [name for name in saved if ".experts." in name or ".sparse." in name]
     if not experts:
         return []
     text = (
-        f"lora.modules_to_save={format_value(section.modules_to_save)} means {len(experts)} stacks of experts, the "
-        f"first {experts[0]}, which an adapter's files cannot store"
+        f"lora.modules_to_save={shown(section.modules_to_save)} matches {len(experts)} stacks of experts, the first "
+        f"{experts[0]}, which an adapter's files cannot store"
     )
     return [Problem("lora.modules_to_save", text, "Leave them out, or name experts in lora.target")]
 
@@ -197,81 +203,88 @@ def _no_layer_problem(section: Lora, has_saved_layers: bool) -> Problem:
 
 def _check_expressions(section: Lora) -> list[Problem]:
     """Check that regular expressions can be compiled."""
-    named: list[tuple[str, str]] = []
-    for key in ("target", "exclude"):
-        value = getattr(section, key)
-        if isinstance(value, str):
-            named.append((f"lora.{key}", value))
-    for key in ("rank_pattern", "alpha_pattern"):
-        named += [(f"lora.{key}", pattern) for pattern in getattr(section, key)]
     problems = []
-    for key, expression in named:
-        is_suffix = key.endswith("_pattern")
-        error = pattern_error(suffix_pattern(expression) if is_suffix else expression)
-        if error:
-            names = "" if is_suffix else "; a list of names is written [q_proj, v_proj]"
-            text = f"{key}: {expression[:200]} is not a regular expression ({error})"
-            problems.append(Problem(key, text, f"`.*` stands for any text, \\. for a dot{names}"))
+    for key, value in (("lora.target", section.target), ("lora.exclude", section.exclude)):
+        if isinstance(value, str):
+            error = pattern_error(value)
+            if error:
+                problems.append(_expression_problem(key, value, error, "; a list of names is written [q_proj, v_proj]"))
+    for key, patterns in (("lora.rank_pattern", section.rank_pattern), ("lora.alpha_pattern", section.alpha_pattern)):
+        for pattern in patterns:
+            error = pattern_error(suffix_pattern(pattern))
+            if error:
+                problems.append(_expression_problem(key, pattern, error))
     return problems
 
 
-def _check_ends(section: Lora) -> list[Problem]:
+def _expression_problem(key: str, expression: str, error: str, more: str = "") -> Problem:
+    """Return the problem of a text that is not a regular expression. `more` is added to the fix."""
+    text = f"{key}: {expression[:200]} is not a regular expression ({error})"
+    return Problem(key, text, f"`.*` stands for any text, \\. for a dot{more}")
+
+
+def _check_embedding_and_head(section: Lora) -> list[Problem]:
     """Refuse the embedding and the head as targets."""
     if _check_expressions(section) or section.target == ALL_LINEAR:
         return []
-    # A text that is only a name, such as lora.target=lm_head, means the same as the list with that name.
-    is_name = isinstance(section.target, str) and section.target in _names_of_ends()
-    names = [section.target] if is_name else section.target
+    names = section.target
+    if isinstance(names, str) and names in _names_of_embedding_and_head():
+        names = [names]  # lora.target=lm_head means the same as lora.target=[lm_head]
     key = "lora.target"
     problems = []
-    for end in EMBEDDING_AND_HEAD:
-        short = end.rpartition(".")[2]
-        is_saved = any(end.endswith(name) for name in section.modules_to_save)
-        is_excluded = bool(section.exclude) and _matches(end, section.exclude)
-        if not _matches(end, section.target) or is_excluded:
+    for module in EMBEDDING_AND_HEAD:
+        is_excluded = bool(section.exclude) and _matches(module, section.exclude)
+        if not _matches(module, section.target) or is_excluded:
             continue
-        if isinstance(names, str):
-            if not is_saved:
-                text = f"{key}={section.target} matches {end} too, which gets no adapter"
-                fix = f"Put it in lora.modules_to_save, [{short}], to train it fully, or in lora.exclude"
-                problems.append(Problem(key, text, fix))
+        short = module.rpartition(".")[2]
+        train_fully = f"Put it in lora.modules_to_save, [{short}], to train it fully"
+        if isinstance(names, str):  # a regular expression
+            if not any(module.endswith(name) for name in section.modules_to_save):
+                text = f"{key}={section.target} matches {module} too, which gets no adapter"
+                problems.append(Problem(key, text, f"{train_fully}, or in lora.exclude"))
             continue
-        has_others = not set(names) <= _names_of_ends()
-        rest = f"take it out of {key}" if has_others else f"name linear layers in {key}, or all-linear"
-        text = f"{key} names {short}, which gets no adapter"
-        fix = f"Put it in lora.modules_to_save, [{short}], to train it fully, and {rest}"
-        problems.append(Problem(key, text, fix))
+        has_other_names = not set(names) <= _names_of_embedding_and_head()
+        rest = f"take it out of {key}" if has_other_names else f"name linear layers in {key}, or all-linear"
+        problems.append(Problem(key, f"{key} names {short}, which gets no adapter", f"{train_fully}, and {rest}"))
     return problems
 
 
-def _names_of_ends() -> set[str]:
+def _names_of_embedding_and_head() -> set[str]:
     """Return the full and the short names of the embedding and the head."""
-    return {name for end in EMBEDDING_AND_HEAD for name in (end, end.rpartition(".")[2])}
+    names: set[str] = set()
+    for module in EMBEDDING_AND_HEAD:
+        names.update((module, module.rpartition(".")[2]))
+    return names
 
 
-def _matches(name: str, wanted: str | Sequence[str]) -> bool:
-    return is_selected(name, wanted if isinstance(wanted, str) else tuple(wanted))
+def _matches(name: str, pattern: str | Sequence[str]) -> bool:
+    """Check whether a name matches a regular expression, or one of a list of names."""
+    return is_selected(name, pattern if isinstance(pattern, str) else tuple(pattern))
 
 
 def _check_targets(config: AdapterConfig, layers: Sequence[str]) -> list[Problem]:
     """Check that every entry of target and exclude matches a layer."""
     expert_matrices = [name for name in layers if is_expert_or_router(name)]
     linears = [name for name in layers if name not in expert_matrices]
+    # `_check_embedding_and_head` reports the embedding and the head in lora.target.
+    known_names = [*linears, *EMBEDDING_AND_HEAD]
     problems = _check_expert_targets(config, expert_matrices)
-    for key, wanted in (("target", config.target), ("exclude", config.exclude)):
-        is_expression = isinstance(wanted, str)
-        entries = [wanted] if isinstance(wanted, str) else list(wanted)
-        for entry in entries:
-            pattern = entry if is_expression else (entry,)
-            known = [*linears, *EMBEDDING_AND_HEAD]  # `_check_ends` reports the embedding and the head in lora.target
-            is_used = is_expression and entry in (ALL_LINEAR, "")
-            if is_used or any(is_selected(name, pattern) for name in known):
+    for key, entries in (("target", config.target), ("exclude", config.exclude)):
+        if isinstance(entries, str):  # a regular expression, all-linear or nothing
+            patterns: list[tuple[str, str | tuple[str, ...]]] = [(entries, entries)]
+        else:
+            patterns = [(entry, (entry,)) for entry in entries]
+        for entry, pattern in patterns:
+            matches_by_definition = isinstance(pattern, str) and pattern in (ALL_LINEAR, "")
+            if matches_by_definition or any(is_selected(name, pattern) for name in known_names):
                 if key == "exclude":
                     problems += _check_excluded_experts(config, expert_matrices, pattern)
                 continue
-            hint = _hint_for_expression(key, entry, linears) if is_expression else _hint_for_name(entry, linears)
-            text = f"lora.{key}: {entry} matches no linear layer of the model"
-            problems.append(Problem(f"lora.{key}", text, hint))
+            if isinstance(pattern, str):
+                fix = _hint_for_expression(key, entry, linears)
+            else:
+                fix = _hint_for_name(entry, linears)
+            problems.append(Problem(f"lora.{key}", f"lora.{key}: {entry} matches no linear layer of the model", fix))
     return problems
 
 
@@ -281,10 +294,10 @@ def _check_expert_targets(config: AdapterConfig, expert_matrices: Sequence[str])
     for entry in config.parameters:
         if replace(config, parameters=(entry,)).select_layers(expert_matrices):
             continue
-        fix = "This model has none that take an adapter; leave it out"
+        fix = "This model has no experts that accept an adapter; leave it out"
         if expert_matrices:
-            names = dict.fromkeys(".".join(parameter_name(name).split(".")[-2:]) for name in expert_matrices)
-            fix = f"Use {' or '.join(names)}"
+            short_names = [".".join(parameter_name(name).split(".")[-2:]) for name in expert_matrices]
+            fix = f"Use {' or '.join(dict.fromkeys(short_names))}"
         problems.append(Problem("lora.target", f"lora.target: {entry} matches no matrices of experts", fix))
     return problems
 
@@ -318,13 +331,15 @@ def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> st
     if meant:
         return f"Did you mean lora.{key}={meant}?"
     rule = f"A text is a regular expression for full names, such as {layers[0]}"
-    if any(expression in (name, name.rpartition(".")[2], "experts") for name in layers):
+    # The text may be a name that was meant as an entry of a list.
+    if expression == "experts" or expression in layers or expression in _short_names(layers):
         return f"{rule}. Set lora.{key}=[{expression}]"
     return f"{rule}. A list of names is written lora.{key}=[{', '.join(_short_names(layers)[:2])}]"
 
 
 def _nearest_or_all(name: str, names: Sequence[str]) -> str:
-    near = closest_name(name, names)
+    """Return the fix for a wrong name: the nearest one of `names`, or all of them."""
+    near = nearest(name, names)
     return f"Did you mean {near}?" if near else f"There are {', '.join(names) or 'none'}"
 
 
@@ -362,7 +377,7 @@ def _check_ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -
     A gate with one output (shared_expert_gate) may have any rank: all-linear includes it next to large matrices, and
     PEFT adapts it too.
     """
-    problems: dict[Problem, None] = {}
+    problems = []
     for name, low_rank in config.select_layers(layers).items():
         short = name.rpartition(".")[2]
         rows, columns = layers[name][-2:]
@@ -370,5 +385,5 @@ def _check_ranks(config: AdapterConfig, layers: Mapping[str, tuple[int, ...]]) -
         if 1 < largest < low_rank.rank:
             text = f"lora.rank: an adapter of rank {low_rank.rank} is larger than {short} itself, [{rows}, {columns}]"
             fix = f"Set lora.rank={largest} or less, or lora.rank_pattern={{{short}: {largest}}}"
-            problems[Problem("lora.rank", text, fix)] = None
-    return list(problems)
+            problems.append(Problem("lora.rank", text, fix))
+    return list(dict.fromkeys(problems))

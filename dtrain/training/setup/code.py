@@ -1,4 +1,4 @@
-"""Setup of the code that a recipe names by import paths or commands. None of it is run here."""
+"""Setup of the code that a recipe names by import paths or commands. Nothing of it is imported or run here."""
 
 import re
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def check_files(inputs: RunInputs) -> list[Problem]:
 
 
 def named_code(inputs: RunInputs) -> list[str]:
-    """Return a line for everything that a run imports because the recipe names it: the key, import path and file."""
+    """Return a line for each piece of code that the recipe makes a run import: key, import path and file."""
     lines = []
     for code in _codes(inputs):
         try:
@@ -53,11 +53,18 @@ def named_code(inputs: RunInputs) -> list[str]:
 
 
 def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
-    """Return the problem of a name that is neither one of `known` nor an import path."""
+    """Check that a name is one of `known` or an import path.
+
+    Args:
+        key: The recipe's key, such as "optimizer.name" or "scheduler[0].name".
+        name: Its value.
+        known: dtrain's own names for it.
+    """
     if name in known or "." in name:
         return []
     text = f"{key}={name} is none of {', '.join(known)}"
-    near = spelling.our_word_for(re.sub(r"\[\d+\]", "", key), name) or closest_name(name, known)
+    key_without_index = re.sub(r"\[\d+\]", "", key)
+    near = spelling.our_word_for(key_without_index, name) or nearest(name, known)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]
@@ -66,15 +73,16 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
 def _codes(inputs: RunInputs) -> list[NamedCode]:
     """Return the import paths and commands of the recipe."""
     recipe = inputs.recipe
-    stages = recipe.scheduler if isinstance(recipe.scheduler, list) else []
-    named: list[tuple[str, Any, str]] = [
-        ("optimizer.name", recipe.optimizer.name, "optimizer"),
-        *((f"scheduler[{i}].name", stage.name, "scheduler") for i, stage in enumerate(stages)),
-        ("scheduler.name", getattr(recipe.scheduler, "name", None), "scheduler"),
-        ("parallel.custom_plan", recipe.parallel.custom_plan, "plan"),
-        *inputs.method.code(),
-        *(code for each in eval_sets.sets(recipe.eval) for code in each.code),
-    ]
+    named: list[tuple[str, Any, str]] = [("optimizer.name", recipe.optimizer.name, "optimizer")]
+    if isinstance(recipe.scheduler, list):
+        for index, stage in enumerate(recipe.scheduler):
+            named.append((f"scheduler[{index}].name", stage.name, "scheduler"))
+    else:
+        named.append(("scheduler.name", recipe.scheduler.name, "scheduler"))
+    named.append(("parallel.custom_plan", recipe.parallel.custom_plan, "plan"))
+    named += inputs.method.code()
+    for eval_set in eval_sets.sets(recipe.eval):
+        named += eval_set.code
     codes = []
     for key, path, kind in named:
         is_code = isinstance(path, str) and (kind in COMMANDS or "." in path or ":" in path)
@@ -84,18 +92,19 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
 
 
 def _origin(code: NamedCode) -> str:
-    """Return where the code is, such as "from /home/me/rewards.py". Raises UserError."""
-    from dtrain.rl.rewards.catalog import (  # only a recipe that names code needs them
-        find_function_and_file,
-        find_verifiers,
-    )
+    """Return the location of the code for messages, such as "from /home/me/rewards.py".
+
+    Raises:
+        UserError: If there is no such code.
+    """
+    from dtrain.rl.rewards.catalog import find_verifiers, find_with_file  # only a recipe that names code needs them
     from dtrain.rl.tools import find_server, tool_schema
 
     if code.kind == "server of tools":
         return f"by {find_server(code.path)}"
     if code.kind == "environment of verifiers":
         return f"from {find_verifiers(code.path)}"
-    origin = find_function_and_file(code.path, code.kind)[2]
+    _, _, file = find_with_file(code.path, code.kind)
     if code.kind == "tool":
-        tool_schema(code.path)
-    return f"from {origin}"
+        tool_schema(code.path)  # raises UserError if the function's parameters or docstring make no schema
+    return f"from {file}"

@@ -1,4 +1,4 @@
-"""Setup of the evaluations: the sets of `eval`, their rewards and questions."""
+"""Setup of the evaluations: checks of the section `eval`, and reading its questions and rewards."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     for eval_set in sets(inputs.recipe.eval):
         key, section = eval_set.key, eval_set.section
         if not re.fullmatch(r"\w[\w-]*", eval_set.name, re.ASCII):
-            text = f"eval: {eval_set.name!r} is no name of a set, because its metrics are named after it"
+            text = f"eval: {eval_set.name!r} cannot be the name of a set, because its metrics are named after it"
             problems.append(Problem(key, text, "Use only letters, digits, _ and -"))
         if not section.path:
             fix = "Set it to a file of prompts, a glob or a list of them"
@@ -63,6 +63,7 @@ def check_files(inputs: RunInputs) -> list[Problem]:
 
 
 def _check_set(inputs: RunInputs, eval_set: EvalSet) -> list[Problem]:
+    """Check a set's files, as far as they are on this machine."""
     config = inputs.source.any_config
     positions = None if config is None else config.max_position_embeddings
     problems = check_hub_options(eval_set.section, eval_set.key)
@@ -77,7 +78,7 @@ def _check_set(inputs: RunInputs, eval_set: EvalSet) -> list[Problem]:
 
 
 def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None) -> list[Problem]:
-    """Check the rewards on the columns of each file's first row, that judges answer, and the room for a prompt.
+    """Check that judges answer, that a prompt has room, and that the first rows have the columns of the rewards.
 
     Args:
         eval_set: The set.
@@ -98,11 +99,11 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
         return problems
     formats = detect_formats(files, section.format, "prompts", section.columns, f"{eval_set.key}.columns")
     rewards = rewards_of(eval_set, files)
-    # `check_keys` reports rewards of unknown names.
-    known_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_import_path(str(reward.fn))]
+    # `check_keys` reports rewards with unknown names.
+    existing_rewards = [reward for reward in rewards if reward.fn in BUILT_IN or is_import_path(str(reward.fn))]
     keys = RewardKeys(f"{eval_set.key}.rewards", f"{eval_set.key}.reward_timeout", f"{eval_set.key}.columns")
-    for file, name in zip(files, formats, strict=True):
-        if name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
+    for file, format_name in zip(files, formats, strict=True):
+        if format_name == "tokenized" and any(reward.fn == "judge" for reward in rewards):
             text = f"{file}: its prompts are token ids, and the reward `judge` reads text"
             problems.append(Problem(keys.rewards, text, "Use prompts as text"))
         first = first_row(file)
@@ -110,10 +111,10 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
             continue
         line, row = first
         try:
-            kept = normalise_prompt(columns.rename_columns(row, section.columns), name).columns
+            kept = normalise_prompt(columns.rename_columns(row, section.columns), format_name).columns
         except UserError as error:
             raise UserError(f"{file}:{line}: {error}") from error
-        for refusal in missing_column_problems(known_rewards, [kept], keys):
+        for refusal in lacking_columns_of(existing_rewards, [kept], keys):
             problems.append(Problem(keys.rewards, f"{file}:{line}: {refusal}"))
     return list(dict.fromkeys(problems))
 
@@ -134,37 +135,45 @@ def _check_judges(eval_set: EvalSet) -> list[Problem]:
 
 
 def rewards_of(eval_set: EvalSet, files: Sequence[Path]) -> list[Reward]:
-    """Return the rewards of a set, or the usual one of its data where it names none."""
-    return eval_set.section.rewards or [Reward(usual_reward(files, eval_set.section.columns))]
+    """Return the rewards of a set, or the default reward for its data if the recipe names none."""
+    if eval_set.section.rewards:
+        return eval_set.section.rewards
+    return [Reward(usual_reward(files, eval_set.section.columns))]
 
 
 def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the reward of data for which none is named, by its first answers.
+    """Return the name of the default reward for data, by the answers in the first rows of each file.
 
-    It is math_exact, or text_exact if fewer than half of the answers hold a number or a mark of an answer. Wrong rows
-    are skipped here; the reader of the questions reports them.
+    It is math_exact, or text_exact if fewer than half of the answers contain a number or a mark of a final answer, such
+    as \\boxed. Wrong rows are skipped here, because the reader of the questions reports them.
 
     Args:
         files: Files of prompts.
-        names: The files' own names of columns (`eval.columns`).
+        names: The files' names of columns (`eval.columns`).
 
     Raises:
         UserError: If a file cannot be read.
     """
-    is_math: list[bool] = []
+    num_answers, num_math = 0, 0
     for file in files:
         chunk = next(read_chunks(file), None)
-        for line, row in chunk.rows if chunk else ():
+        if chunk is None:
+            continue
+        for line, row in chunk.rows:
             try:
                 parsed = columns.rename_columns(parse_row(str(file), line, row), names)
-                answer = normalise_prompt(parsed, detect_format(parsed, "prompts") or "messages").columns.get("answer")
+                format_name = detect_format(parsed, "prompts") or "messages"
+                answer = normalise_prompt(parsed, format_name).columns.get("answer")
             except UserError:
                 continue
+            # A row may have one answer or a list of accepted answers.
             accepted = answer if isinstance(answer, list) else [answer]
             texts = [str(text) for text in accepted if text not in (None, "")]
             if texts:
-                is_math.append(any(extract_answer(text) is not None for text in texts))
-    return "text_exact" if is_math and 2 * sum(is_math) < len(is_math) else "math_exact"
+                num_answers += 1
+                if any(answer_in(text) is not None for text in texts):
+                    num_math += 1
+    return "text_exact" if 2 * num_math < num_answers else "math_exact"
 
 
 def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
@@ -172,7 +181,8 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
 
     Args:
         inputs: The run's inputs.
-        plain_prompts: Number of training rows whose prompt is a plain string. Prompts of `eval` are encoded like them.
+        plain_prompts: Number of training rows whose prompt is a string instead of messages. String prompts of `eval`
+            are encoded in the same way.
         host: The ranks.
 
     Raises:
@@ -190,8 +200,8 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
         if read is not None:
             questions[eval_set.name] = (read.questions, read.rewards)
             notes += read.notes
-    own_images = any(own_questions.reader is not None for own_questions, _ in questions.values())
-    has_images = host.ranks.gather_results(lambda: own_images)[0]
+    has_images_here = any(set_questions.reader is not None for set_questions, _ in questions.values())
+    has_images = host.ranks.every(lambda: has_images_here)[0]  # only rank 0 has questions
     if has_images:
         host.attempt("eval", partial(refuse_images, inputs))
     return EvalFacts(questions, has_images, tuple(notes))
@@ -199,6 +209,8 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
 
 @dataclass(frozen=True)
 class _ReadSet:
+    """The questions and rewards of a set, and notes for the user."""
+
     questions: Questions
     rewards: list[Reward]
     notes: list[str]
@@ -254,7 +266,7 @@ def _refuse_long_prompts(eval_set: EvalSet, questions: Questions, positions: int
 
 
 def _with_cache(inputs: RunInputs, reward: Reward) -> Reward:
-    """Return the reward; a judge gets a file next to the data's caches for the answers that it has judged."""
+    """Return the reward. A judge gets a file in the cache for its judgements, so that no answer is judged twice."""
     if reward.fn != "judge" or "cache" in reward.kwargs:
         return reward
     return replace(reward, kwargs={**reward.kwargs, "cache": str(inputs.cache / "judged.jsonl")})

@@ -1,4 +1,4 @@
-"""Setup of the kernels: attention and linear attention, and whatever else the method needs of the device."""
+"""Setup of the kernels: attention, linear attention, and other requirements of the method on the device."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     recipe = inputs.recipe
     problems = []
     if recipe.run.deterministic and recipe.model.linear_attention == "fla":
-        text = "model.linear_attention=fla adds up in no fixed order, and run.deterministic=true needs one"
+        text = "model.linear_attention=fla sums in no fixed order, and run.deterministic=true needs a fixed order"
         problems.append(Problem("model.linear_attention", text, "Set model.linear_attention=torch"))
     conflicts = []
     if recipe.launch.device == "cpu":
@@ -52,10 +52,10 @@ def check_models(inputs: RunInputs) -> list[Problem]:
 def check_device(
     recipe: Recipe, method: "Method", config: ModelConfig, precision: Precision, device: torch.device, host: DryHost
 ) -> None:
-    """Report what this machine's device cannot do.
+    """Report the requirements that this machine's device does not meet.
 
-    A run does not call this: its ranks choose their kernels when they build the model, because they have to agree on
-    what each of their devices can do.
+    A run does not call this function. Its ranks choose their kernels when they build the model, because all of them
+    have to choose kernels that every rank's device supports.
     """
     longest = method.max_row_length()
     host.attempt("model.attention", lambda: choose_attention(recipe, config, precision, device, longest))

@@ -1,7 +1,7 @@
-"""Setup of the model: its precision, the model on the meta device, and digests of the files that the run reads.
+"""Setup of the model: checks of config.json and of weight files, and the model on the meta device.
 
-Only the headers of weight files are read, and nothing is allocated. `build` gives a `MetaModel`: the model and its
-optimizer as every rank will build them, without memory, so that a mistake in either is found before any work.
+`build` returns a `MetaModel`: the model and its optimizer as every rank will build them, but without memory, so that a
+mistake in either is found before any work. Only the headers of weight files are read.
 """
 
 from dataclasses import dataclass
@@ -60,9 +60,10 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Check config.json, and the keys that depend on the model's parts.
+    """Check config.json, and the keys that depend on the parts of the model.
 
-    Raises UserError if config.json is not of a model that dtrain can train.
+    Raises:
+        UserError: If dtrain cannot train a model with this config.json.
     """
     recipe, path = inputs.recipe, inputs.recipe.model.path
     is_on_hub = any(key == "model.path" for key, _, _ in model_ids(recipe))
@@ -101,6 +102,7 @@ def check_models(inputs: RunInputs) -> list[Problem]:
 
 
 def _adapter_problem(directory: Path) -> Problem:
+    """Return the problem of a `model.path` that is an adapter's directory."""
     from dtrain.checkpoint.peft.config import base_of  # an optional feature
 
     try:
@@ -114,14 +116,14 @@ def _adapter_problem(directory: Path) -> Problem:
 
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check the headers of the weights."""
-    is_read = inputs.source.any_config is not None and inputs.recipe.model.init == "pretrained"
-    if not is_read or "model.path" in inputs.pending_downloads:
+    reads_weights = inputs.source.any_config is not None and inputs.recipe.model.init == "pretrained"
+    if not reads_weights or "model.path" in inputs.pending_downloads:
         return []
     return weight_problems(inputs.source.path, ", or model.init=scratch for random weights")
 
 
 def weight_problems(directory: Path, alternative: str = "", key: str = "model.path") -> list[Problem]:
-    """Check that a model's weight files are complete. `check_fit` compares them with the model.
+    """Check that a model's weight files are complete. `build` compares their shapes with the model.
 
     Args:
         directory: The model's directory.
@@ -134,15 +136,15 @@ def weight_problems(directory: Path, alternative: str = "", key: str = "model.pa
         text = f"{key}={directory} has neither model.safetensors nor {index.name}{pickle}"
         return [Problem(key, text, f"Set {key} to a directory with weights{alternative}")]
     try:
-        wanted = find_weight_files(directory) or {}
+        tensors_of_file = files_of_weights(directory) or {}
     except UserError as error:
         return problems_of_error(key, error)
-    missing = [name for name in sorted(wanted) if not (directory / name).is_file()]
+    missing = [name for name in sorted(tensors_of_file) if not (directory / name).is_file()]
     again = "Download the model again"
     if missing:
         return [Problem(key, f"{index} names files that do not exist: {', '.join(missing)}", again)]
     problems = []
-    for name, tensors in wanted.items():
+    for name, tensors in tensors_of_file.items():
         try:
             stored = read_safetensors_header(directory / name)[0].keys()
         except UserError as error:
@@ -159,10 +161,13 @@ def weight_problems(directory: Path, alternative: str = "", key: str = "model.pa
 
 
 def may_name_tower(inputs: RunInputs) -> bool:
-    """Return whether the recipe has patterns of names that may mean a vision tower.
+    """Check whether patterns of names in the recipe may mean a vision tower.
 
-    A model is built with its tower only if the data have images. So such patterns can be checked only after the data
-    were read. Raises UserError if config.json cannot be read.
+    A model is built with its vision tower only if the data have images. So such patterns can be checked only after the
+    data were read.
+
+    Raises:
+        UserError: If config.json cannot be read.
     """
     recipe = inputs.recipe
     has_patterns = recipe.lora is not None or any(recipe.train.parameter_patterns.values())
@@ -183,12 +188,16 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
     recipe = inputs.recipe
     model = models.build(inputs.model_config(has_images), dtype=precision.master, device="meta")
     select_trained_parameters(model, recipe, precision.compute)
-    coded = [model.config.file_module(name) for name, layer in model.named_modules() if has_nf4_weight(layer)]
-    problems = find_block_problems(model.config, coded, recipe.parallel.tp)
+    in_4bit = []  # the names in the files of layers with 4-bit weights
+    for name, layer in model.named_modules():
+        if has_nf4_weight(layer):
+            in_4bit.append(model.config.file_module(name))
+    problems = find_block_problems(model.config, in_4bit, recipe.parallel.tp)
     if problems:
         raise RecipeError(problems)
     if recipe.parallel.tp > 1 and not isinstance(recipe.parallel.custom_plan, str):
         plan = find_plan(recipe.parallel.custom_plan, model)
+        # This raises if the plan does not fit the model.
         match_styles(model, plan, sequence_parallel=recipe.parallel.sequence_parallel)
     if recipe.model.init == "pretrained" and "model.path" not in inputs.pending_downloads:
         check_fit(model, WeightFiles(recipe.model.directory))
@@ -196,7 +205,11 @@ def build(inputs: RunInputs, precision: Precision, has_images: bool) -> MetaMode
 
 
 def refuse_unused_tower(recipe: Recipe, has_images: bool) -> None:
-    """Raise RecipeError if the recipe trains a vision tower and no data have images."""
+    """Refuse a recipe that trains a vision tower on data without images.
+
+    Raises:
+        RecipeError: If the recipe does.
+    """
     vision = recipe.train.vision
     if vision != "frozen" and not has_images:
         text = f"train.vision={vision}: no data have images, so the model is built without its vision tower"
@@ -204,9 +217,11 @@ def refuse_unused_tower(recipe: Recipe, has_images: bool) -> None:
 
 
 def has_small_weights(inputs: RunInputs) -> bool:
-    """Return whether the weights that the run reads are so small that a dry run computes their digests too."""
+    """Check whether the weights that the run reads are so small that a dry run computes their digests."""
     sources = list(inputs.other_models.values())
     if inputs.recipe.model.init == "pretrained":
         sources.append(inputs.source)
-    files = [file for source in sources for file in weight_files(source.path)]
-    return sum(file.stat().st_size for file in files) <= SMALL_WEIGHTS
+    size = 0
+    for source in sources:
+        size += sum(file.stat().st_size for file in weight_files(source.path))
+    return size <= SMALL_WEIGHTS

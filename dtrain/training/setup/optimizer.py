@@ -1,6 +1,7 @@
-"""Setup of the optimizer: its name and arguments, and the number of bits of weights and moments."""
+"""Setup of the optimizer: its name and arguments, and the precision in which weights and moments are stored."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +22,9 @@ from dtrain.training.setup.code import unknown_name
 
 
 def check_keys(inputs: RunInputs) -> list[Problem]:
-    """Check the section `optimizer`, and the keys that decide in how many bits weights and moments are stored."""
+    """Check the section `optimizer`, and the keys for low-bit weights and moments."""
     problems = unknown_name("optimizer.name", inputs.recipe.optimizer.name, OPTIMIZERS)
-    return [*problems, *_check_memory_options(inputs), *_check_muon(inputs)]
+    return problems + _check_memory_options(inputs) + _check_muon(inputs)
 
 
 def _check_memory_options(inputs: RunInputs) -> list[Problem]:
@@ -31,17 +32,18 @@ def _check_memory_options(inputs: RunInputs) -> list[Problem]:
     recipe = inputs.recipe
     name, state = recipe.optimizer.name, recipe.optimizer.state
     masters, dtype = recipe.train.masters, recipe.train.dtype
-    options = {  # setting -> (is it set, the setting that undoes it)
-        f"optimizer.state={state}": (state != "float32", "optimizer.state=float32"),
-        f"train.masters={masters}": (masters != "float32", "train.masters=float32"),
-        "parallel.optimizer_offload=true": (recipe.parallel.optimizer_offload, "parallel.optimizer_offload=false"),
-    }
-    chosen = [option for option, (is_set, _) in options.items() if is_set]
+    chosen = {}  # each setting that saves memory, and the setting without it
+    if state != "float32":
+        chosen[f"optimizer.state={state}"] = "optimizer.state=float32"
+    if masters != "float32":
+        chosen[f"train.masters={masters}"] = "train.masters=float32"
+    if recipe.parallel.optimizer_offload:
+        chosen["parallel.optimizer_offload=true"] = "parallel.optimizer_offload=false"
     if not chosen:
         return []
     named = " and ".join(chosen)
-    undo = " and ".join(undoing for is_set, undoing in options.values() if is_set)
-    first_key = chosen[0].partition("=")[0]
+    undo = " and ".join(chosen.values())
+    first_key = named.partition("=")[0]
     problems = []
     if recipe.parallel.optimizer_offload and recipe.parallel.cpu_offload:
         text = (
@@ -49,7 +51,9 @@ def _check_memory_options(inputs: RunInputs) -> list[Problem]:
             "the optimizer's state and its step on the host already"
         )
         problems.append(Problem("parallel.optimizer_offload", text, "Set one of them to false"))
-    allowed = ("adamw", "adam", "muon") if chosen == ["train.masters=bfloat16"] else ("adamw", "adam")
+    # muon has no low-bit state and no state on the host, but its weights may be bfloat16.
+    has_only_bfloat16_masters = list(chosen) == ["train.masters=bfloat16"]
+    allowed = ("adamw", "adam", "muon") if has_only_bfloat16_masters else ("adamw", "adam")
     if name not in allowed:
         text = f"{named} needs optimizer.name={' or '.join(allowed)}, and optimizer.name={name}"
         problems.append(Problem(first_key, text, f"Set {undo}"))
@@ -72,16 +76,33 @@ def _check_memory_options(inputs: RunInputs) -> list[Problem]:
     return problems
 
 
-# Entries of `optimizer.kwargs` that dtrain's own AdamW and Adam accept, as torch's do.
-_SIZE = (lambda v: is_finite(v) and v >= 0, "a finite number, at least 0")
+def _is_below_one(value: Any) -> bool:
+    return is_finite(value) and 0 <= value < 1
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_below_one(beta) for beta in value)
+
+
+def _are_coefficients(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(is_finite(entry) for entry in value)
+
+
+# Entries of `optimizer.kwargs` that dtrain's low-bit AdamW and Adam accept, with the same ranges as torch's.
+_NOT_NEGATIVE: Range = (lambda value: is_finite(value) and value >= 0, "a finite number, at least 0")
 _ADAM_KWARGS: dict[str, Range] = {
-    "lr": _SIZE,
-    "betas": (
-        lambda v: isinstance(v, list) and len(v) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in v),
-        "two numbers from 0 up to 1",
-    ),
-    "eps": _SIZE,
-    "weight_decay": _SIZE,
+    "lr": _NOT_NEGATIVE,
+    "betas": (_are_betas, "two numbers from 0 up to 1"),
+    "eps": _NOT_NEGATIVE,
+    "weight_decay": _NOT_NEGATIVE,
+}
+# Those that torch.optim.Muon accepts.
+_MUON_KWARGS: dict[str, Range] = {
+    "momentum": (_is_below_one, "a number from 0 up to 1"),
+    "nesterov": (lambda value: isinstance(value, bool), "true or false"),
+    "ns_steps": (lambda value: type(value) is int and 1 <= value < 100, "a whole number from 1 to 99"),
+    "ns_coefficients": (_are_coefficients, "three numbers"),
+    "adjust_lr_fn": (lambda value: value in ("match_rms_adamw", "original"), "match_rms_adamw or original"),
 }
 
 
@@ -100,9 +121,9 @@ def _check_kwargs(inputs: RunInputs, accepted: Mapping[str, Range], unknown: str
         if name not in accepted:
             problems.append(Problem(key, unknown.format(name), fix))
             continue
-        holds, sentence = accepted[name]
-        if not holds(value):
-            problems.append(Problem(key, f"{key}={format_value(value)} must be {sentence}"))
+        is_in_range, range_text = accepted[name]
+        if not is_in_range(value):
+            problems.append(Problem(key, f"{key}={shown(value)} must be {range_text}"))
     return problems
 
 
@@ -129,14 +150,8 @@ def _check_muon(inputs: RunInputs) -> list[Problem]:
             return []
         text = f"optimizer.adam_lr is for optimizer.name=muon, and optimizer.name={section.name}"
         return [Problem("optimizer.adam_lr", text, "Set optimizer.lr, or optimizer.adam_lr=null")]
-    accepted: dict[str, Range] = {
-        "momentum": (lambda v: is_finite(v) and 0 <= v < 1, "a number from 0 up to 1"),
-        "nesterov": (lambda v: isinstance(v, bool), "true or false"),
-        "ns_steps": (lambda v: type(v) is int and 1 <= v < 100, "a whole number from 1 to 99"),
-        "ns_coefficients": (lambda v: isinstance(v, list) and len(v) == 3 and all(map(is_finite, v)), "three numbers"),
-        "adjust_lr_fn": (lambda v: v in ("match_rms_adamw", "original"), "match_rms_adamw or original"),
-    }
-    return _check_kwargs(inputs, accepted, f"optimizer.kwargs.{{}} is none of muon's: {', '.join(accepted)}")
+    unknown = f"optimizer.kwargs.{{}} is none of muon's: {', '.join(_MUON_KWARGS)}"
+    return _check_kwargs(inputs, _MUON_KWARGS, unknown)
 
 
 def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.optim.Optimizer | None:
@@ -152,7 +167,8 @@ def build(inputs: RunInputs, model: nn.Module, precision: Precision) -> torch.op
     if not (section.name in OPTIMIZER_NAMES or is_torch_optimizer(section.name)):
         return None
     built = build_optimizer(section, model.named_parameters(), inputs.recipe.run.seed)
-    is_mixed = precision.compute not in (torch.float32, torch.float64)  # one process mixes precisions through FSDP
+    # FSDP, whose parameters are sharded tensors, is also used on one rank if the precision is mixed.
+    is_mixed = precision.compute not in (torch.float32, torch.float64)
     is_sharded = inputs.world.size > 1 or is_mixed
     if is_sharded and isinstance(built, UNSHARDED_ONLY):
         raise UserError(sharded_step_error(section.name))

@@ -16,7 +16,7 @@ from dtrain.training.registry import REWARD_MODEL, TEACHER
 from dtrain.training.setup.mesh import mesh_problems_of
 from dtrain.training.setup.model import weight_problems
 
-# Fields of a config that may differ between a policy and its reference: they do not change what the model computes.
+# Fields of a config that may differ between a policy and its reference, because they do not change the computation.
 _FREE_FIELDS = {
     *("max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "dtype"),
     *("unquantized_modules", "is_text_tower", "num_nextn_predict_layers"),
@@ -24,8 +24,8 @@ _FREE_FIELDS = {
 
 
 def check_models(inputs: RunInputs) -> list[Problem]:
-    """Check each config.json, and that the models fit the trained one and the mesh."""
-    on_hub = {key for key, _, _ in model_ids(inputs.recipe)}
+    """Check each model's config.json, and that the model fits the trained model and the mesh."""
+    on_hub = {model.key for model in model_ids(inputs.recipe)}
     problems = []
     for key, source in inputs.other_models.items():
         if key not in on_hub:
@@ -34,7 +34,11 @@ def check_models(inputs: RunInputs) -> list[Problem]:
 
 
 def _check_model(inputs: RunInputs, key: str, source: ModelDirectory) -> list[Problem]:
-    """Check the model at a key. Raises UserError if config.json cannot be read."""
+    """Check the model of a key.
+
+    Raises:
+        UserError: If config.json cannot be read.
+    """
     path = source.path
     named = f"{key}={path}"
     if not path.is_dir():
@@ -59,7 +63,7 @@ def _check_model(inputs: RunInputs, key: str, source: ModelDirectory) -> list[Pr
     trained_config = inputs.readable_config
     if not key.endswith((TEACHER, REWARD_MODEL)):
         return [] if trained_config is None else reference_problems(trained_config, config, key, str(path))
-    # It is on the same mesh as the trained model; without experts it is replicated over ep.
+    # The model is on the same mesh as the trained model. Without experts it is replicated over ep.
     ep = 1 if config.experts is None else inputs.recipe.parallel.ep
     problems = mesh_problems_of(inputs, config, ep, model_key=named)
     if key.endswith(REWARD_MODEL):
@@ -85,7 +89,7 @@ def _check_reward_head(key: str, named: str, config: ModelConfig) -> list[Proble
 
 
 def reference_problems(policy: ModelConfig, reference: ModelConfig, key: str, path: str) -> list[Problem]:
-    """Check that two models compute the same, because a reference's weights are loaded into the policy's model.
+    """Check that a reference is the same kind of model as the policy, since its weights are loaded into that model.
 
     Args:
         policy: The config of model.path.
@@ -105,7 +109,7 @@ def reference_problems(policy: ModelConfig, reference: ModelConfig, key: str, pa
 
 
 def check_files(inputs: RunInputs) -> list[Problem]:
-    """Check the headers of their weights, and their tokenizers."""
+    """Check the headers of the models' weights, and their tokenizers."""
     problems = []
     for key, source in inputs.other_models.items():
         if source.any_config is None:
@@ -122,7 +126,11 @@ def check_files(inputs: RunInputs) -> list[Problem]:
 
 
 def _check_template(source: ModelDirectory) -> list[Problem]:
-    """Read the template of a reward model, which encodes text with a tokenizer of its own. Raises UserError."""
+    """Read the chat template of a reward model, which encodes text with its own tokenizer and template.
+
+    Raises:
+        UserError: If the template cannot be read.
+    """
     source.template  # noqa: B018 (a cached property)
     return []
 
@@ -138,16 +146,16 @@ def token_problems(other: ModelDirectory, source: ModelDirectory, key: str, path
     """
     named = f"{key}={path}"
     try:
-        other_ids, own_ids = other.tokenizer.vocabulary, source.tokenizer.vocabulary
+        other_ids, ids = other.tokenizer.vocabulary, source.tokenizer.vocabulary
     except UserError as error:
         return [Problem(key, f"{named}: {error}")]
-    differing = [token for token, number in own_ids.items() if other_ids.get(token, number) != number]
+    differing = [token for token, number in ids.items() if other_ids.get(token, number) != number]
     if not differing:
         return []
-    token = min(differing, key=own_ids.__getitem__)
+    token = min(differing, key=ids.__getitem__)
     text = (
-        f"{named}: {len(differing)} tokens have other ids than in model.path, for example {token!r}, which is "
-        f"{other_ids[token]} there and {own_ids[token]} here"
+        f"{named}: {len(differing)} tokens have other ids than in model.path. For example, {token!r} is "
+        f"{other_ids[token]} there and {ids[token]} in model.path"
     )
     return [Problem(key, text, "Use models with the same tokenizer")]
 

@@ -1,4 +1,4 @@
-"""Setup of the outputs: the run's directory, its metrics, its export, and the measure that its saves are kept by."""
+"""Setup of the outputs: the run's directory, its metrics, its export, and the metric by which its saves are kept."""
 
 import os
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from dtrain.training.eval_sets import fields, sets
 from dtrain.training.inputs import RunInputs
 from dtrain.training.metrics import Recorder
 
-_NAME_BYTES = 200  # of `run.name`: file systems allow 255 for a name, and some files add to it
+_NAME_BYTES = 200  # largest size of `run.name`: file systems allow 255 bytes, and some files have longer names
 
 
 def check_keys(inputs: RunInputs) -> list[Problem]:
@@ -26,6 +26,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 
 
 def _check_name(name: str | None) -> list[Problem]:
+    """Check that `run.name` is the name of a directory."""
     if name is None:
         return []
     key = "run.name"
@@ -41,7 +42,8 @@ def _check_name(name: str | None) -> list[Problem]:
 def _check_best(inputs: RunInputs) -> list[Problem]:
     """Check `checkpoint.keep_best` and `train.patience`.
 
-    keep_best compares saves, so each save needs a value of its own; patience counts values.
+    keep_best compares checkpoints, so the field must be measured at every save. patience counts the values of the same
+    field, so it must be measured at all.
     """
     recipe = inputs.recipe
     best, every, patience = recipe.checkpoint.keep_best, recipe.checkpoint.every, recipe.train.patience
@@ -51,8 +53,12 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
             return []
         text = f"train.patience={patience} counts values of checkpoint.keep_best, which is null"
         return [Problem("train.patience", text, "Set checkpoint.keep_best to a field")]
-    set_of = {name: each for each in sets(recipe.eval) for name in fields(each)}
-    measured = [*(name for name in BEST if name in inputs.method.best), *set_of]
+    set_of = {}  # for each field of an evaluation, its set
+    for eval_set in sets(recipe.eval):
+        for name in fields(eval_set):
+            set_of[name] = eval_set
+    measured = [name for name in BEST if name in inputs.method.best]
+    measured += set_of
     if best in BEST and best not in measured:
         text = f"checkpoint.keep_best={best} is not measured by method={recipe.method}"
         return [Problem(key, text, f"Use {' or '.join(measured)}")]
@@ -66,7 +72,7 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
         text = f"checkpoint.keep_best={best} needs a validation set"
         return [Problem(key, text, "Set data.val.path, or data.val=0.05 for a share of the training rows")]
     if best in BEST and recipe.train.validate_every == "auto":
-        return []  # it validates at every save
+        return []  # then there is a validation at every save
     interval_key, interval = "train.validate_every", recipe.train.validate_every
     if best in set_of:
         interval_key, interval = f"{set_of[best].key}.every", set_of[best].section.every

@@ -18,7 +18,7 @@ from dtrain.training.setup.code import unknown_name
 if TYPE_CHECKING:
     from dtrain.methods import Method
 
-FEWEST_STEPS = 5
+MIN_STEPS = 5  # a run of fewer steps is refused if the number follows from train.epochs
 SHORTER_WARMUP = "Set scheduler.warmup=0.03, a share of the steps, and scheduler.warmup_steps=null"
 
 
@@ -63,11 +63,11 @@ def check_schedule(recipe: Recipe, steps: int | None, optimizer: torch.optim.Opt
 
 
 def refuse_idle(recipe: Recipe, method: "Method", rows: Rows, steps: int) -> None:
-    """Refuse a run that would train nothing, or next to nothing.
+    """Refuse a run that would train nothing, or almost nothing.
 
-    A run whose learning rate stays at 0, or whose warm-up is longer than the run, is refused. If the steps follow from
-    `train.epochs`, a run of fewer than 5 steps and a run that consists of warm-up are refused too; `train.steps` can
-    ask for them.
+    A run whose learning rate stays at 0, or whose warm-up is longer than the run, is always refused. If the number of
+    steps follows from `train.epochs`, a run of fewer than 5 steps and a run that is all warm-up are refused too.
+    With `train.steps` they are allowed, because then they are intended.
 
     Args:
         recipe: The recipe with its batch.
@@ -78,22 +78,23 @@ def refuse_idle(recipe: Recipe, method: "Method", rows: Rows, steps: int) -> Non
     Raises:
         UserError: If the run is refused.
     """
-    warmup, is_asked = warmup_of(recipe.scheduler, steps), recipe.train.steps is not None
-    if steps == 1 <= warmup:
+    warmup = warmup_of(recipe.scheduler, steps)
+    is_intended = recipe.train.steps is not None
+    if steps == 1 and warmup >= 1:
         raise UserError(
             f"the run has 1 step, and {_warmup_setting(recipe)} begins with a learning rate of 0, so nothing would be "
             "trained. Set scheduler.warmup_steps=0, or train longer."
         )
-    if warmup > steps and is_asked:
-        raise UserError(_endless_warmup(recipe, steps, warmup))
-    if is_asked:
+    if is_intended:
+        if warmup > steps:
+            raise UserError(_endless_warmup(recipe, steps, warmup))
         return
     epochs, rows_per_pass = recipe.train.epochs, rows.rows_in_epoch(0)
-    if steps < FEWEST_STEPS:
+    if steps < MIN_STEPS:
         raise UserError(
             f"train.epochs={epochs} is {steps} {plural(steps, 'step')} here ({rows_per_pass} "
             f"{plural(rows_per_pass, 'row')} a pass, train.global_batch={recipe.train.global_batch} of them a step), "
-            f"which trains next to nothing. Set {_more_steps(recipe, method, rows)}, or train.steps={steps} in place "
+            f"which trains almost nothing. Set {_more_steps(recipe, method, rows)}, or train.steps={steps} in place "
             "of train.epochs if this is intended."
         )
     if warmup >= steps:
@@ -112,6 +113,7 @@ def warmup_notes(recipe: Recipe, steps: int) -> list[str]:
 
 
 def _endless_warmup(recipe: Recipe, steps: int, warmup: int) -> str:
+    """Return the error for a warm-up that does not end within the run."""
     return (
         f"the run has {steps} steps, and its warm-up {warmup} ({_warmup_setting(recipe)}), so the learning rate would "
         f"never reach optimizer.lr. {SHORTER_WARMUP}, or train longer."
@@ -119,7 +121,7 @@ def _endless_warmup(recipe: Recipe, steps: int, warmup: int) -> str:
 
 
 def _warmup_setting(recipe: Recipe) -> str:
-    """Return the setting of the warm-up, as the recipe has it."""
+    """Return the recipe's setting of the warm-up, for messages."""
     schedule = recipe.scheduler
     if isinstance(schedule, list):
         return "scheduler"
@@ -129,7 +131,7 @@ def _warmup_setting(recipe: Recipe) -> str:
 
 
 def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
-    """Return the steps of warm-up. 0 for a list of stages and for a schedule that the recipe names by import path."""
+    """Return the number of warm-up steps. 0 for a list of stages and for a schedule that is named by import path."""
     if isinstance(schedule, list) or schedule.name not in SCHEDULES:
         return 0
     return schedule.warmup_of(steps)
@@ -137,17 +139,18 @@ def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
 
 def _more_steps(recipe: Recipe, method: "Method", rows: Rows) -> str:
     """Return settings that would give more steps, the best first."""
-    ways = []
+    settings = []
     rows_per_pass, batch = rows.rows_in_epoch(0), recipe.train.batch
     automatic = method.automatic_batch(rows_per_pass)
     if method.more_steps_hint is not None:
-        ways.append(method.more_steps_hint)
+        settings.append(method.more_steps_hint)
     elif automatic < batch:
-        ways.append(f"train.global_batch=auto ({automatic} a step)")
+        settings.append(f"train.global_batch=auto ({automatic} a step)")
     if rows.packing and rows.samples_in_epoch(0) > rows_per_pass:
-        ways.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
+        settings.append(f"data.packing=false ({rows.samples_in_epoch(0)} rows a pass)")
     if method.more_steps_hint is not None:
         epochs = "a larger train.epochs"
     else:
-        epochs = f"train.epochs={-(-FEWEST_STEPS * batch // rows_per_pass)} or more"
-    return ", ".join([*ways, f"or {epochs}" if ways else epochs])
+        epochs = f"train.epochs={-(-MIN_STEPS * batch // rows_per_pass)} or more"
+    settings.append(f"or {epochs}" if settings else epochs)
+    return ", ".join(settings)

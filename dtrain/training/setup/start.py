@@ -1,10 +1,9 @@
-"""Setup of the start: the checkpoint that a run resumes or whose weights it takes, and the last step."""
+"""Setup of the start: the checkpoint that a run resumes, or whose weights it begins from, and the last step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtrain import recipe as config
 from dtrain.adapters.config import AdapterConfig
@@ -28,10 +27,7 @@ from dtrain.training.setup.data import DataFacts
 from dtrain.training.setup.model import MetaModel
 from dtrain.training.setup.sizes import SizeFacts
 
-if TYPE_CHECKING:
-    pass
-
-VALIDATIONS = 5  # of a run with train.validate_every=auto: four during the run, and one at the end
+NUM_VALIDATIONS = 5  # with train.validate_every=auto: four during the run, and one at the end
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class StartFacts:
         store: The run's checkpoints.
         start: The checkpoint that the run starts from, or a fresh start.
         identities: Digests of everything that the run reads at its start.
-        changes: Lines on differences from the saved recipe.
+        changes: Lines about differences from the saved recipe.
         total_steps: The last step. None if the rows were not read, in a dry run.
         validate_every: Steps between validations. None: no validation.
     """
@@ -60,15 +56,20 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     key = "checkpoint.allow_changes"
     if not inputs.recipe.checkpoint.allow_changes:
         return []
-    known = recipe_keys()
-    parents = {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
-    names = [*parents, *known, *resume.DIGESTS]
-    # A mapping such as optimizer.kwargs has entries of any name.
-    mappings = tuple(f"{name}." for name in known if isinstance(_value(inputs.recipe, name), Mapping))
+    keys = recipe_keys()
+    sections = set()  # "data" and "data.train" for "data.train.path"
+    mappings = []  # a mapping such as optimizer.kwargs has entries with any name
+    for name in keys:
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            sections.add(".".join(parts[:depth]))
+        if isinstance(_value(inputs.recipe, name), Mapping):
+            mappings.append(f"{name}.")
+    names = [*sections, *keys, *resume.DIGESTS]
     problems = []
     for name in inputs.recipe.checkpoint.allow_changes:
-        if name not in names and not name.startswith(mappings):
-            near = name_hint(name, names, otherwise="")
+        if name not in names and not name.startswith(tuple(mappings)):
+            near = hint(name, names, otherwise="")
             problems.append(Problem(key, f"{key}: {name} is not a key of a recipe{near}"))
     return problems
 
@@ -82,13 +83,14 @@ def _value(recipe: Recipe, key: str) -> object:
 
 
 def check_files(inputs: RunInputs) -> list[Problem]:
-    """Check that the paths of `checkpoint.resume` and `checkpoint.init_from` exist and are of this model."""
+    """Check that `checkpoint.resume` and `checkpoint.init_from` are directories of runs with this model."""
     if any(inputs.run.checkpoints.glob("step-*")):
-        return []  # the run resumes, and reports itself what it needs of them
+        return []  # the run resumes its own checkpoint, and `resume.find_start` checks the paths that it still needs
     return _check_resume(inputs) + _check_init_from(inputs)
 
 
 def _check_resume(inputs: RunInputs) -> list[Problem]:
+    """Check that the path of `checkpoint.resume` exists."""
     path = inputs.recipe.checkpoint.resume
     if path in (None, "auto") or Path(path).is_dir():
         return []
@@ -97,6 +99,7 @@ def _check_resume(inputs: RunInputs) -> list[Problem]:
 
 
 def _check_init_from(inputs: RunInputs) -> list[Problem]:
+    """Check that `checkpoint.init_from` is a run with this model, whose weights are stored as in this run."""
     recipe, key = inputs.recipe, "checkpoint.init_from"
     if recipe.checkpoint.init_from is None:
         return []
@@ -120,18 +123,19 @@ def _check_init_from(inputs: RunInputs) -> list[Problem]:
     config = inputs.readable_config
     is_stored_in_4bit = config is not None and config.unquantized_modules is not None
     if recipe.lora is not None and (recipe.lora.quantize == "nf4" or is_stored_in_4bit) and not has_adapter:
-        text = f"{named} holds full weights, and this run holds those of model.path in 4 bits"
+        text = f"{named} has full weights, and this run stores the weights of model.path in 4 bits"
         problems.append(Problem(key, text, f"Run {export}"))
     return problems
 
 
 def _check_same_model(inputs: RunInputs, path: Path) -> list[Problem]:
-    """Check that the run at `path` has the same model and tokens, by the files that it keeps."""
-    parents = [path, *path.absolute().parents][:3]  # a run's directory, its checkpoints, or a step of them
-    saved_model = next((parent / "model" for parent in parents if (parent / "model" / CONFIG).is_file()), None)
-    if saved_model is None:
+    """Check that the run at `path` has the same model and tokens, by the model files in its directory."""
+    # The path is a run's directory, its checkpoints/, or a step in it.
+    candidates = [path, *path.absolute().parents][:3]
+    with_model = [directory for directory in candidates if (directory / "model" / CONFIG).is_file()]
+    if not with_model:
         return []
-    saved, key = ModelDirectory(saved_model, inputs.source.labels), "checkpoint.init_from"
+    saved, key = ModelDirectory(with_model[0] / "model", inputs.source.labels), "checkpoint.init_from"
     if inputs.source.any_config is None or saved.any_config is None:
         return []
     from dtrain.training.setup import other_models  # most runs need no second model
@@ -157,7 +161,7 @@ def resolve(
         data: The data.
         sizes: The sizes.
         meta: The model on the meta device, on rank 0.
-        identities: Digests of what the run reads. A dry run has read only some of them.
+        identities: Digests of the files that the run reads. A dry run has read only some of them.
         host: The ranks.
 
     Returns:
@@ -195,8 +199,11 @@ def resolve(
 
 
 def validate_every(recipe: Recipe, total_steps: int) -> int | None:
-    """Return the steps between validations, None if there are none. `auto` follows the saves that use the validation
-    loss, or the number of steps."""
+    """Return the number of steps between validations; None if there are no validations.
+
+    With `train.validate_every=auto` there is one at every save if `checkpoint.keep_best` needs it, or else
+    NUM_VALIDATIONS in the whole run.
+    """
     every, checkpoint = recipe.train.validate_every, recipe.checkpoint
     if recipe.data.val is None or every is None:
         return None
@@ -204,7 +211,7 @@ def validate_every(recipe: Recipe, total_steps: int) -> int | None:
         return every
     if checkpoint.keep_best in BEST and checkpoint.keep_best != "loss" and checkpoint.every is not None:
         return checkpoint.every
-    return -(-total_steps // VALIDATIONS)
+    return -(-total_steps // NUM_VALIDATIONS)
 
 
 def _start_identity(recipe: Recipe, identities: Mapping[str, str], start: Start, reference: str) -> str:
@@ -212,27 +219,28 @@ def _start_identity(recipe: Recipe, identities: Mapping[str, str], start: Start,
 
     Args:
         recipe: The recipe.
-        identities: Digests of what the run reads.
+        identities: Digests of the files that the run reads.
         start: The start.
         reference: `Method.required_start_weights`. "base": without the adapter.
     """
-    own = identities.get("model.weights") or digest(recipe.run.seed, identities["model.config"])
+    # The weights are those of model.path, or random ones that follow from the seed, or those of init_from.
+    weights = identities.get("model.weights") or digest(recipe.run.seed, identities["model.config"])
     if recipe.checkpoint.init_from is not None and resume.INIT in start.began:
-        own = start.began[resume.INIT]["identity"]
+        weights = start.began[resume.INIT]["identity"]
     if recipe.lora is None:
-        return own
+        return weights
     adapter = None if reference == "base" else identities.get("lora.path")
-    return digest(own, adapter, recipe.lora.quantize, reference)
+    return digest(weights, adapter, recipe.lora.quantize, reference)
 
 
 def _check_weights(
     inputs: RunInputs, recipe: Recipe, start: Start, identities: Mapping[str, str], meta: MetaModel | None
 ) -> None:
-    """Check that the weights of `checkpoint.init_from` are of this model. Only headers are read. Rank 0 only.
+    """Check that the weights of `checkpoint.init_from` belong to this model. Only headers are read. Rank 0 only.
 
     Raises:
-        UserError: Also for an adapter with other scales or a base in other bits, which would be another model here, and
-            for tensors that were trained on top of other weights.
+        UserError: Also for an adapter with other scales or another quantization, and for trained tensors whose run had
+            other frozen weights. Their shapes fit, but they would be another model here.
     """
     assert start.weights is not None and meta is not None
     store, step = start.weights
@@ -240,16 +248,18 @@ def _check_weights(
     if recipe.lora is not None:
         from dtrain.adapters.lora import adapter_config  # a run without an adapter does not load it
 
-        own_config = adapter_config(meta.model)
-        assert own_config is not None, "the recipe has the section lora"
+        config_of_run = adapter_config(meta.model)
+        assert config_of_run is not None, "the recipe has the section lora"
         adaptable_layers = adaptable_shapes(meta.model.config)
-        _check_adapter(recipe, adaptable_layers, own_config, state["recipe"], store.path(step))
+        _check_adapter(recipe, adaptable_layers, config_of_run, state["recipe"], store.path(step))
     weights = select_weights(meta.model, store, step)
-    saved_weights, own_weights = state.get("identities", {}).get("model.weights"), identities.get("model.weights")
-    if not weights.is_complete and "model.config" in identities and saved_weights != own_weights:
+    saved_identity = state.get("identities", {}).get("model.weights")
+    has_same_base = saved_identity == identities.get("model.weights")
+    are_digests_known = "model.config" in identities  # a dry run computes none for large weights
+    if not weights.is_complete and are_digests_known and not has_same_base:
         raise UserError(
-            f"{resume.INIT}: {store.path(step)} holds only the trained tensors, and its run's other weights were not "
-            "those of model.path. Set model.path to the model that its run began from."
+            f"{resume.INIT}: {store.path(step)} has only the trained tensors, and the frozen weights of its run were "
+            "not those of model.path. Set model.path to the model that its run began from."
         )
     store.check_fit(step, weights.tensors, weights.cast)
 
@@ -261,7 +271,18 @@ def _check_adapter(
     saved_recipe: str,
     directory: Path,
 ) -> None:
-    """Check that the adapter of a saved step, if it has one, has the meaning of config_of_run. Raises UserError."""
+    """Check that the adapter of a saved step, if it has one, has the same layers, ranks and scales as this run.
+
+    Args:
+        recipe: The recipe.
+        adaptable_layers: The shape of each layer that can have an adapter.
+        config_of_run: The config of this run's adapter.
+        saved_recipe: The recipe of the saved step, as YAML.
+        directory: The directory of the step.
+
+    Raises:
+        UserError: If they differ.
+    """
     from dtrain.checkpoint.peft.config import ADAPTER, read_adapter_config  # an optional feature
 
     adapter = directory / ADAPTER
@@ -288,7 +309,7 @@ def _compare(
 ) -> list[str]:
     """Return the changes since the save that the run resumes.
 
-    A dry run allows changes of locations whose content it has not read, because the content may be the same.
+    A dry run allows changes of the location of files that it has not read, because their content may be the same.
 
     Raises:
         UserError: On every rank, if the recipe has changed in a way that no resume allows.
@@ -296,7 +317,7 @@ def _compare(
     Collectives:
         One broadcast.
     """
-    unfit = host.ranks.run_on_first(lambda: _misfit(start, meta))
+    unfit = host.ranks.first(lambda: _find_misfit(start, meta))
     allowed = inputs.original_recipe.checkpoint.allow_changes
     if host.is_dry:
         unread = [key for key, digest_key in resume.DIGEST_OF_LOCATION.items() if digest_key not in identities]
@@ -307,17 +328,21 @@ def _compare(
     )
 
 
-def _misfit(start: Start, meta: MetaModel | None) -> str | None:
-    """Return how the tensors that the run would train differ from those of the start. Rank 0 only."""
+def _find_misfit(start: Start, meta: MetaModel | None) -> str | None:
+    """Describe the first difference between the run's trained tensors and those of the start; None without one.
+
+    Rank 0 only.
+    """
     assert meta is not None
     store, state = start.saved
     return find_first_mismatch(meta.model, state["policy"].get("optimizer", {}), store.tensor_specs(start.step))
 
 
 def _last_step_of_epochs(sizes: SizeFacts, start: Start, data: DataFacts) -> int:
-    """Return the step that `train.epochs` ends with: the start's step and the steps that are left.
+    """Return the last step of `train.epochs`: the start's step plus the remaining steps.
 
-    If the start was saved with other epochs or another global batch, its rows are not step × batch.
+    The remaining steps follow from the start's position in the data, not from its step, because it may have been saved
+    with another global batch.
     """
     saved = start.state["method"] if start.state else {}
     return start.step + sizes.method.source.remaining_steps(data.rows["train"], Cursor(*start.cursor), saved)

@@ -1,4 +1,4 @@
-"""Setup of the tokenizer and the chat template of the model's directory."""
+"""Setup of the tokenizer and the chat template, which are in the model's directory."""
 
 from dtrain.base.errors import Problem, problems_in
 from dtrain.data.formats.encoder import refuse_without_template
@@ -6,7 +6,7 @@ from dtrain.training.inputs import RunInputs
 
 
 def check_files(inputs: RunInputs) -> list[Problem]:
-    """Read the tokenizer and the template, and compare the tokenizer's size with config.json."""
+    """Check that the tokenizer and the template can be read, and that the model has an embedding for every token."""
     source, config = inputs.source, inputs.source.any_config
     if config is None:
         return []
