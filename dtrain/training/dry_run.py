@@ -80,7 +80,7 @@ def dry_run(
     """
     inputs = RunInputs.of(recipe, world, pending_downloads)
     host = DryHost()
-    host.problems.extend(without_repetition(refused, find_problems(inputs)))
+    host.problems.extend(merge_problems(refused, find_problems(inputs)))
     has_passed_checks = not host.problems
     host.problems.extend(metrics.package_problems(recipe.metrics))
     host.attempt("run.dir", inputs.run.check_usable)

@@ -152,7 +152,7 @@ def model_ids(recipe: Recipe) -> list[HubModel]:
     """Return every model that the recipe names by an id on the hub."""
     named = [HubModel("model.path", recipe.model.path or "", recipe.model.init == "pretrained")]
     named += [HubModel(key, path, True) for key, path in build_method(recipe).other_models()]
-    return [model for model in named if model.name and is_id(model.name)]
+    return [model for model in named if model.name and is_model_id(model.name)]
 
 
 def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:

@@ -111,4 +111,4 @@ class RunInputs:
     @cached_property
     def wrong_values(self) -> list[tuple[str, object, str]]:
         """Values of the recipe that are out of range: key, value and the range in words."""
-        return out_of_range(self.original_recipe)
+        return find_out_of_range(self.original_recipe)

@@ -155,7 +155,7 @@ def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     if resume is None:
         host.ranks.run_on_first(lambda: inputs.run.refuse_used(resume))
         return Start()
-    has_traces, began = host.ranks.first(lambda: _read_began(inputs))
+    has_traces, began = host.ranks.run_on_first(lambda: _read_began(inputs))
     origin: Origin | None = None
     if RESUME in began:
         origin = Origin.read(began[RESUME], inputs.run.began)
@@ -284,7 +284,7 @@ def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
     for key, model in inputs.other_models.items():
         weight_digests = file_digests(weight_files(model.path), _other_model(key, model.path), ranks)
         config_digest = digest(read_model_config(model.path))
-        ranks.same(config_digest, _other_model(key, model.path))
+        ranks.check_same(config_digest, _other_model(key, model.path))
         if key.endswith(".reference"):  # a reference has the config of the trained model
             found[key] = digest(weight_digests)
         else:
@@ -457,7 +457,7 @@ def _misfit(start: Start, unfit: str, differences: Sequence[Difference]) -> Misf
     for key, old, _ in differences:
         if key in SHAPE_KEYS:
             keys.append(key)
-            setting = f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={shown(old)}"
+            setting = f"{key}={{...}} as it was" if old == "an adapter" else f"{key}={format_value(old)}"
             settings.append(setting)
     if not keys:
         return None

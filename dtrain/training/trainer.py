@@ -340,7 +340,7 @@ class Trainer:
         """Let the method prepare the step after `step`.
 
         Raises:
-            Unavailable: If something that the method needs, such as a server, is gone. The steps so far are saved.
+            ServiceUnavailable: If a server or another service of the method is gone. The steps so far are saved.
             Stopped: If a signal came while the method waited. The steps so far are saved.
         """
         try:

@@ -182,8 +182,8 @@ def _check_saved_experts(section: Lora, config: AdapterConfig, modules: Sequence
     if not experts:
         return []
     text = (
-        f"lora.modules_to_save={shown(section.modules_to_save)} matches {len(experts)} stacks of experts, the first "
-        f"{experts[0]}, which an adapter's files cannot store"
+        f"lora.modules_to_save={format_value(section.modules_to_save)} matches {len(experts)} stacks of experts, the "
+        f"first {experts[0]}, which an adapter's files cannot store"
     )
     return [Problem("lora.modules_to_save", text, "Leave them out, or name experts in lora.target")]
 
@@ -339,7 +339,7 @@ def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> st
 
 def _nearest_or_all(name: str, names: Sequence[str]) -> str:
     """Return the fix for a wrong name: the nearest one of `names`, or all of them."""
-    near = nearest(name, names)
+    near = closest_name(name, names)
     return f"Did you mean {near}?" if near else f"There are {', '.join(names) or 'none'}"
 
 

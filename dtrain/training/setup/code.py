@@ -64,7 +64,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
         return []
     text = f"{key}={name} is none of {', '.join(known)}"
     key_without_index = re.sub(r"\[\d+\]", "", key)
-    near = spelling.our_word_for(key_without_index, name) or nearest(name, known)
+    near = spelling.our_word_for(key_without_index, name) or closest_name(name, known)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]
@@ -97,14 +97,15 @@ def _origin(code: NamedCode) -> str:
     Raises:
         UserError: If there is no such code.
     """
-    from dtrain.rl.rewards.catalog import find_verifiers, find_with_file  # only a recipe that names code needs them
+    # Only a recipe that names code needs these modules.
+    from dtrain.rl.rewards.catalog import find_function_and_file, find_verifiers
     from dtrain.rl.tools import find_server, tool_schema
 
     if code.kind == "server of tools":
         return f"by {find_server(code.path)}"
     if code.kind == "environment of verifiers":
         return f"from {find_verifiers(code.path)}"
-    _, _, file = find_with_file(code.path, code.kind)
+    _, _, file = find_function_and_file(code.path, code.kind)
     if code.kind == "tool":
         tool_schema(code.path)  # raises UserError if the function's parameters or docstring make no schema
     return f"from {file}"

@@ -114,7 +114,7 @@ def _check_rows(eval_set: EvalSet, files: Sequence[Path], positions: int | None)
             kept = normalise_prompt(columns.rename_columns(row, section.columns), format_name).columns
         except UserError as error:
             raise UserError(f"{file}:{line}: {error}") from error
-        for refusal in lacking_columns_of(existing_rewards, [kept], keys):
+        for refusal in missing_column_problems(existing_rewards, [kept], keys):
             problems.append(Problem(keys.rewards, f"{file}:{line}: {refusal}"))
     return list(dict.fromkeys(problems))
 
@@ -171,7 +171,7 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
             texts = [str(text) for text in accepted if text not in (None, "")]
             if texts:
                 num_answers += 1
-                if any(answer_in(text) is not None for text in texts):
+                if any(extract_answer(text) is not None for text in texts):
                     num_math += 1
     return "text_exact" if 2 * num_math < num_answers else "math_exact"
 
@@ -201,7 +201,7 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
             questions[eval_set.name] = (read.questions, read.rewards)
             notes += read.notes
     has_images_here = any(set_questions.reader is not None for set_questions, _ in questions.values())
-    has_images = host.ranks.every(lambda: has_images_here)[0]  # only rank 0 has questions
+    has_images = host.ranks.gather_results(lambda: has_images_here)[0]  # only rank 0 has questions
     if has_images:
         host.attempt("eval", partial(refuse_images, inputs))
     return EvalFacts(questions, has_images, tuple(notes))

@@ -136,7 +136,7 @@ def weight_problems(directory: Path, alternative: str = "", key: str = "model.pa
         text = f"{key}={directory} has neither model.safetensors nor {index.name}{pickle}"
         return [Problem(key, text, f"Set {key} to a directory with weights{alternative}")]
     try:
-        tensors_of_file = files_of_weights(directory) or {}
+        tensors_of_file = find_weight_files(directory) or {}
     except UserError as error:
         return problems_of_error(key, error)
     missing = [name for name in sorted(tensors_of_file) if not (directory / name).is_file()]

@@ -123,7 +123,7 @@ def _check_kwargs(inputs: RunInputs, accepted: Mapping[str, Range], unknown: str
             continue
         is_in_range, range_text = accepted[name]
         if not is_in_range(value):
-            problems.append(Problem(key, f"{key}={shown(value)} must be {range_text}"))
+            problems.append(Problem(key, f"{key}={format_value(value)} must be {range_text}"))
     return problems
 
 

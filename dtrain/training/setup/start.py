@@ -69,7 +69,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
     problems = []
     for name in inputs.recipe.checkpoint.allow_changes:
         if name not in names and not name.startswith(tuple(mappings)):
-            near = hint(name, names, otherwise="")
+            near = name_hint(name, names, otherwise="")
             problems.append(Problem(key, f"{key}: {name} is not a key of a recipe{near}"))
     return problems
 
@@ -317,7 +317,7 @@ def _compare(
     Collectives:
         One broadcast.
     """
-    unfit = host.ranks.first(lambda: _find_misfit(start, meta))
+    unfit = host.ranks.run_on_first(lambda: _find_misfit(start, meta))
     allowed = inputs.original_recipe.checkpoint.allow_changes
     if host.is_dry:
         unread = [key for key, digest_key in resume.DIGEST_OF_LOCATION.items() if digest_key not in identities]
