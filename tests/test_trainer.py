@@ -230,7 +230,7 @@ def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_ha
         asked.append(wait)
         return next(answers)
 
-    train(tiny_recipe(tmp_path, "train.steps=4"), Runtime(planned=planned))
+    train(tiny_recipe(tmp_path, "train.steps=4"), Runtime(wait_for_plan=planned))
     shown = [line for line in capsys.readouterr().err.splitlines() if "planned peak" in line]
     assert len(shown) == 1
     assert re.search(r"planned peak 1.25 GiB; the process holds \d+\.\d+ GiB, \d+\.\d+ GiB of it before", shown[0])
@@ -240,7 +240,7 @@ def test_a_run_shows_its_planned_peak_beside_what_it_holds_once_the_optimizer_ha
     assert about["parameters"] == about["trained"] > 0 and about["mesh"]["dp_shard"] == 1
     train(
         tiny_recipe(tmp_path, "train.steps=1", "scheduler.warmup_steps=0", name="short"),
-        Runtime(planned=lambda wait: Peak(f"waited {wait}")),
+        Runtime(wait_for_plan=lambda wait: Peak(f"waited {wait}")),
     )
     assert "waited 5.0" in capsys.readouterr().err
 
