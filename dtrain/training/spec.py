@@ -191,4 +191,4 @@ def read_evals(inputs: RunInputs, data: DataFacts, host: Host) -> EvalFacts:
         return EvalFacts()
     from dtrain.training.setup import evals  # loads rl and inference, which a run without `eval` does not need
 
-    return evals.read_sets(inputs, data.plain_prompts, host)
+    return evals.read_sets(inputs, data.num_string_prompts, host)

@@ -54,7 +54,7 @@ class DataFacts:
         rows: Rows by split. A dry run opens them only if the files are small; a plan never does.
         example_rows: For each split, one row with every column that the method keeps.
         identities: Digests of the splits' content, by the keys that a resume compares.
-        plain_prompts: Number of training rows whose prompt is a plain string.
+        num_string_prompts: Number of training rows whose prompt is a string instead of messages.
         has_images: Whether rows have images, so that the model needs its vision tower.
         is_read: Whether the rows were read without a problem, so that the method can examine them.
         notes: Lines for the user.
@@ -64,7 +64,7 @@ class DataFacts:
     rows: Mapping[str, Rows] = field(default_factory=dict)
     example_rows: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     identities: Mapping[str, str] = field(default_factory=dict)
-    plain_prompts: int = 0
+    num_string_prompts: int = 0
     has_images: bool = False
     is_read: bool = False
     notes: tuple[str, ...] = ()
@@ -315,7 +315,7 @@ def open_splits(
         rows=opened,
         example_rows={split: rows.samples.example_row() for split, rows in opened.items()},
         identities={DIGEST_OF_SPLIT[split]: rows.samples.identity for split, rows in opened.items()},
-        plain_prompts=opened["train"].samples.meta["plain_prompts"],
+        num_string_prompts=opened["train"].samples.meta["plain_prompts"],
         has_images=has_images,
         is_read=True,
     )

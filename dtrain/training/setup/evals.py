@@ -176,13 +176,13 @@ def usual_reward(files: Sequence[Path], names: Mapping[str, str] = MappingProxyT
     return "text_exact" if 2 * num_math < num_answers else "math_exact"
 
 
-def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
+def read_sets(inputs: RunInputs, num_string_prompts: int, host: Host) -> EvalFacts:
     """Read the questions of every set, on rank 0.
 
     Args:
         inputs: The run's inputs.
-        plain_prompts: Number of training rows whose prompt is a string instead of messages. String prompts of `eval`
-            are encoded in the same way.
+        num_string_prompts: Number of training rows whose prompt is a string instead of messages. String prompts of
+            `eval` are encoded in the same way.
         host: The ranks.
 
     Raises:
@@ -196,7 +196,7 @@ def read_sets(inputs: RunInputs, plain_prompts: int, host: Host) -> EvalFacts:
     for eval_set in sets(inputs.recipe.eval):
         if f"{eval_set.key}.path" in inputs.pending_downloads:
             continue
-        read = host.on_first_rank(f"{eval_set.key}.path", partial(_read_set, inputs, eval_set, plain_prompts))
+        read = host.on_first_rank(f"{eval_set.key}.path", partial(_read_set, inputs, eval_set, num_string_prompts))
         if read is not None:
             questions[eval_set.name] = (read.questions, read.rewards)
             notes += read.notes
@@ -216,7 +216,7 @@ class _ReadSet:
     notes: list[str]
 
 
-def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _ReadSet:
+def _read_set(inputs: RunInputs, eval_set: EvalSet, num_string_prompts: int) -> _ReadSet:
     """Read the questions of a set, and the rewards that judge its answers.
 
     Raises:
@@ -238,7 +238,7 @@ def _read_set(inputs: RunInputs, eval_set: EvalSet, plain_prompts: int) -> _Read
         seed=recipe.run.seed,
         pass_reward=section.pass_reward,
         system_prompt=section.system_prompt,
-        prompts_as=resolve_prompts_as(recipe.data.prompts_as, plain_prompts, source.template),
+        prompts_as=resolve_prompts_as(recipe.data.prompts_as, num_string_prompts, source.template),
         limit=section.limit,
         format=section.format,
         columns=section.columns,

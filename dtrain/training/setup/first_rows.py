@@ -61,8 +61,8 @@ class FirstRows:
         return sum(chunk.rows for chunk in self.read_chunks)
 
     @property
-    def plain_prompts(self) -> int:
-        """Number of rows whose prompt is a plain string."""
+    def num_string_prompts(self) -> int:
+        """Number of rows whose prompt is a string instead of messages."""
         return sum(chunk.num_string_prompts for chunk in self.read_chunks)
 
     @property
@@ -96,40 +96,45 @@ def look_at_data(inputs: RunInputs, host: DryHost) -> DataFacts:
     options = host.attempt("data.train", partial(row_options, inputs, cache_dir))
     if options is None:
         return facts
-    had_problems = bool(host.problems)
-    num_problems = len(host.problems)
+    num_problems_before = len(host.problems)
     first_rows = {}
     has_images = False
     for split in splits(inputs):
         first_rows[split] = _read_first_rows(inputs, host, split, options)
-        if first_rows[split].has_images:
-            before = len(host.problems)
-            host.attempt(f"data.{split}", partial(refuse_images, inputs))
-            has_images |= len(host.problems) == before
+        if first_rows[split].has_images and _accepts_images(inputs, host, split):
+            has_images = True
     facts = replace(
         facts,
         example_rows={split: first.example_row for split, first in first_rows.items()},
-        plain_prompts=first_rows["train"].plain_prompts,
+        num_string_prompts=first_rows["train"].num_string_prompts,
         has_images=has_images,
     )
-    if len(host.problems) > num_problems:
+    if len(host.problems) > num_problems_before:
         return facts
     files = []
     for split, first in first_rows.items():
         files += [(f"data.{split}", file_check) for file_check in first.files]
     is_small = sum(_size(file_check.file) for _, file_check in files) <= SMALL_BYTES
-    if is_small and not had_problems:
+    # With other problems there will be no run, so the first rows are enough.
+    if is_small and num_problems_before == 0:
         opened = host.attempt("data.train", partial(open_splits, inputs, cache_dir, host.say, False))
         if opened is not None:
             facts = opened
             host.attempt("data.train", partial(refuse_dropped_text, opened))
-    notes = _notes(inputs, facts, first_rows, is_small)
+    notes = _notes(inputs, facts, first_rows)
     if not is_small:
         for split, first in first_rows.items():
             notes += _notes_on_rows_left_out(first, f"{split} data", inputs.recipe.data.max_length)
         notes += _check_shapes(files, host)
-    is_read = bool(facts.example_rows) and len(host.problems) == num_problems
+    is_read = bool(facts.example_rows) and len(host.problems) == num_problems_before
     return replace(facts, is_read=is_read, notes=tuple(notes))
+
+
+def _accepts_images(inputs: RunInputs, host: DryHost, split: str) -> bool:
+    """Check that the method and the model accept images. If they do not, that becomes a problem of `host`."""
+    num_problems_before = len(host.problems)
+    host.attempt(f"data.{split}", partial(refuse_images, inputs))
+    return len(host.problems) == num_problems_before
 
 
 def _is_of_data(key: str) -> bool:
@@ -145,36 +150,35 @@ def _read_first_rows(inputs: RunInputs, host: DryHost, split: str, options: dict
     return FirstRows(files, chunks)
 
 
-def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows], is_small: bool) -> list[str]:
+def _notes(inputs: RunInputs, facts: DataFacts, first_rows: dict[str, FirstRows]) -> list[str]:
     """Return notes on rows that are left out, on prompts and templates, on endings and on dropped text.
 
     Args:
         inputs: The run's inputs.
         facts: The facts so far, with the rows if they were all read.
         first_rows: The first rows by split, which are described if not all rows were read.
-        is_small: Whether the files are small.
     """
     data = inputs.recipe.data
     notes: list[str] = []
     for split, rows in facts.rows.items():
         notes += describe_left_out_rows(rows.samples, f"{split} data", data.too_long)
     num_rows = {}
-    plain_prompts = {}
+    num_string_prompts = {}
     for split, first in first_rows.items():
         if split in facts.rows:
             num_rows[split] = facts.rows[split].samples.meta["rows"]
-            plain_prompts[split] = facts.rows[split].samples.meta["plain_prompts"]
+            num_string_prompts[split] = facts.rows[split].samples.meta["plain_prompts"]
         else:
             num_rows[split] = first.num_rows
-            plain_prompts[split] = first.plain_prompts
+            num_string_prompts[split] = first.num_string_prompts
         encoder = first.files[0].encoder
         has_read_all = bool(facts.rows)
         notes += describe_string_prompts(
-            f"{split} data", plain_prompts[split], encoder.prompts_as, encoder.template, has_read_all
+            f"{split} data", num_string_prompts[split], encoder.prompts_as, encoder.template, has_read_all
         )
     train = first_rows["train"]
     formats = {file_check.format for file_check in train.files}
-    notes += notes_on_endings(train.files[0].encoder, formats, num_rows["train"], plain_prompts["train"])
+    notes += notes_on_endings(train.files[0].encoder, formats, num_rows["train"], num_string_prompts["train"])
     for split, first in first_rows.items():
         if split in facts.rows:
             notes += note_on_dropped_text(facts.rows[split].samples, f"{split} data")
