@@ -1,6 +1,7 @@
 """Setup of the outputs: the run's directory, its metrics, its export, and the metric by which its saves are kept."""
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.recipe.schema import BEST
 from dtrain.recipe.secrets import masked
 from dtrain.training import metrics
-from dtrain.training.eval_sets import fields, sets
+from dtrain.training.eval_sets import EvalSet, fields, sets
 from dtrain.training.inputs import RunInputs
 from dtrain.training.metrics import Recorder
 
@@ -53,21 +54,10 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
             return []
         text = f"train.patience={patience} counts values of checkpoint.keep_best, which is null"
         return [Problem("train.patience", text, "Set checkpoint.keep_best to a field")]
-    set_of = {}  # for each field of an evaluation, its set
-    for eval_set in sets(recipe.eval):
-        for name in fields(eval_set):
-            set_of[name] = eval_set
-    measured = [name for name in BEST if name in inputs.method.best]
-    measured += set_of
-    if best in BEST and best not in measured:
-        text = f"checkpoint.keep_best={best} is not measured by method={recipe.method}"
-        return [Problem(key, text, f"Use {' or '.join(measured)}")]
-    if best not in measured:
-        known = ", ".join([*BEST, *set_of])
-        near = name_hint(best, measured, otherwise="")
-        return [Problem(key, f"checkpoint.keep_best={best} is none of {known}, nor null{near}")]
-    if best == "loss":
-        return []
+    set_of = _set_of_field(inputs)
+    problems = _check_is_measured(inputs, best, set_of)
+    if problems or best == "loss":  # the training loss is measured at every step
+        return problems
     if best in BEST and recipe.data.val is None:
         text = f"checkpoint.keep_best={best} needs a validation set"
         return [Problem(key, text, "Set data.val.path, or data.val=0.05 for a share of the training rows")]
@@ -76,7 +66,6 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
     interval_key, interval = "train.validate_every", recipe.train.validate_every
     if best in set_of:
         interval_key, interval = f"{set_of[best].key}.every", set_of[best].section.every
-    problems = []
     is_measured_at_saves = isinstance(interval, int) and every is not None and every % interval == 0
     if every is not None and not is_measured_at_saves:
         text = (
@@ -88,6 +77,36 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
         text = f"train.patience={patience} counts values of {best}, and {interval_key} is null"
         problems.append(Problem("train.patience", text, f"Set {interval_key}"))
     return problems
+
+
+def _set_of_field(inputs: RunInputs) -> dict[str, EvalSet]:
+    """Return the set of `eval` for each field of an evaluation that keep_best can name."""
+    set_of = {}
+    for eval_set in sets(inputs.recipe.eval):
+        for name in fields(eval_set):
+            set_of[name] = eval_set
+    return set_of
+
+
+def _check_is_measured(inputs: RunInputs, best: str, set_of: Mapping[str, EvalSet]) -> list[Problem]:
+    """Check that the run measures the field of keep_best.
+
+    Args:
+        inputs: The run's inputs.
+        best: The value of `checkpoint.keep_best`.
+        set_of: The set of `eval` for each field of an evaluation.
+    """
+    key = "checkpoint.keep_best"
+    measured = [name for name in BEST if name in inputs.method.best]
+    measured += set_of
+    if best in measured:
+        return []
+    if best in BEST:
+        text = f"checkpoint.keep_best={best} is not measured by method={inputs.recipe.method}"
+        return [Problem(key, text, f"Use {' or '.join(measured)}")]
+    known = ", ".join([*BEST, *set_of])
+    near = name_hint(best, measured, otherwise="")
+    return [Problem(key, f"checkpoint.keep_best={best} is none of {known}, nor null{near}")]
 
 
 def check_files(inputs: RunInputs) -> list[Problem]:
@@ -119,13 +138,14 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
     recipe, run = inputs.recipe, inputs.run
 
     def lock() -> None:
-        run.acquire(say=print)
+        run.acquire(say=print)  # the recorder, which prints the other lines, needs the directory first
 
     ranks.run_on_first(lock)
     if is_main:
         stack.callback(run.release)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
-    recorder.redact = partial(masked, secrets=getattr(recipe, "secrets", ()))
+    secrets = getattr(recipe, "secrets", ())  # a recipe that was built in Python has none
+    recorder.redact = partial(masked, secrets=secrets)
     stack.callback(recorder.close)
     ranks.run_on_first(lambda: refuse_unwritable_export(inputs))
     return recorder
