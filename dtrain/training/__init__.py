@@ -1,21 +1,23 @@
-"""A training run: its checks, the loop, resume, evaluations, the table of methods, and what a run writes.
+"""A training run: the loop, the checks of a recipe, resume, evaluations, metrics and the run's directory.
 
-registry              the table of the methods, and recipes of them; imports no torch
-trainer               the loop
-inputs                a recipe in a world, with everything that follows before a file is read
-setup                 a module per topic: its checks and its facts
+Start with `trainer` (the loop) and `spec.resolve` (all decisions before the loop).
+
+registry              the table of methods; loading recipes for them; imports no torch
+trainer               the training loop
+inputs                a recipe and its processes, with everything that follows without reading a file
+setup                 the checks of a recipe and the facts that decide a run, a module per topic
 spec                  the frozen spec of a run, and `resolve`, which builds it on each rank
-dry_run, host         the same functions in one process, which collects problems; the table of all checks
-step_spec             the spec of one optimizer step, for devices that need not be there
+dry_run, host         the same checks and decisions in one process, which collects all problems
+step_spec             the spec of one optimizer step, for devices that need not exist
 model_facts           facts about a model that follow from its shapes
-full_rows             rows of the largest size that a recipe allows
-preflight, hub_files  a recipe before a run: its problems, and files that the run would fetch first
+full_rows             rows of the largest size that a recipe allows, for plans and measurements
+preflight, hub_files  problems of a recipe before a run; files that the run would download first
 sizing                sizes that a recipe leaves to `auto`, the same on all ranks
 eval_sets             the sets of `eval`
-resume, directory     the start of a run; its directory and lock
-evaluations           judged answers within a run
+resume, directory     the start of a run from a checkpoint; the run's directory and its lock
+evaluations           evaluations during a run
 summary               the first and last lines on the terminal
-metrics               rows of metrics.jsonl and their sinks
+metrics               the rows of metrics.jsonl and their sinks
 """
 
 from dtrain.training.registry import (

@@ -1,15 +1,15 @@
-"""Setup of a run: a module per topic, with everything that is asked about that topic.
+"""Setup of a run: a module per topic, with the checks of that topic and the functions that decide its facts.
 
-outputs      the run's directory, its metrics, its export, the measure that its saves are kept by
+outputs      the run's directory, its metrics, its export, the metric by which its saves are kept
 tokenizer    the tokenizer and the chat template
-model        precision, the model on the meta device
+model        the model on the meta device
 other_models a reference, a teacher, a reward model
 adapter      the section `lora`
-code         what the recipe names by an import path or a command
+code         code that the recipe names by an import path or a command
 mesh         the mesh, and whether the batch and the models fit it
 optimizer    the optimizer on the meta device
-data         the rows of the splits, and the most images that a row may have
-first_rows   the rows as a dry run reads them
+data         the rows of the splits, and the largest images that a row may have
+first_rows   reading the rows in a dry run
 evals        the sets of `eval`
 sizes        the batch, the method and the steps
 kernels      the kernels of attention
@@ -21,9 +21,9 @@ Every module has some of these functions:
 `check_keys`    checks the recipe only
 `check_models`  checks the recipe with each model's config.json
 `check_files`   checks headers of weights, tokenizers and first rows
-`notes`         returns lines for the user that are no mistakes
+`notes`         returns lines for the user about things that are not mistakes
 
-They take `RunInputs` and return problems; `training.dry_run` has the table of them. The other functions (`build`,
-`open_data`, `read_sets`, `decide`, `resolve`) return facts: frozen dataclasses such as `DataFacts`. `training.spec`
-and `training.dry_run` call them in order.
+They accept `RunInputs` and return problems. `training.dry_run` has the table of them. The other functions (`build`,
+`open_data`, `read_sets`, `decide`, `resolve`) return facts, which are frozen dataclasses such as `DataFacts`.
+`training.spec` and `training.dry_run` call them in order.
 """
