@@ -1,7 +1,7 @@
 """The spec of a run: everything that follows from its recipe, its files and its ranks, decided once by `resolve`.
 
-Each topic has a module in `training.setup`. Its functions accept the facts that they need and return new ones, which are
-not changed afterwards. Each rank of a run calls `resolve`. The other commands call the same functions:
+Each topic has a module in `training.setup`. Its functions accept the facts that they need and return new ones, which
+are not changed afterwards. Each rank of a run calls `resolve`. The other commands call the same functions:
 
     dtrain run       the checks (`training.dry_run`) in the launcher; then `resolve` on each rank
     dtrain validate  `training.dry_run`: the checks, then the functions of `resolve`, in one process
