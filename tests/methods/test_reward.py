@@ -18,7 +18,7 @@ from dtrain.checkpoint.huggingface.model_files import classifier_config
 from dtrain.commands.preview import preview
 from dtrain.data.formats.labels import Label
 from dtrain.inference.generate import load
-from dtrain.methods.reward import with_targets_at_ends
+from dtrain.policy.other_models import add_targets_at_last_tokens
 from dtrain.training.dry_run import dry_run
 from dtrain.training.inputs import World
 from tests.problem_lines import lines, preflight
@@ -248,7 +248,7 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
         {"input_ids": one, "labels": one, "position_ids": torch.arange(len(one)), "seq_ids": owners}
         for one, owners in zip(ids, seq_ids, strict=True)
     ]
-    found = with_targets_at_ends(collate(rows), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), pad=0)
+    found = add_targets_at_last_tokens(collate(rows), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), pad=0)
     assert (found["labels"] == 0).nonzero().tolist() == [[0, 1], [0, 3], [0, 6], [1, 1]]
     assert found["targets"][found["labels"] == 0].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert found["targets"].sum() == 10
