@@ -38,7 +38,7 @@ def test_version_and_help_load_no_torch():
 def test_ls_prints_names_first_and_can_be_cut_short(capsys):
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [name for name, _ in config.shipped([*METHODS])]
+    assert [line.split()[0] for line in lines] == [name for name, _ in config.list_shipped_recipes([*METHODS])]
     assert [line.split()[0] for line in lines[:3]] == ["sft", "lora-sft", "qlora-sft"]
     assert all(len(line.split()) > 3 and len(line) <= 100 for line in lines) and len(lines) <= 24
     for command in ("ls", "cat sft"):

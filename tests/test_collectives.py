@@ -52,7 +52,7 @@ class Counted(TorchDispatchMode):
 def a_step(rank, recipe, world_size, eval_mode):
     """The collectives of one step on this rank, after one that makes what is made once."""
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
-    sizes = config.sizes(recipe, world_size)
+    sizes = config.derive_sizes(recipe, world_size)
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(10)
@@ -226,9 +226,9 @@ def test_a_step_sends_what_the_table_says(tmp_path, ranks):
             family, changes = MODELS[model]
             path = write_model(tmp_path / model, family, **changes)
             recipe = tiny_recipe(tmp_path, f"model.path={path}", "train.global_batch=24", *options)
-            batch = 2 * recipe.train.micro_batch * config.sizes(recipe, ranks).dp
+            batch = 2 * recipe.train.micro_batch * config.derive_sizes(recipe, ranks).dp
             recipe = tiny_recipe(tmp_path, f"model.path={path}", f"train.global_batch={batch}", *options)
-            sizes = config.sizes(recipe, ranks)
+            sizes = config.derive_sizes(recipe, ranks)
             assert sizes.accumulation == 2
             table = expected(read_config(path), sizes, recipe, eval_mode) if ranks > 1 else {}
             cases.append((f"{mesh}, {model}{', eval' * eval_mode}", recipe, eval_mode, table))
@@ -244,7 +244,7 @@ def test_a_large_vocabulary_sends_its_loss_in_tiles(tmp_path):
     path = write_model(tmp_path / "model", "llama", vocab_size=2**16 + 1, hidden_size=8)
     options = ["train.global_batch=36", "train.micro_batch=12", "parallel.tp=2"]
     recipe = tiny_recipe(tmp_path, f"model.path={path}", *options)
-    table = expected(read_config(path), config.sizes(recipe, 2), recipe, False)
+    table = expected(read_config(path), config.derive_sizes(recipe, 2), recipe, False)
     assert table["all-gather"] == 3 * (2 * (2 * 2 + 1) + 3)  # 192 tokens in tiles of 64
     for found in run_world(a_step, 2, recipe, 2, False):
         assert found == table

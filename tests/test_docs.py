@@ -120,7 +120,7 @@ def test_a_key_of_another_tool_is_answered_with_the_one_of_its_row():
     own = {key.rsplit(".", 1)[-1] for key in recipe_keys()}
     for ours, *theirs in table[1:]:
         for key in re.findall(r"`([^`]+)`", " ".join(theirs)):
-            answer = spelling.answer_to_unknown_key(key) or ""
+            answer = spelling.explain_unknown_key(key) or ""
             told = any(name in answer for name in re.findall(r"`([^`]+)`", ours))
             assert told or not answer and key.rsplit(".", 1)[-1] in own | SECTIONS_OF_OTHERS, (key, answer)
 

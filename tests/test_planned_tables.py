@@ -9,7 +9,7 @@ from dtrain.commands.plan.choose import FREE_SHARE
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.plan import resolve_plan
 from dtrain.recipe import models
-from dtrain.recipe.world import USUAL
+from dtrain.recipe.world import FASTEST_VALUES
 from dtrain.training import load_recipe
 from tests.documented import Directory
 from tests.pictures import write_photo_rows
@@ -35,7 +35,7 @@ def test_what_models_need_beside_a_recipe_is_the_table_s():
 
 def test_every_row_is_planned_and_fits_its_gpus():
     assert list(planned()) == list(plan_recipes.ROWS)
-    names = {key.partition(".")[2] for key in USUAL}
+    names = {key.partition(".")[2] for key in FASTEST_VALUES}
     for (gpus, *_), row in planned().items():
         (gpu, _), chosen = plan_recipes.CARDS[gpus], dict(word.split("=") for word in row[3].strip("`").split())
         assert {"micro_batch"} <= chosen.keys() <= names and int(chosen["micro_batch"]) >= 1
@@ -49,7 +49,7 @@ PHOTO = {"qwen3-vl-4b": 24 * 32, "qwen3.5-0.8b": 24 * 32, "gemma4-e4b": 14 * 19}
 @pytest.mark.parametrize("model", PHOTO)
 def test_rows_with_images_are_planned_full_of_photos(model, tmp_path):
     rows = write_photo_rows(tmp_path, MODELS[model][0])
-    keys = [*models.overrides(model, "images-sft"), f"model.path={tmp_path}", f"data.train.path={rows}"]
+    keys = [*models.model_overrides(model, "images-sft"), f"model.path={tmp_path}", f"data.train.path={rows}"]
     recipe = load_recipe("sft", [*keys, f"run.dir={tmp_path}/run"])
     tokens = [image.tokens for image in resolve_plan(recipe, 1, "cpu").row_images]
     assert set(tokens) == {PHOTO[model]} and sum(tokens) > 0.9 * recipe.data.max_length

@@ -83,7 +83,7 @@ MODELS = {
     "qwen3.6-27b": (CONFIGS["qwen3.6-27b"], 26895.9),
 }
 WITH_IMAGES = ("qwen3-vl-4b", "qwen3.5-0.8b", "gemma4-e4b")
-NAMES = [name for name, _ in config.shipped()]
+NAMES = [name for name, _ in config.list_shipped_recipes()]
 FOR_ALL = ("sft", "lora-sft")
 OTHERS = ("qlora-sft", "dpo", "lora-dpo", "kto", "grpo", "lora-grpo", "reward")
 THOROUGHLY = ("llama3.2-1b", "qwen3-8b", "gemma3-1b")
@@ -113,7 +113,7 @@ def problems(name, files, world_size=None, shape=None, *overrides):
         (directory / "config.json").write_text(json.dumps(shape))
     path = rows / f"{shipped(name).method}.jsonl"
     recipe = load_recipe(name, [*overrides, f"model.path={directory}", f"data.train.path={path}"])
-    return preflight(recipe, recipe.launch.processes if world_size is None else world_size)
+    return preflight(recipe, recipe.launch.num_processes if world_size is None else world_size)
 
 
 def test_the_recipes_that_are_promised_ship():
@@ -127,27 +127,27 @@ def test_the_name_of_a_models_former_recipe_is_answered_with_the_command_in_its_
     names |= {f"{model}-images-{recipe}": (model, recipe) for model in MODELS for recipe in ("sft", "lora-sft")}
     for name, (model, recipe) in names.items():
         with pytest.raises(UserError) as raised:
-            config.find(name)
+            config.find_recipe(name)
         start = f"there is no recipe {name} any more: `dtrain run {recipe} model.path={models.MODELS[model]}"
         assert str(raised.value).startswith(start) and str(raised.value).endswith("`"), name
     with pytest.raises(UserError, match="there is no recipe qwen3-8b-sft any more"):
-        config.find("recipes/qwen3-8b-sft.yaml")
+        config.find_recipe("recipes/qwen3-8b-sft.yaml")
     for name in ("qwen3-8b", "qwen3-8b-lora", "qwen3-9b-sft", "qwen3-8b-quickstart", "-sft"):
         with pytest.raises(UserError, match=f"there is no recipe {name}: neither"):
-            config.find(name)
+            config.find_recipe(name)
 
 
 def test_the_command_of_a_former_recipe_has_the_keys_that_the_recipe_had():
-    command = models.command("qwen3.6-35b-a3b-sft", GENERAL)
+    command = models.former_recipe_command("qwen3.6-35b-a3b-sft", GENERAL)
     assert command.split()[:4] == ["dtrain", "run", "sft", "model.path=Qwen/Qwen3.6-35B-A3B"]
     assert {"optimizer.lr=5e-6", "optimizer.state=bfloat16", "parallel.ep=8"} < {*command.split()}
-    (name, *overrides) = shlex.split(models.command("qwen3-0.6b-grpo", GENERAL))[2:]
+    (name, *overrides) = shlex.split(models.former_recipe_command("qwen3-0.6b-grpo", GENERAL))[2:]
     grpo = load_recipe(name, overrides).grpo
     assert grpo.system_prompt == "Reason step by step, and put your final answer within \\boxed{}."
     assert (grpo.loss, list(grpo.clip), grpo.prompts_per_step) == ("dapo", [0.2, 0.28], 64)
-    images = models.command("qwen3-vl-4b-images-lora-sft", GENERAL).split()
+    images = models.former_recipe_command("qwen3-vl-4b-images-lora-sft", GENERAL).split()
     assert "data.image_max_pixels=1003520" in images and "train.vision=projector" not in images
-    rates = {name: models.overrides(name, "lora-dpo")[1:] for name in ("qwen3-0.6b", "qwen3-8b")}
+    rates = {name: models.model_overrides(name, "lora-dpo")[1:] for name in ("qwen3-0.6b", "qwen3-8b")}
     assert rates == {"qwen3-0.6b": ["optimizer.lr=1e-5"], "qwen3-8b": []}
 
 
@@ -159,7 +159,7 @@ def test_a_general_recipe_fits_a_models_shape_on_one_process_and_eight(model, fi
     recipes += [f"images-{name}" for name in FOR_ALL] if model in WITH_IMAGES else []
     for name in recipes:
         for world_size in (1, 8):
-            keys = [*models.overrides(model, name), *(["parallel.ep=1"] if world_size == 1 else [])]
+            keys = [*models.model_overrides(model, name), *(["parallel.ep=1"] if world_size == 1 else [])]
             assert problems(name.removeprefix("images-"), files, world_size, shape, *keys) == [], name
 
 
@@ -206,7 +206,7 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     run_tool("make_arithmetic.py", tmp_path / "build" / "arithmetic")
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("quickstart")
-    assert preflight(recipe, recipe.launch.processes) == []
+    assert preflight(recipe, recipe.launch.num_processes) == []
     (tmp_path / "build" / "arithmetic" / "pairs.jsonl").write_text(PAIR)
     (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-300").mkdir(parents=True)
     assert recipe.checkpoint.keep_every == 300  # which the second quickstart starts from
@@ -214,7 +214,7 @@ def test_the_quickstart_recipe_fits_what_its_tool_writes(tmp_path, monkeypatch):
     (teacher / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for name in ("quickstart-dpo", "quickstart-grpo", "quickstart-distill"):
         following = load_recipe(name)
-        assert preflight(following, following.launch.processes) == []
+        assert preflight(following, following.launch.num_processes) == []
 
 
 def test_the_recipe_of_images_fits_what_its_tool_writes(tmp_path, monkeypatch):
@@ -223,12 +223,12 @@ def test_the_recipe_of_images_fits_what_its_tool_writes(tmp_path, monkeypatch):
     run_tool("make_shapes.py", tmp_path / "build" / "shapes", *FEW_PICTURES)
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("quickstart-images")
-    assert preflight(recipe, recipe.launch.processes) == []
+    assert preflight(recipe, recipe.launch.num_processes) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_headers_say_what_how_and_what_to_override(name):
-    header = [line for line in config.find(name).read_text().splitlines() if line.startswith("#")]
+    header = [line for line in config.find_recipe(name).read_text().splitlines() if line.startswith("#")]
     text = "\n".join(header)
     assert header[0].endswith(".") and len(header[0]) <= 120
     for part in ("What it does:", "Run it:", "Override:"):
@@ -250,4 +250,4 @@ def test_headers_say_what_how_and_what_to_override(name):
 def test_a_recipe_written_out_and_loaded_again_is_the_same(tmp_path, name):
     written = config.to_yaml(shipped(name))
     (tmp_path / f"{name}.yaml").write_text(written)
-    assert config.diff(written, load_recipe(tmp_path / f"{name}.yaml")) == []
+    assert config.diff_recipes(written, load_recipe(tmp_path / f"{name}.yaml")) == []

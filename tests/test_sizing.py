@@ -4,7 +4,7 @@ import pytest
 
 from dtrain.base.errors import UserError
 from dtrain.recipe.schema import Scheduler, Stage
-from dtrain.recipe.world import automatic_batch
+from dtrain.recipe.world import choose_global_batch
 from tests.running import assert_same, metrics, run, trajectory
 from tests.tiny import check, tiny_grpo, tiny_recipe, write_model, write_rows
 
@@ -15,7 +15,7 @@ EPOCHS = ("train.steps=null", "data.packing=false", "scheduler.warmup_steps=null
     ("rows", "batch"), [(1, 1), (63, 1), (64, 2), (127, 2), (128, 4), (511, 8), (512, 16), (1000, 16), (10**7, 16)]
 )
 def test_auto_takes_rows_for_a_sensible_number_of_steps(rows, batch):
-    assert automatic_batch(rows) == batch
+    assert choose_global_batch(rows) == batch
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_auto_takes_rows_for_a_sensible_number_of_steps(rows, batch):
     ],
 )
 def test_a_warmup_below_1_is_a_share_and_a_whole_number_a_count(given, steps, warmup):
-    assert Scheduler(**given).warmup_of(steps) == warmup
-    assert Stage().warmup_of(steps) == 0
+    assert Scheduler(**given).num_warmup_steps(steps) == warmup
+    assert Stage().num_warmup_steps(steps) == 0
 
 
 def test_the_recipe_tells_a_share_from_a_count(tmp_path):

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dtrain.commands.plan.choose import chosen_plan
 from dtrain.commands.plan.hardware import GPUS
 from dtrain.commands.plan.report import gib
-from dtrain.recipe.models import IMAGES, SPECIAL
-from dtrain.recipe.world import USUAL, value_of_key
+from dtrain.recipe.models import IMAGES_PREFIX, SPECIAL
+from dtrain.recipe.world import FASTEST_VALUES, get_key
 from dtrain.training import load_recipe
 from tests import test_recipes
 
@@ -82,8 +82,8 @@ def sizes_row(cards: str, model: str, words: str) -> list[str]:
         (Path(directory) / "config.json").write_text(json.dumps(shape_of(model)))
         recipe = load_recipe(name, [f"model.path={directory}", "data.train.path=data.jsonl", *keys])
         plan = chosen_plan(recipe, ranks, GPUS[gpu])
-    values = {key: value_of_key(plan.spec.recipe, key) for key in USUAL}
-    shown = [key for key, value in values.items() if key == "train.micro_batch" or value != USUAL[key]]
+    values = {key: get_key(plan.spec.recipe, key) for key in FASTEST_VALUES}
+    shown = [key for key, value in values.items() if key == "train.micro_batch" or value != FASTEST_VALUES[key]]
     chosen = " ".join(f"{key.partition('.')[2]}={str(values[key]).lower()}" for key in shown)
     speed = f"{round(plan.tokens / plan.time.total, -2):,.0f}"
     return [cards, model, f"`{words}`", f"`{chosen}`", gib(plan.step.peak), speed]
@@ -92,8 +92,8 @@ def sizes_row(cards: str, model: str, words: str) -> list[str]:
 def models_rows() -> Iterator[list[str]]:
     """The rows of what recipe/models.toml has for models beside the general recipes."""
     for special in SPECIAL:
-        recipes = [f"`{recipe.removeprefix(IMAGES)}`" for recipe in special.recipes]
-        with_images = " with images" if special.recipes[0].startswith(IMAGES) else ""
+        recipes = [f"`{recipe.removeprefix(IMAGES_PREFIX)}`" for recipe in special.recipes]
+        with_images = " with images" if special.recipes[0].startswith(IMAGES_PREFIX) else ""
         models = "all" if {"small", "medium", "large", "mixtures"} <= {*special.models} else ", ".join(special.models)
         keys = "<br>".join(f"`{key}`" for key in special.keys)
         yield [", ".join(recipes) + with_images, models, keys, special.why]

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dtrain.recipe.schema import recipe_type
+from dtrain.recipe.schema import make_recipe_type
 from dtrain.training import SECTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
@@ -35,7 +35,7 @@ WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text",
 def reference() -> str:
     """The page's text."""
     places: dict[type, str] = {}
-    _find(recipe_type(SECTIONS, SECTIONS), "", places)
+    _find(make_recipe_type(SECTIONS, SECTIONS), "", places)
     return "\n".join([HEAD, *(_section(section, places) for section in places)])
 
 

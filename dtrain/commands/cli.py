@@ -221,10 +221,10 @@ def _preview(arguments: argparse.Namespace) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> None:
-    from dtrain.recipe import shipped
+    from dtrain.recipe import list_shipped_recipes
     from dtrain.training import METHODS
 
-    recipes = shipped([*METHODS])
+    recipes = list_shipped_recipes([*METHODS])
     width = max((len(name) for name, _ in recipes), default=0)
     for name, text in recipes:
         print(f"{name:<{width}}  {text}")
@@ -233,7 +233,7 @@ def _ls(arguments: argparse.Namespace) -> None:
 def _cp(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
 
-    source = config.find(arguments.recipe)
+    source = config.find_recipe(arguments.recipe)
     target = arguments.target / source.name if arguments.target.is_dir() else arguments.target
     try:
         with source.open("rb") as whence, target.open("xb") as whither:
@@ -247,7 +247,7 @@ def _cp(arguments: argparse.Namespace) -> None:
 def _cat(arguments: argparse.Namespace) -> None:
     from dtrain import recipe as config
 
-    sys.stdout.write(config.find(arguments.recipe).read_bytes().decode("utf-8", errors="replace"))
+    sys.stdout.write(config.find_recipe(arguments.recipe).read_bytes().decode("utf-8", errors="replace"))
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -50,7 +50,7 @@ def preview(
 
     if not recipe.model.path:
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
-    inputs = RunInputs.of(recipe, World(recipe.launch.processes))
+    inputs = RunInputs.of(recipe, World(recipe.launch.num_processes))
     data = open_splits(inputs, inputs.cache, say, True, ["train"])
     rows, tokenizer, label = data.rows["train"], inputs.source.tokenizer, inputs.method.label()
     template = inputs.source.template

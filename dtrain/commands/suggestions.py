@@ -11,17 +11,17 @@ from pathlib import Path
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import closest_name
-from dtrain.recipe import find, spelling
-from dtrain.recipe.spelling import by_word
+from dtrain.recipe import find_recipe, spelling
+from dtrain.recipe.spelling import invert_table
 from dtrain.training import recipe_keys
 
 TOOLS = "tune llamafactory-cli lmf axolotl trl unsloth accelerate deepspeed torchrun python dtrain -m launch".split()
 """They start others' commands; the word after them counts."""
 
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-COMMANDS = by_word(_FILE["commands"])
+COMMANDS = invert_table(_FILE["commands"])
 """Their command → the suggestion; `{word}` is the word itself."""
-OPTIONS = by_word(_FILE["options"])
+OPTIONS = invert_table(_FILE["options"])
 """Their option → ours, where the command has it."""
 
 
@@ -74,7 +74,7 @@ def _of_command(key: str, value: str, options: Sequence[str]) -> str:
     meant = _option(key, options)
     if meant:
         return f"write {meant}{' ' + value if value else ''}"
-    if key in recipe_keys() or spelling.answer_to_unknown_key(key):
+    if key in recipe_keys() or spelling.explain_unknown_key(key):
         return "keys of a recipe are for `dtrain run` and `dtrain validate`; this command has options (--help)"
     return f"there is no such option; there are {', '.join(options)}" if options else "this command takes no options"
 
@@ -87,7 +87,7 @@ def _of_recipe(key: str, value: str, options: Sequence[str]) -> str:
     plain = key.replace("-", "_")
     leaves = [name for name in recipe_keys() if name == plain or name.rpartition(".")[2] == plain]
     is_ours = plain in leaves or f"--{key.replace('_', '-')}" in options
-    answer = None if is_ours else spelling.answer_to_unknown_key(key)
+    answer = None if is_ours else spelling.explain_unknown_key(key)
     if answer is None and (meant := _option(key, options)):
         return f"write {meant}{' ' + value if value else ''}"
     if answer is None and leaves:
@@ -109,6 +109,6 @@ def _is_recipe(word: str) -> bool:
     if not word.endswith((".yaml", ".yml")) and "-" not in word:
         return False
     try:
-        return find(word).is_file()
+        return find_recipe(word).is_file()
     except UserError:
         return word.endswith((".yaml", ".yml"))

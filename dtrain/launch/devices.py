@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
 from dtrain.launch.rank_info import RankInfo
-from dtrain.recipe.world import AUTO, LARGEST_AUTO, Config, mesh_problems, replace_keys
+from dtrain.recipe.world import AUTO, MAX_AUTO_BATCH, Config, mesh_problems, replace_keys
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def _shares(recipe: Any, count: int) -> bool:
     return (
         not problems
         and shape is not None
-        and (total if isinstance(total, int) else LARGEST_AUTO) % prod(shape[:2]) == 0
+        and (total if isinstance(total, int) else MAX_AUTO_BATCH) % prod(shape[:2]) == 0
     )
 
 

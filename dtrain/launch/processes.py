@@ -88,7 +88,7 @@ class RankProcesses(SubprocessContext):
 def run_workers(job: RunJob, environ: Mapping[str, str]) -> None:
     """Run `job` in `launch.nproc` processes, started again up to `launch.max_restarts` times. Raises as `launch`."""
     launch = job.recipe.launch
-    nproc = launch.processes
+    nproc = launch.num_processes
     # Only checks that there are devices. With a rank of -1 nothing is printed: rank 0 prints the notes on devices.
     choose_device(launch.device, RankInfo(-1, -1, nproc, nproc, environ=dict(environ)))
     signums: list[int] = []
@@ -121,7 +121,7 @@ def _run_attempt(job: RunJob, directory: Path, attempt: int, signums: list[int])
     Returns:
         The error of the run, which is Stopped if it was stopped. None if the ranks finished.
     """
-    size = job.recipe.launch.processes
+    size = job.recipe.launch.num_processes
     _write_job(job, directory)
     environments = {}
     for rank in range(size):
@@ -180,7 +180,7 @@ def _write_job(job: RunJob, directory: Path) -> None:
     }
     (directory / "job.json").write_text(json.dumps(settings), encoding="utf-8")
     text = to_yaml(job.recipe, plain=True)  # with secrets: only this user can read the directory
-    for rank in range(job.recipe.launch.processes):
+    for rank in range(job.recipe.launch.num_processes):
         (directory / f"recipe-{rank}.yaml").write_text(text, encoding="utf-8")
 
 

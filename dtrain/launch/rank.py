@@ -40,7 +40,15 @@ from dtrain.launch.devices import (
 from dtrain.launch.exits import OutOfMemory, Report, log_file, on_stop_signals
 from dtrain.launch.rank_info import RankInfo
 from dtrain.recipe import Recipe
-from dtrain.recipe.world import AUTO, COMPILE, as_overrides, choose_compile, open_keys, replace_keys, value_of_key
+from dtrain.recipe.world import (
+    AUTO,
+    COMPILE,
+    choose_compile,
+    format_overrides,
+    get_key,
+    replace_keys,
+    unresolved_auto_keys,
+)
 from dtrain.training import build_method
 
 if TYPE_CHECKING:
@@ -173,13 +181,13 @@ def resolve_compile(recipe: Recipe, device: "torch.device") -> tuple[Recipe, tup
 
     The plan and the trainer read the value, so both compile or neither.
     """
-    if value_of_key(recipe, COMPILE) != AUTO:
+    if get_key(recipe, COMPILE) != AUTO:
         return recipe, ()
     choice = choose_compile(recipe, device.type)
     chosen = replace_keys(recipe, {COMPILE: choice.value})
     if device.type != "cuda":
         return chosen, ()
-    (setting,) = as_overrides({COMPILE: choice.value})
+    (setting,) = format_overrides({COMPILE: choice.value})
     return chosen, (f"{setting} (auto): {choice.reason}",)
 
 
@@ -194,7 +202,7 @@ def start_plan(
 
     from dtrain.training.sizing import CPU, describe_machine, sizing_without_plan
 
-    is_open = job.plan is not None and bool(open_keys(recipe))
+    is_open = job.plan is not None and bool(unresolved_auto_keys(recipe))
     if job.plan is None or rank_info.rank > 0:
         return StartedPlan(is_open)
     sizing = None
@@ -446,7 +454,7 @@ def _memory_advice(recipe: Recipe, rank_info: RankInfo, device: "torch.device", 
 
     is_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if is_gpu else total_memory()
-    micro_batch = recipe.train.micro
+    micro_batch = recipe.train.num_micro_batch_rows
     checkpointing = recipe.train.activation_checkpointing
     advice = []
     if micro_batch > 1:
@@ -518,7 +526,7 @@ def _recipe_difference(recipe: Recipe, name: str, first_yaml: str, salt: str, fi
         salt: Random text that the digests were computed with.
         first_digests: Digests of rank 0's secrets by key.
     """
-    differences = config.diff(first_yaml, recipe)
+    differences = config.diff_recipes(first_yaml, recipe)
     for key, digest in _secret_digests(recipe, salt).items():
         if digest != first_digests.get(key):
             differences.append((key, "a value that is not shown", "another"))

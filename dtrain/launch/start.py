@@ -19,8 +19,8 @@ from dtrain.base.ranges import plural
 from dtrain.launch.devices import resolve_device_type, resolve_nproc
 from dtrain.launch.rank import RunJob, StartPlan, Train, run_in_place
 from dtrain.launch.rank_info import RankInfo, number, read_rank_info
-from dtrain.recipe import Recipe, redact, redacted_errors, sizes
-from dtrain.recipe.world import open_keys
+from dtrain.recipe import Recipe, derive_sizes, redact, redacted_errors
+from dtrain.recipe.world import unresolved_auto_keys
 from dtrain.training import recipe_and_problems
 from dtrain.training.hub_files import missing_problems, to_copy, with_local_model, with_small_files
 from dtrain.training.inputs import RunInputs, World
@@ -39,8 +39,8 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
     rank_info = None
     try:
         recipe = resolve_nproc(recipe() if callable(recipe) else recipe)
-        rank_info = read_rank_info(os.environ, recipe.launch.processes)
-        recipe = _checked(recipe, rank_info.world_size if rank_info else recipe.launch.processes)
+        rank_info = read_rank_info(os.environ, recipe.launch.num_processes)
+        recipe = _checked(recipe, rank_info.world_size if rank_info else recipe.launch.num_processes)
     except UserError as problem:
         rank_info = rank_info or read_rank_info(os.environ, 1)
         if rank_info is not None and rank_info.needs_rendezvous:
@@ -63,7 +63,7 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     is_here = world_size is None
     small = with_small_files(with_local_model(resolve_nproc(parsed)))
     loaded = small.recipe
-    size = loaded.launch.processes if world_size is None else world_size
+    size = loaded.launch.num_processes if world_size is None else world_size
     device_problems: list[Problem] = []
     device_type = "cpu"
     if is_here:
@@ -80,8 +80,8 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
         raise RecipeError(redacted(problem, loaded) for problem in found)
     steps = f", {result.steps} {plural(result.steps, 'step')}" if result.steps is not None else ""
     verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} {plural(size, 'process')}{steps}"
-    lines = [verdict, str(sizes(result.recipe, size)), *notes(loaded), *result.notes]
-    if keys := open_keys(loaded):
+    lines = [verdict, str(derive_sizes(result.recipe, size)), *notes(loaded), *result.notes]
+    if keys := unresolved_auto_keys(loaded):
         lines.append(f"auto: the run's plan decides {', '.join(keys)} (dtrain plan shows it)")
     lines += [*small.pending_downloads.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
@@ -89,12 +89,12 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
 
 def _start(recipe: Recipe, rank_info: RankInfo | None, train: Train | None, plan: StartPlan | None) -> None:
     _admit_code(recipe, rank_info is None or rank_info.rank == 0)
-    if rank_info is None and recipe.launch.processes == 1:
+    if rank_info is None and recipe.launch.num_processes == 1:
         _note_tasks(os.environ)
-    if rank_info is None and recipe.launch.processes > 1:
+    if rank_info is None and recipe.launch.num_processes > 1:
         from dtrain.launch import processes  # loads torch
 
-        processes.run_workers(RunJob(recipe, _threads(recipe.launch.processes), train, plan), os.environ)
+        processes.run_workers(RunJob(recipe, _threads(recipe.launch.num_processes), train, plan), os.environ)
         return
     rank_info = rank_info or RankInfo(environ=os.environ)
     per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if rank_info.started_by == "slurm" else None

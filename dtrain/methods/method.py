@@ -22,7 +22,7 @@ from dtrain.data.rows.rows import Batches, Cursor, GlobalBatch, Rows
 from dtrain.policy import Batching, DynamicShapes, Packed, Policy
 from dtrain.policy.score import LogprobSource, Loss
 from dtrain.recipe.schema import Recipe
-from dtrain.recipe.world import automatic_batch, without_auto
+from dtrain.recipe.world import choose_global_batch, replace_auto
 
 if TYPE_CHECKING:
     from dtrain.data.formats.labels import Label
@@ -108,7 +108,7 @@ class BatchSource:
         """Optimizer steps from `cursor` to the end of `train.epochs`: whole batches and a last one that may be short.
         saved: what the method's `state` gave at the start, empty for a fresh one."""
         left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
-        return -(-left // self.recipe.train.batch)
+        return -(-left // self.recipe.train.num_batch_rows)
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
         """This dp rank's part of every step from `cursor` on, each with where the next one begins."""
@@ -116,7 +116,7 @@ class BatchSource:
 
     def build_batches(self, policy: Policy, rows: Rows, **more: Any) -> Batches:
         """This dp rank's part of `rows`. more: of `Batches`."""
-        size, mesh, balance_lengths = self.recipe.train.batch, policy.mesh, self.method.is_dynamic()
+        size, mesh, balance_lengths = self.recipe.train.num_batch_rows, policy.mesh, self.method.is_dynamic()
         return Batches(
             rows, global_batch=size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, balance_lengths=balance_lengths, **more
         )
@@ -164,7 +164,7 @@ class Method:
     about: the method in words, for a reader. kind: what a sample of the data is: examples, pairs, labelled (replies
     that are wanted or not) or prompts. measures: its fields of metrics.jsonl (training/metrics/records.py), next to
     those of all methods. curves: fields that show what was learned, and their names for a reader. best: what of
-    `recipe.schema.BEST` it measures. more_steps_hint: what of its section makes a pass more steps.
+    `recipe.schema.BEST_METRICS` it measures. more_steps_hint: what of its section makes a pass more steps.
     adapter_learning_rates: the learning rate below which a fresh adapter hardly learns, and a usual one. models: the
     keys of the section that may name models, whose ends say of which kind (`training.registry.TEACHER`,
     `REWARD_MODEL`). references: what else a reference may be.
@@ -198,7 +198,7 @@ class Method:
     references = "start, base"
 
     def __init__(self, recipe: Recipe):
-        self.recipe = without_auto(recipe)
+        self.recipe = replace_auto(recipe)
         self.section = recipe.section
 
     def variant(self) -> str | None:
@@ -271,7 +271,7 @@ class Method:
 
     def automatic_batch(self, rows: int) -> int:
         """Return what `train.global_batch=auto` is, where the first pass over the data has so many rows."""
-        return automatic_batch(rows)
+        return choose_global_batch(rows)
 
     def row_length(self) -> int:
         """Tokens of a full row: a packed row of pairs holds two sequences' worth."""
@@ -280,7 +280,7 @@ class Method:
     def max_row_length(self) -> int:
         """Tokens of the longest row that a forward may be given. Packed completions of a micro-batch are one row."""
         is_packed = self.kind == "prompts" and self.recipe.data.packing
-        return self.row_length() * (self.recipe.train.micro if is_packed else 1)
+        return self.row_length() * (self.recipe.train.num_micro_batch_rows if is_packed else 1)
 
     def needs_reference(self) -> bool:
         """Return whether the loss compares with a reference."""
@@ -312,7 +312,7 @@ class Method:
         if self.kind == "prompts" and self.recipe.data.packing:
             return Packed(self.max_row_length())
         of_a_sample = self.rows_per_sample()
-        rows = self.recipe.train.micro * of_a_sample
+        rows = self.recipe.train.num_micro_batch_rows * of_a_sample
         return DynamicShapes(rows * self.recipe.data.max_length, of_a_sample) if self.is_dynamic() else rows
 
     @property

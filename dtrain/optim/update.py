@@ -157,7 +157,7 @@ def _maker(section, total_steps: int, key: str) -> Callable[[Optimizer], LRSched
     if section.name not in SCHEDULES:
         target = import_named(section.name, f"{key}.name", SCHEDULES)
         return lambda optimizer: _construct(optimizer, target, section.name, kwargs, key)
-    warmup = section.warmup_of(total_steps)
+    warmup = section.num_warmup_steps(total_steps)
     decay_steps = total_steps - warmup
     if section.name == "wsd":
         decay_steps = kwargs.pop("decay_steps", None) or max(1, round(_WSD_DECAY_SHARE * total_steps))

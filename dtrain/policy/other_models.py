@@ -80,7 +80,7 @@ class RewardModel:
         self._sharding = Sharding(self.model)
         self._scorer = Scorer(self.model, policy.mesh, policy.device)
         self._pad, recipe = config.pad_token_id, policy.recipe
-        self._batching = DynamicShapes(recipe.train.micro * recipe.data.max_length)
+        self._batching = DynamicShapes(recipe.train.num_micro_batch_rows * recipe.data.max_length)
 
     @cached_property
     def _encoder(self) -> PairEncoder:

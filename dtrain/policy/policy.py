@@ -58,7 +58,7 @@ from dtrain.policy.score import LogprobSource, Loss, Scorer
 from dtrain.policy.weights import WeightSender
 from dtrain.recipe.schema import Lora, Model
 from dtrain.recipe.schema import Optimizer as OptimizerSection
-from dtrain.recipe.world import without_auto
+from dtrain.recipe.world import replace_auto
 
 if TYPE_CHECKING:
     from dtrain.losses import TrainingSamplingParams
@@ -115,7 +115,7 @@ class Policy:
     ):
         self.runtime = runtime
         rank, device = self.rank, self.device = runtime.rank, runtime.device
-        recipe = without_auto(recipe, mesh.dp_size)
+        recipe = replace_auto(recipe, mesh.dp_size)
         self.recipe, self.mesh = recipe, mesh
         if precision is None:
             precision = choose_precision(recipe.train.dtype, device.type, recipe.train.masters)
@@ -541,9 +541,9 @@ class Policy:
 
     def _batching(self, micro_batch_size: int | Batching | None) -> Batching:
         if micro_batch_size is None:
-            return Fixed(self.recipe.train.micro)
+            return Fixed(self.recipe.train.num_micro_batch_rows)
         if isinstance(micro_batch_size, int):
-            return Fixed(micro_batch_size or self.recipe.train.micro)
+            return Fixed(micro_batch_size or self.recipe.train.num_micro_batch_rows)
         return micro_batch_size
 
     def _backward(

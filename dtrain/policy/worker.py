@@ -133,7 +133,7 @@ class DTensorPolicyWorker(Policy):
                 "source.logprobs() (dtrain/policy/score.py)"
             )
         batch_size = self.recipe.train.global_batch
-        gbs = self.recipe.train.batch if gbs is None and batch_size != "auto" else gbs
+        gbs = self.recipe.train.num_batch_rows if gbs is None and batch_size != "auto" else gbs
         dp_size = self.mesh.dp_size
         if gbs is not None and (gbs < 1 or gbs % dp_size):
             raise ValueError(f"gbs={gbs} must be a multiple of the {dp_size} data-parallel ranks")

@@ -14,29 +14,37 @@ other_tools                     conversion of other tools' files to recipes, wit
 `dtrain.training.setup`, which know the methods, check keys against one another.
 """
 
-from dtrain.recipe.load import convert, load, read
-from dtrain.recipe.saved import diff, origins, redact, redacted_errors, redacted_values, to_yaml, with_origins_of
+from dtrain.recipe.load import convert_foreign_recipe, load, load_with_problems
+from dtrain.recipe.saved import (
+    diff_recipes,
+    origins,
+    redact,
+    redacted_errors,
+    redacted_values,
+    to_yaml,
+    with_origins_of,
+)
 from dtrain.recipe.schema import Recipe
-from dtrain.recipe.sections import keys
-from dtrain.recipe.shipped import find, recipes_dir, shipped
-from dtrain.recipe.world import Sizes, sizes
+from dtrain.recipe.sections import list_keys
+from dtrain.recipe.shipped import find_recipe, list_shipped_recipes, recipes_dir
+from dtrain.recipe.world import Sizes, derive_sizes
 
 __all__ = [
     "Recipe",
     "Sizes",
-    "convert",
-    "diff",
-    "find",
-    "keys",
+    "convert_foreign_recipe",
+    "derive_sizes",
+    "diff_recipes",
+    "find_recipe",
+    "list_keys",
+    "list_shipped_recipes",
     "load",
+    "load_with_problems",
     "origins",
-    "read",
     "recipes_dir",
     "redact",
     "redacted_errors",
     "redacted_values",
-    "shipped",
-    "sizes",
     "to_yaml",
     "with_origins_of",
 ]

@@ -19,19 +19,37 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.base.errors import Problem, RecipeError, UserError, first_line
 from dtrain.base.json_files import check_json_size, read_text
 from dtrain.recipe import secrets, spelling
-from dtrain.recipe.saved import PARTS, UNSET, Loaded, flat, merge, nested, redact, table_of, texts, with_origins
-from dtrain.recipe.schema import Lora, Recipe, recipe_type
-from dtrain.recipe.sections import entry_of, keys, kinds_of, recipe_from, section_of, type_at
-from dtrain.recipe.shipped import find
+from dtrain.recipe.saved import (
+    MAX_ENTRIES,
+    UNSET,
+    LoadedRecipe,
+    flatten,
+    merge_trees,
+    named_section_type,
+    redact,
+    source_tree,
+    unflatten,
+    with_origins,
+)
+from dtrain.recipe.schema import Lora, Recipe, make_recipe_type
+from dtrain.recipe.sections import (
+    build_recipe,
+    find_entry_type,
+    find_section_type,
+    find_type,
+    list_keys,
+    type_alternatives,
+)
+from dtrain.recipe.shipped import find_recipe
 
 if TYPE_CHECKING:
     from dtrain.recipe.other_tools import Conversion
 
-RECIPE_BYTES = 1 << 20
-DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
+MAX_RECIPE_BYTES = 1 << 20
+MAX_DEPTH = 32  # levels of a recipe or a value; what reads them recurses, at most about ten frames a level
 _NO_RECIPE = "{} is not a recipe: its top level must be a mapping such as `train: {{steps: 100}}`"
-FOREIGN = 5  # keys of another tool that make a recipe one of its own
-EXCLUSIVE = (  # keys that exclude each other, and the value of either that asks for nothing
+MIN_FOREIGN_KEYS = 5  # keys of another tool that make a recipe one of its own
+EXCLUSIVE_KEYS = (  # keys that exclude each other, and the value of either that asks for nothing
     ("train.steps", "train.epochs", None),
     ("data.train.path", "data.train.sources", None),
     ("data.val.path", "data.val.sources", None),
@@ -52,7 +70,7 @@ _PATHS = (
 
 def load(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
-) -> Loaded:
+) -> LoadedRecipe:
     """Load the recipe at a path, of a shipped name, or in a mapping, with `key=value` overrides (OmegaConf's dotlist).
 
     sections: of the methods, by name. It is asked for those of the recipe's method and of its keys, and where there are
@@ -61,22 +79,22 @@ def load(
     Raises UserError: no such recipe, or not YAML. RecipeError: every unknown key, wrong type or choice, and
     interpolation that leads nowhere.
     """
-    loaded, problems = read(recipe, overrides, sections=sections)
+    loaded, problems = load_with_problems(recipe, overrides, sections=sections)
     if problems:
         raise RecipeError(problems)
     return loaded
 
 
-def read(
+def load_with_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = (), *, sections: Mapping[str, type]
-) -> tuple[Loaded, list[Problem]]:
+) -> tuple[LoadedRecipe, list[Problem]]:
     """Load as `load` does, but return the problems that RecipeError would list, and the recipe without wrong keys."""
     stem = None
     if isinstance(recipe, str | Path):
-        path = find(recipe)
+        path = find_recipe(recipe)
         stem, written = path.stem, _read(path, sections)
-    elif isinstance(recipe, Loaded):
-        written = texts(recipe)
+    elif isinstance(recipe, LoadedRecipe):
+        written = source_tree(recipe)
     else:
         tree: Any = asdict(recipe) if isinstance(recipe, Recipe) else recipe
         written = _tree(OmegaConf.create(tree))
@@ -89,22 +107,22 @@ def read(
         *re.findall(r"\$\{\s*(\w+)", f"{written}{overrides}"),
     }
     named.add(_method_of(written, overrides, sections))
-    kind = recipe_type(sections, named)
-    config = OmegaConf.create(merge(asdict(kind()), written))
+    kind = make_recipe_type(sections, named)
+    config = OmegaConf.create(merge_trees(asdict(kind()), written))
     for override in overrides:
         _apply(config, override, kind, problems)
     _unset_excluded(config, overrides)
     chosen = OmegaConf.select(config, "method", throw_on_resolution_failure=False)
     chosen = chosen if chosen in [*sections] else kind().method
     if chosen not in named:
-        kind = recipe_type(sections, {*named, chosen})
-        config = OmegaConf.create(merge(asdict(kind()), _tree(config)))
+        kind = make_recipe_type(sections, {*named, chosen})
+        config = OmegaConf.create(merge_trees(asdict(kind()), _tree(config)))
     values = _resolve(config, "", problems)
-    made = recipe_from(kind, values, problems)
+    made = build_recipe(kind, values, problems)
     method = (
         made.method if "method" in written or any(override.startswith("method=") for override in overrides) else None
     )
-    if problems and (foreign := convert(written, made.model.path, method, sections=sections)):
+    if problems and (foreign := convert_foreign_recipe(written, made.model.path, method, sections=sections)):
         problems.append(Problem("", "\n      ".join(foreign.answer().splitlines())))
     if made.run.name is None:
         made.run.name = _default_name(made, stem, written)
@@ -117,10 +135,10 @@ def read(
         if value and value.startswith("~"):
             setattr(getattr(made, section), key, str(Path(value).expanduser()))
     loaded = with_origins(made, _tree(config), values, lambda raw: _resolve(OmegaConf.create(raw), "", []))
-    loaded.unread += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
-    for place, value in secrets.leaves(values):
+    loaded.unused_keys += _of_other_methods(values, written, overrides, sections, isinstance(recipe, Recipe))
+    for place, value in secrets.iterate_leaves(values):
         if isinstance(value, str) and secrets.HIDDEN in value:
-            key = secrets.dotted(place)
+            key = secrets.dotted_key(place)
             problems.append(Problem(key, f"{key} was hidden when this was saved", "Give it as ${oc.env:NAME}"))
     return loaded, [problem.reworded(lambda text: redact(text, loaded)) for problem in problems]
 
@@ -150,11 +168,11 @@ def _default_name(recipe: Recipe, stem: str | None, written: Mapping) -> str:
 
 
 def _read(path: Path, sections: Mapping[str, type]) -> dict:
-    text = read_text(path, RECIPE_BYTES)
+    text = read_text(path, MAX_RECIPE_BYTES)
     try:
         if _is_too_deep(text):
             raise UserError(f"{path} is not a recipe: it is nested too deep")
-        check_json_size(typed := yaml.load(text, Loader=yaml.BaseLoader), PARTS)
+        check_json_size(typed := yaml.load(text, Loader=yaml.BaseLoader), MAX_ENTRIES)
         if typed and not isinstance(typed, dict):
             raise UserError(_NO_RECIPE.format(path))
         config = OmegaConf.load(io.StringIO(text))
@@ -170,7 +188,7 @@ def _read(path: Path, sections: Mapping[str, type]) -> dict:
         raise UserError(f"{path} is not YAML: {first_line(error)}{spelling.yaml_hint(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(_NO_RECIPE.format(path))
-    return _as_typed(recipe_type(sections, config), _tree(config), typed)
+    return _as_typed(make_recipe_type(sections, config), _tree(config), typed)
 
 
 def _is_too_deep(text: str, level: int = 0) -> bool:
@@ -181,7 +199,7 @@ def _is_too_deep(text: str, level: int = 0) -> bool:
             level += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             level -= 1
-        if level > DEPTH:
+        if level > MAX_DEPTH:
             return True
     return False
 
@@ -189,12 +207,12 @@ def _is_too_deep(text: str, level: int = 0) -> bool:
 def _as_typed(hint: Any, value: Any, typed: Any) -> Any:
     """Return `value` as YAML reads it, but where `hint` wants text and no number, a number as it was `typed`: a run may
     be called 1e3, or 007."""
-    kinds = kinds_of(hint)
-    section = section_of(kinds)
+    kinds = type_alternatives(hint)
+    section = find_section_type(kinds)
     if section and isinstance(value, dict) and isinstance(typed, dict):
-        hints, table = get_type_hints(section), table_of(hint)
+        hints, table = get_type_hints(section), named_section_type(hint)
         return {key: _as_typed(hints.get(key, table), inner, typed.get(str(key))) for key, inner in value.items()}
-    entry = entry_of(kinds)
+    entry = find_entry_type(kinds)
     if isinstance(value, list) and isinstance(typed, list) and len(value) == len(typed):
         return [_as_typed(entry, inner, other) for inner, other in zip(value, typed, strict=True)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -210,7 +228,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         word = key.lstrip("-").partition(":")[0]
-        answer = spelling.answer_to_unknown_key(word) if word not in keys(kind.method_sections) else None
+        answer = spelling.explain_unknown_key(word) if word not in list_keys(kind.method_sections) else None
         wrong = f"{override}: an override is written key=value, without dashes, such as optimizer.lr=1e-5"
         problems.append(Problem(word, wrong + (f"; {word}: {answer}" if answer else "")))
         return
@@ -221,7 +239,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
             problems.append(too_deep)
             return
         value = _tree(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-        value = _as_typed(type_at(kind, key), value, yaml.load(text, Loader=yaml.BaseLoader))
+        value = _as_typed(find_type(kind, key), value, yaml.load(text, Loader=yaml.BaseLoader))
         old = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         OmegaConf.update(config, key, value, merge=isinstance(old, DictConfig) and isinstance(value, dict))
     except yaml.YAMLError as error:
@@ -243,7 +261,7 @@ def _apply(config: DictConfig, override: str, kind: type[Recipe], problems: list
 def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
     """Unset the keys that exclude one which an override sets, unless an override sets them too."""
     typed = {override.partition("=")[0] for override in overrides}
-    for first, second, unset in EXCLUSIVE:
+    for first, second, unset in EXCLUSIVE_KEYS:
         for key, other in ((first, second), (second, first)):
             values = [OmegaConf.select(config, name, throw_on_resolution_failure=False) for name in (key, other)]
             asks = unset not in values and None not in values and values[0] != "auto"
@@ -257,7 +275,7 @@ def _unset_excluded(config: DictConfig, overrides: Sequence[str]) -> None:
 def _resolve(node: DictConfig | ListConfig, prefix: str, problems: list[Problem]) -> Any:
     """Return `node` as plain containers, its interpolations resolved; those that fail are left out and reported."""
     plain = OmegaConf.to_container(node)
-    if not any(isinstance(value, str) and "${" in value for _, value in secrets.leaves(plain)):
+    if not any(isinstance(value, str) and "${" in value for _, value in secrets.iterate_leaves(plain)):
         return plain
     listed = isinstance(node, ListConfig)
     values: dict = {}
@@ -296,9 +314,9 @@ def _of_other_methods(
     for name in others:
         if name not in tree:
             continue
-        defaults, written = flat(asdict(sections[name]()), f"{name}."), tree[name] or {}
-        own = flat(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
-        named = flat(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
+        defaults, written = flatten(asdict(sections[name]()), f"{name}."), tree[name] or {}
+        own = flatten(values[name], f"{name}.") if isinstance(values[name], Mapping) else {}
+        named = flatten(written, f"{name}.") if isinstance(written, Mapping) else {name: written}
         is_saved = is_made or defaults.keys() <= named.keys()
         keys += [key for key in named if not is_saved or own.get(key) != defaults.get(key)]
     pairs = (override.partition("=") for override in overrides)
@@ -311,7 +329,7 @@ def _head(key: str) -> str:
     return re.split(r"[.\[]", key)[0]
 
 
-def convert(
+def convert_foreign_recipe(
     tree: Mapping, path: str | None = None, method: str | None = None, *, sections: Mapping[str, type]
 ) -> "Conversion | None":
     """Convert a recipe of another tool to one of ours.
@@ -328,19 +346,19 @@ def convert(
     """
     from dtrain.recipe import other_tools  # no recipe of ours needs it
 
-    kind = recipe_type(sections, sections)
+    kind = make_recipe_type(sections, sections)
     config = OmegaConf.create(dict(tree))
-    file = flat(_resolve(config, "", []))
-    for key, text in flat(_tree(config)).items():
+    file = flatten(_resolve(config, "", []))
+    for key, text in flatten(_tree(config)).items():
         is_resolved = any(f"{other}.".startswith(f"{key}.") for other in file)
         if not is_resolved:
             file[key] = text  # an interpolation that leads nowhere: the conversion reports it
-    if other_tools.tool_of(file) is None:
+    if other_tools.detect_tool(file) is None:
         file = _keys_of_others(file, get_type_hints(kind))
-    recipe_keys = other_tools.RecipeKeys(keys(sections), _defaults(kind), partial(_fitted, kind))
+    recipe_keys = other_tools.RecipeKeys(list_keys(sections), _defaults(kind), partial(_fitted, kind))
     made = other_tools.convert(file, recipe_keys, method)
     num_given = len(made.values) - len(made.comments)
-    is_ours = (made.tool is None or path is not None) and num_given < FOREIGN
+    is_ours = (made.tool is None or path is not None) and num_given < MIN_FOREIGN_KEYS
     return None if is_ours else made
 
 
@@ -359,20 +377,20 @@ def _defaults(kind: type[Recipe]) -> dict[str, Any]:
     """Return the default of every dotted key, those of the section `lora` too, which is null by default."""
     tree = asdict(kind())
     tree["lora"] = asdict(Lora())
-    return flat(tree)
+    return flatten(tree)
 
 
 def _fitted(kind: type[Recipe], key: str, value: Any) -> tuple[Any, list[str]]:
     """Return `value` in the type of a dotted key, and the problems with it."""
     problems: list[Problem] = []
-    made: Any = recipe_from(kind, nested({key: value}), problems)
+    made: Any = build_recipe(kind, unflatten({key: value}), problems)
     for part in key.split("."):
         if isinstance(made, list):
             return value, [f"{key}: the entries of a list have this key, so it cannot be set without one"]
         made = getattr(made, part)
     if is_dataclass(made):
         problems.append(Problem(key, f"{key} does not take {value}: it is a section", "Set the keys below it"))
-    numbers = {int, float, bool} & {*kinds_of(type_at(kind, key))}
+    numbers = {int, float, bool} & {*type_alternatives(find_type(kind, key))}
     if numbers and isinstance(made, str) and made not in ("auto", "default"):
         words = "true, false or auto" if numbers == {bool} else "a number or auto"
         problems.append(Problem(key, f"{key} does not take {value}: write {words}"))

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-IMAGES = "images-"
+IMAGES_PREFIX = "images-"
 """Begins the name of a recipe for chats with images: `images-sft` is `sft` with the keys of both."""
 
 _FILE = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
@@ -33,29 +33,29 @@ SPECIAL = tuple(
 )
 
 
-def overrides(model: str, recipe: str) -> list[str]:
+def model_overrides(model: str, recipe: str) -> list[str]:
     """Return the overrides of the general recipe `recipe` for a short name: model.path first."""
     groups = {model, *(group for group, names in _FILE["models"].items() if model in names)}
-    recipes = {recipe, recipe.removeprefix(IMAGES)}
+    recipes = {recipe, recipe.removeprefix(IMAGES_PREFIX)}
     special = [entry for entry in SPECIAL if recipes & {*entry.recipes} and groups & {*entry.models}]
     return [f"model.path={MODELS[model]}", *(key for entry in special for key in entry.keys)]
 
 
-def parts(name: str, recipes: Collection[str]) -> tuple[str, str] | None:
+def split_recipe_name(name: str, recipes: Collection[str]) -> tuple[str, str] | None:
     """Return the short name and the recipe of a former recipe's `name`, "qwen3-8b-lora-sft"; None where it is none.
 
     recipes: the names of the general ones.
     """
     for model in MODELS:
         recipe = name.removeprefix(f"{model}-")
-        if recipe != name and recipe.removeprefix(IMAGES) in recipes:
+        if recipe != name and recipe.removeprefix(IMAGES_PREFIX) in recipes:
             return model, recipe
     return None
 
 
-def command(name: str, recipes: Collection[str]) -> str | None:
+def former_recipe_command(name: str, recipes: Collection[str]) -> str | None:
     """Return the command in place of a former recipe's `name`; None where it is none."""
-    both = parts(name, recipes)
+    both = split_recipe_name(name, recipes)
     if both is None:
         return None
-    return shlex.join(["dtrain", "run", both[1].removeprefix(IMAGES), *overrides(*both)])
+    return shlex.join(["dtrain", "run", both[1].removeprefix(IMAGES_PREFIX), *model_overrides(*both)])

@@ -91,7 +91,7 @@ class Launch:
     a host that falls silent, are noticed only by this."""
 
     @property
-    def processes(self) -> int:
+    def num_processes(self) -> int:
         """`nproc` as a number: 1 for `auto`, as long as nothing has looked at this machine's devices."""
         return self.nproc if isinstance(self.nproc, int) else 1
 
@@ -339,12 +339,12 @@ class Train:
     the best before them. null: never."""
 
     @property
-    def batch(self) -> int:
+    def num_batch_rows(self) -> int:
         """`global_batch` as a number, of a recipe whose `auto` has been resolved."""
         return int(self.global_batch)
 
     @property
-    def micro(self) -> int:
+    def num_micro_batch_rows(self) -> int:
         """`micro_batch` as a number, of a recipe whose `auto` has been resolved."""
         return int(self.micro_batch)
 
@@ -445,7 +445,7 @@ class Scheduler:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments: of an import path's class, or `decay_steps` of wsd (default: a fifth of the steps)."""
 
-    def warmup_of(self, steps: int) -> int:
+    def num_warmup_steps(self, steps: int) -> int:
         """Steps of warm-up in a schedule of `steps`."""
         if self.warmup_steps is not None:
             return self.warmup_steps
@@ -607,7 +607,7 @@ class Recipe:
         return Path(self.data.cache_dir or Path(self.run.dir) / ".cache")
 
 
-def recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
+def make_recipe_type(sections: Mapping[str, type], names: Container[Any]) -> Any:
     """Return the class of recipes for methods with these `sections`: a `Recipe` with those of `names`, and with the
     first method as the default, which a recipe without a method gets when it is loaded."""
     choices = tuple(sections)
@@ -621,5 +621,5 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "muon")
 """`optimizer.name` without a dot. `dtrain.policy.optimizer` has their classes."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 """`scheduler.name` without a dot. `dtrain.optim.update` has their formulas."""
-BEST = {"val_loss": min, "loss": min, "val_reward_mean": max}
+BEST_METRICS = {"val_loss": min, "loss": min, "val_reward_mean": max}
 """`checkpoint.keep_best`: the fields of the metrics by which a save can be the best, and which of two values is."""

@@ -52,26 +52,26 @@ def is_secret_name(name: str, alone: bool = True) -> bool:
     return bool(kinds) and last and words[-2] not in _HARMLESS
 
 
-def reads_outside(text: str) -> bool:
+def reads_environment(text: str) -> bool:
     """Return whether an interpolation reads the environment, or calls a resolver that is none of OmegaConf's own."""
     return "oc.env" in text or any(name not in _PURE for name in re.findall(r"\$\{\s*([\w.]+)\s*:", text))
 
 
-def variables(text: str) -> list[str]:
+def environment_names(text: str) -> list[str]:
     return re.findall(r"oc\.env:\s*(\w+)", text)
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def iterate_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every value that is no container, with its place."""
     if isinstance(value, Mapping | list):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in entries:
-            yield from leaves(inner, (*path, key))
+            yield from iterate_leaves(inner, (*path, key))
     else:
         yield path, value
 
 
-def at(value: Any, path: Path) -> Any:
+def get_at(value: Any, path: Path) -> Any:
     """Return the value at a place; None where there is none."""
     for part in path:
         try:
@@ -81,20 +81,20 @@ def at(value: Any, path: Path) -> Any:
     return value
 
 
-def put(value: Any, path: Path, new: Any) -> None:
-    at(value, path[:-1])[path[-1]] = new
+def set_at(value: Any, path: Path, new: Any) -> None:
+    get_at(value, path[:-1])[path[-1]] = new
 
 
-def escaped(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """Escape the texts in `value` that only look like an interpolation, so that OmegaConf takes them as they are."""
     if isinstance(value, Mapping):
-        return {key: escaped(inner) for key, inner in value.items()}
+        return {key: escape_interpolations(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [escaped(inner) for inner in value]
+        return [escape_interpolations(inner) for inner in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def dotted(path: Path) -> str:
+def dotted_key(path: Path) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
@@ -104,7 +104,7 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and "${" in value):
         return False
     names: list[Any] = list(path)
-    beside, last = at(tree, path[:-1]), path[-1]
+    beside, last = get_at(tree, path[:-1]), path[-1]
     if isinstance(beside, list) and isinstance(last, int) and last:
         before = beside[last - 1]  # an option of a command line, or the name of a pair
         names += [before] if len(beside) == 2 or str(before).startswith("--") else []
@@ -113,12 +113,12 @@ def is_secret(tree: Any, path: Path, value: Any) -> bool:
     secret_names = [name for name in names if isinstance(name, str) and is_secret_name(name, alone=_looks_drawn(value))]
     if not isinstance(value, str):  # a number of tokens, a column's number
         return any(_ALWAYS.fullmatch("_".join(_words(name))) for name in secret_names)
-    if is_word(value):  # the name of a column, under a name such as target_key
+    if may_be_word(value):  # the name of a column, under a name such as target_key
         secret_names = [name for name in secret_names if not _is_column_key(name)]
     return bool(secret_names) and not re.fullmatch(r"<.*>|\[.*\]|", value)
 
 
-def is_word(value: str) -> bool:
+def may_be_word(value: str) -> bool:
     """Return whether `value` may be a word of any text, or a name."""
     return bool(re.fullmatch(r"[A-Za-z_]{1,24}", value))
 
@@ -136,7 +136,7 @@ def _looks_drawn(value: Any) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])\S{8,}", value))
 
 
-def masked(text: str, secrets: Sequence[str] = ()) -> str:
+def mask_secrets(text: str, secrets: Sequence[str] = ()) -> str:
     """Mask `secrets` in `text`, and everything that reads as one wherever it stands."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
@@ -147,11 +147,11 @@ def masked(text: str, secrets: Sequence[str] = ()) -> str:
     return text
 
 
-def hide(tree: Any, secrets: Sequence[str] = ()) -> None:
+def hide_secrets(tree: Any, secrets: Sequence[str] = ()) -> None:
     """Mask every secret of `tree` in place."""
-    for path, value in list(leaves(tree)):
+    for path, value in list(iterate_leaves(tree)):
         if is_secret(tree, path, value):
-            put(tree, path, HIDDEN)
+            set_at(tree, path, HIDDEN)
         elif isinstance(value, str):
             name = next((part for part in reversed(path) if isinstance(part, str)), "")
 
@@ -159,4 +159,4 @@ def hide(tree: Any, secrets: Sequence[str] = ()) -> None:
                 is_hidden = is_secret_name(match[2]) or is_secret_name(name)
                 return f"{match[1]}'{HIDDEN}'" if is_hidden else match[0]
 
-            put(tree, path, masked(_FALLBACK.sub(without, value), secrets))
+            set_at(tree, path, mask_secrets(_FALLBACK.sub(without, value), secrets))

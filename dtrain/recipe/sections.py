@@ -18,38 +18,38 @@ from dtrain.base import ranges
 from dtrain.base.errors import Problem
 from dtrain.base.ranges import closest_name
 from dtrain.recipe import spelling
-from dtrain.recipe.saved import UNSET, flat, is_table, table_of
-from dtrain.recipe.schema import Recipe, recipe_type
+from dtrain.recipe.saved import UNSET, flatten, is_named_sections, named_section_type
+from dtrain.recipe.schema import Recipe, make_recipe_type
 
 
-def keys(sections: Mapping[str, type]) -> list[str]:
+def list_keys(sections: Mapping[str, type]) -> list[str]:
     """Return every dotted key that holds a value in a recipe of any method; entries of lists are not among them.
     sections: of the methods, by name."""
-    return _keys(recipe_type(sections, sections), "")
+    return _keys(make_recipe_type(sections, sections), "")
 
 
 def _keys(cls: type, prefix: str) -> list[str]:
     dotted = []
     for name, hint in get_type_hints(cls).items():
-        section = section_of(kinds_of(hint))
+        section = find_section_type(type_alternatives(hint))
         dotted += _keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
     return dotted
 
 
-def type_at(hint: Any, key: str) -> Any:
+def find_type(hint: Any, key: str) -> Any:
     """Return the type of a dotted key within the type `hint`, an entry of a list by its number; None where it has no
     such key."""
     for part in re.findall(r"[^.\[\]]+", key):
-        kinds = kinds_of(hint)
+        kinds = type_alternatives(hint)
         if part.isdigit():
-            hint = entry_of(kinds)
+            hint = find_entry_type(kinds)
         else:
-            section = section_of(kinds)
-            hint = get_type_hints(section).get(part, table_of(hint)) if section else None
+            section = find_section_type(kinds)
+            hint = get_type_hints(section).get(part, named_section_type(hint)) if section else None
     return hint
 
 
-def recipe_from(kind: type[Recipe], values: Mapping, problems: list[Problem]) -> Any:
+def build_recipe(kind: type[Recipe], values: Mapping, problems: list[Problem]) -> Any:
     """Return a recipe of a `recipe_type`; a value that does not fit is reported, and stays at its default."""
     return _section_from(kind, values, "", problems, kind.method_sections)
 
@@ -63,10 +63,10 @@ def _section_from(
         if key not in hints:
             problems += _unknown(dotted, value, prefix, list(hints), sections)
             continue
-        kinds = kinds_of(hints[key])
-        section = section_of(kinds)
-        entry = section_of([entry_of(kinds)])
-        if (table := table_of(hints[key])) and is_table(value, table):
+        kinds = type_alternatives(hints[key])
+        section = find_section_type(kinds)
+        entry = find_section_type([find_entry_type(kinds)])
+        if (table := named_section_type(hints[key])) and is_named_sections(value, table):
             named = {
                 str(name): _section_from(table, inner, f"{dotted}.{name}.", problems, sections)
                 for name, inner in value.items()
@@ -108,10 +108,10 @@ def _set(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[
 
 
 def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str) -> list[str]:
-    kinds = kinds_of(hint)
+    kinds = type_alternatives(hint)
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if isinstance(value, Mapping) and (
-        stuck := [name for name, inner in value.items() if inner is None and spelling.lacks_blank(name)]
+        stuck := [name for name, inner in value.items() if inner is None and spelling.lacks_space_after_colon(name)]
     ):
         return [f"{dotted}: YAML reads {name} as one word: write a blank after the colon" for name in stuck]
     fitting = "none" if value is None and "none" in choices else _converted(value, kinds)
@@ -119,7 +119,7 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
         setattr(section, key, fitting)
         return []
     if choices:
-        near = spelling.our_word_for(re.sub(r"\[\d+\]", "", dotted), value)
+        near = spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value)
         hint = "" if near else spelling.method_hint(dotted, value)
         near = near or closest_name(str(value), choices)
         if not hint:
@@ -127,7 +127,7 @@ def _set_or_refuse(section: object, key: str, hint: Any, value: Any, dotted: str
         if not hint and near:
             hint = f"; did you mean {near}?"
         return [f"{dotted}={ranges.format_value(value)} is none of {', '.join(choices)}{hint}"]
-    if alias := spelling.our_word_for(re.sub(r"\[\d+\]", "", dotted), value):
+    if alias := spelling.find_dtrain_value(re.sub(r"\[\d+\]", "", dotted), value):
         return [f"{dotted}={ranges.format_value(value)} must be {spelling.type_description(kinds)}: {alias}"]
     hint = _hint_for(value, kinds, getattr(section, key, None))
     return [f"{dotted}={ranges.format_value(value)} must be {spelling.type_description(kinds)}{hint}"]
@@ -197,14 +197,14 @@ def _not_a_section_text(
     hints = get_type_hints(section) if section else {}
     if plain and spelling.percent_hint(value):
         return f"{dotted}={value} must be {plain.partition(',')[0]}{spelling.percent_hint(value)}"
-    if isinstance(value, str) and spelling.lacks_blank(value):
+    if isinstance(value, str) and spelling.lacks_space_after_colon(value):
         return f"{dotted}: YAML reads {value} as one word: write a blank after the colon"
     leaf = next((key for key in ("path", "name", "fn", "train.path") if key.partition(".")[0] in hints), None)
-    text = spelling.our_word_for(f"{dotted}.{leaf}", value) or value
+    text = spelling.find_dtrain_value(f"{dotted}.{leaf}", value) or value
     meant = f"; write {dotted}.{leaf}={text}" if isinstance(value, str) and leaf else ""
     if entry and not section and isinstance(value, str):
         first = next(iter(get_type_hints(entry)))
-        meant = f"; write {dotted}=[{{{first}: {spelling.our_word_for(f'{dotted}.{first}', value) or value}}}]"
+        meant = f"; write {dotted}=[{{{first}: {spelling.find_dtrain_value(f'{dotted}.{first}', value) or value}}}]"
     if entry and isinstance(value, Mapping) and all(str(key).isdigit() for key in value):
         return f"{dotted} is no list yet, so it has no entry {next(iter(value))}: give the list, {dotted}=[{{...}}]"
     return f"{dotted}={ranges.format_value(value)}: {dotted} is {wanted}{meant}"
@@ -224,16 +224,16 @@ def _hint_for(value: Any, kinds: list, usual: Any) -> str:
 def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> list[Problem]:
     """Return the problems of an unknown key, or of the keys in an unknown section."""
     word = dotted.removeprefix(prefix)
-    if value is None and spelling.lacks_blank(word):
+    if value is None and spelling.lacks_space_after_colon(word):
         key, _, text = word.partition(":")
         text = f"{dotted}: YAML reads this as one word: write a blank after the colon, {key}: {text}"
         return [Problem(dotted, text)]
-    inner = flat(value, f"{dotted}.") if isinstance(value, Mapping) else {}
-    known = spelling.answer_to_unknown_key(dotted)
+    inner = flatten(value, f"{dotted}.") if isinstance(value, Mapping) else {}
+    known = spelling.explain_unknown_key(dotted)
     # A pasted character that only looks like a letter has a hint of its own below.
     if known is None and not prefix and inner and not spelling.pasted_character_hint(word):
         section = closest_name(word, list(dict.fromkeys([*siblings, *sections])))
-        moved = _in_section(inner, dotted, section, keys(sections))
+        moved = _in_section(inner, dotted, section, list_keys(sections))
         if moved:
             return moved
     text = f"{dotted}: {known}"
@@ -242,7 +242,7 @@ def _unknown(dotted: str, value: Any, prefix: str, siblings: list[str], sections
         text = f"{dotted} is no key of a recipe{hint}{_near(word, prefix, siblings, sections)}"
     problems = [Problem(dotted, text)]
     for key in inner:
-        answer = spelling.answer_to_unknown_key(key)
+        answer = spelling.explain_unknown_key(key)
         if answer is not None:
             problems.append(Problem(key, f"{key}: {answer}"))
     return problems
@@ -272,7 +272,7 @@ def _in_section(inner: Collection[str], dotted: str, section: str | None, known:
 
 
 def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, type]) -> str:
-    everywhere = keys(sections)
+    everywhere = list_keys(sections)
     if "." in word and prefix + word in everywhere:
         parts = word.split(".")
         in_braces = ": {".join(parts) + ": .." + "}" * (len(parts) - 1)
@@ -285,21 +285,21 @@ def _near(word: str, prefix: str, siblings: list[str], sections: Mapping[str, ty
         same = [key for key in everywhere if key.rpartition(".")[2] == leaf]
     if near or same:
         return f"; did you mean {prefix + near if near else ' or '.join(same)}?"
-    if not prefix and (theirs := closest_name(word, spelling.OUR_KEYS)):
-        return f"; did you mean {theirs}? dtrain's word for it is {spelling.OUR_KEYS[theirs]}"
+    if not prefix and (theirs := closest_name(word, spelling.DTRAIN_KEYS)):
+        return f"; did you mean {theirs}? dtrain's word for it is {spelling.DTRAIN_KEYS[theirs]}"
     return f"; the keys of {prefix.rstrip('.') or 'a recipe'} are {', '.join(siblings)}"
 
 
-def kinds_of(hint: Any) -> list:
+def type_alternatives(hint: Any) -> list:
     """Return the alternatives of a type: its union's members, or itself."""
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 
 
-def section_of(kinds: list) -> type | None:
+def find_section_type(kinds: list) -> type | None:
     """Return the dataclass among `kinds`."""
     return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
-def entry_of(kinds: list) -> Any:
+def find_entry_type(kinds: list) -> Any:
     """Return the type of the entries of the list among `kinds`; None where there is none."""
     return next((get_args(kind)[0] for kind in kinds if get_origin(kind) is list), None)

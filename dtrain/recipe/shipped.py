@@ -11,7 +11,7 @@ CLUSTERS = ("slurm.sh", "kubernetes.yaml")
 QUICKSTART = "quickstart"
 """Begins the names of the quickstart's recipes, which name a model of their own. The others are general."""
 
-MADE = {
+GENERATED_FILES = {
     "build/arithmetic/early": "dtrain export runs/quickstart/checkpoints/step-300 build/arithmetic/early",
     "build/arithmetic/pairs.jsonl": (
         "python {tools}/make_preferences.py runs/quickstart/checkpoints/step-300 build/arithmetic/train.jsonl "
@@ -37,7 +37,7 @@ def how_to_make(path: str) -> str:
     >>> how_to_make("build/other")
     ''
     """
-    for made, command in MADE.items():
+    for made, command in GENERATED_FILES.items():
         if Path(path).is_relative_to(made):
             return f": `{command.format(tools=_shipped_directory('tools'))}` makes it"
     return ""
@@ -50,7 +50,7 @@ def _shipped_directory(name: str) -> Path:
     return packaged if packaged.is_dir() else package.parent / name
 
 
-def shipped(general: Sequence[str] = ()) -> list[tuple[str, str]]:
+def list_shipped_recipes(general: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Return (name, first line of its header) of every shipped recipe: those of a method of `general`, in its order,
     each before those with an adapter; then the quickstart's."""
 
@@ -68,7 +68,7 @@ def shipped(general: Sequence[str] = ()) -> list[tuple[str, str]]:
     return recipes
 
 
-def find(recipe: str | Path) -> Path:
+def find_recipe(recipe: str | Path) -> Path:
     """Return the file of a recipe: a path as it is, or the name of a shipped recipe. Raises UserError."""
     path = Path(recipe).expanduser()
     if path.is_file():
@@ -81,11 +81,11 @@ def find(recipe: str | Path) -> Path:
         own = path / "config.yaml"
         meant = f"; the recipe of this run is {own}" if own.is_file() else ": name a recipe's file in it"
         raise UserError(f"{recipe or 'the recipe'} is a directory{meant}")
-    names = [name for name, _ in shipped()]
+    names = [name for name, _ in list_shipped_recipes()]
     from dtrain.recipe import models  # for the name of a former recipe alone
 
     name = path.name.removesuffix(".yaml")
-    if command := models.command(name, [name for name in names if not name.startswith(QUICKSTART)]):
+    if command := models.former_recipe_command(name, [name for name in names if not name.startswith(QUICKSTART)]):
         raise UserError(f"there is no recipe {name} any more: `{command}`")
     near = closest_name(path.stem, names)
     hint = f"; did you mean {near}?" if near else "; `dtrain ls` lists the recipes that ship with dtrain"

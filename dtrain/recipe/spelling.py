@@ -74,7 +74,7 @@ def percent_hint(value: Any) -> str:
     return f": write {float(value[:-1]) / 100:g}" if is_percent else ""
 
 
-def lacks_blank(word: Any) -> bool:
+def lacks_space_after_colon(word: Any) -> bool:
     """Return whether `word` is a key and its value, without the blank between them that YAML wants."""
     return isinstance(word, str) and re.fullmatch(r"\w+:\S+", word) is not None
 
@@ -93,34 +93,34 @@ def type_description(kinds: list) -> str:
     return " or ".join(names)
 
 
-def by_word(table: dict[str, str]) -> dict[str, str]:
+def invert_table(table: dict[str, str]) -> dict[str, str]:
     """Return text by word, of a table from a text to words with blanks between them."""
     return {word: text for text, words in table.items() for word in words.split()}
 
 
-OUR_KEYS = by_word(_ALIASES["keys"])
-NEEDLESS = by_word(_ALIASES["needless"])
-NOT_YET = by_word(_ALIASES["not_yet"])
-KEY_FAMILIES = by_word(_ALIASES["families"])  # beginnings of words
-METHODS_BY_LOSS = by_word(_ALIASES["methods"])  # words for a method, where a loss is asked for
-VALUES_BY_KEY = {key: by_word(table) for key, table in _ALIASES["values"].items()}  # of a key: our value by word
+DTRAIN_KEYS = invert_table(_ALIASES["keys"])
+UNNEEDED_KEYS = invert_table(_ALIASES["needless"])
+UNSUPPORTED_KEYS = invert_table(_ALIASES["not_yet"])
+KEY_FAMILIES = invert_table(_ALIASES["families"])  # beginnings of words
+METHODS_BY_LOSS = invert_table(_ALIASES["methods"])  # words for a method, where a loss is asked for
+VALUES_BY_KEY = {key: invert_table(table) for key, table in _ALIASES["values"].items()}  # of a key: our value by word
 
 
-def answer_to_unknown_key(key: str) -> str | None:
+def explain_unknown_key(key: str) -> str | None:
     """Return the answer to the unknown `key`, with dots or without; None where dtrain has no answer of its own."""
     parts = _key_parts(key)
     for word in (".".join(parts[-2:]), parts[-1]):
-        if word in OUR_KEYS:
-            return f"dtrain's word for it is {OUR_KEYS[word]}"
-        if word in NEEDLESS:
-            return f"dtrain needs no key for it: {NEEDLESS[word]}"
-        if word in NOT_YET:
-            return f"dtrain does not have this yet: {NOT_YET[word]}"
+        if word in DTRAIN_KEYS:
+            return f"dtrain's word for it is {DTRAIN_KEYS[word]}"
+        if word in UNNEEDED_KEYS:
+            return f"dtrain needs no key for it: {UNNEEDED_KEYS[word]}"
+        if word in UNSUPPORTED_KEYS:
+            return f"dtrain does not have this yet: {UNSUPPORTED_KEYS[word]}"
     family = next((word for prefix, word in KEY_FAMILIES.items() if parts[-1].startswith(prefix)), None)
-    return answer_to_unknown_key(family) if family else None
+    return explain_unknown_key(family) if family else None
 
 
-def our_word_for(key: str, value: Any) -> str | None:
+def find_dtrain_value(key: str, value: Any) -> str | None:
     """Return our word for a `value` of `key` as other tools or people say it, with its remark; None where unknown."""
     return VALUES_BY_KEY.get(key, {}).get(str(value).lower())
 
@@ -130,7 +130,7 @@ def value_hint(key: str, value: str, known: Collection[str]) -> str:
 
     It names the value that was meant, the method that `value` is, the nearest name in `known`, or all of them.
     """
-    near = our_word_for(key, value)
+    near = find_dtrain_value(key, value)
     if near:
         return f"; did you mean {near}?"
     return method_hint(key, value) or ranges.name_hint(value, known)
@@ -149,11 +149,11 @@ def method_hint(key: str, value: Any) -> str:
     return f"; set {other}"
 
 
-def our_key_for(key: str, value: Any) -> tuple[str, Any] | None:
+def find_dtrain_key(key: str, value: Any) -> tuple[str, Any] | None:
     """Return another tool's key as ours, with its value, whose word may yet be another tool's (`our_word_for`); None
     where the table does not say that it is the same thing."""
     parts = _key_parts(key)
-    entry = key if key in VALUES_BY_KEY else OUR_KEYS.get(".".join(parts[-2:])) or OUR_KEYS.get(parts[-1]) or ""
+    entry = key if key in VALUES_BY_KEY else DTRAIN_KEYS.get(".".join(parts[-2:])) or DTRAIN_KEYS.get(parts[-1]) or ""
     same = re.fullmatch(r"([a-z_0-9.]+)(=[^\s:,]+)?(?:,.*)?", entry)
     if not same or value is None or (same[2] and value is not True):
         return None

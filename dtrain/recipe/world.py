@@ -15,13 +15,13 @@ from dtrain.base.hardware import C_COMPILERS
 from dtrain.base.ranges import join_with_or, plural
 from dtrain.recipe.schema import Recipe
 
-LARGEST_AUTO = 16
-STEPS_OF_A_PASS = 32
+MAX_AUTO_BATCH = 16
+MIN_STEPS_PER_EPOCH = 32
 
 AUTO, COMPILE, MICRO_BATCH = "auto", "train.compile", "train.micro_batch"
-USUAL_ROWS = 4
-USUAL: dict[str, Any] = {
-    MICRO_BATCH: USUAL_ROWS,
+DEFAULT_MICRO_BATCH = 4
+FASTEST_VALUES: dict[str, Any] = {
+    MICRO_BATCH: DEFAULT_MICRO_BATCH,
     "train.activation_checkpointing": "none",
     "train.activation_offload": False,
     "train.tile": "none",
@@ -46,7 +46,9 @@ class Sizes:
     micro_batch: int
     accumulation: int
     ep: int = 1
-    is_open: bool = False  # train.global_batch=auto, which the data settle: the numbers are an upper bound of its parts
+    is_upper_bound: bool = (
+        False  # train.global_batch=auto, which the data settle: the numbers are an upper bound of its parts
+    )
 
     @property
     def dp(self) -> int:
@@ -66,7 +68,7 @@ class Sizes:
 
     def __str__(self) -> str:
         shape = self.axes or "one process"
-        if self.is_open:
+        if self.is_upper_bound:
             ranks = plural(self.dp, "rank")
             return (
                 f"mesh: {shape}\nglobal batch auto: by the rows of the data, shared by {self.dp} data-parallel {ranks}"
@@ -77,26 +79,26 @@ class Sizes:
         )
 
 
-def sizes(recipe: Recipe, world_size: int) -> Sizes:
+def derive_sizes(recipe: Recipe, world_size: int) -> Sizes:
     """Return the derived sizes of a recipe in which `run.preflight` found no problem. Where the batch is
     `auto` they are those of its largest number, 16, or of one micro-batch on each rank where that is more."""
     problems, shape = mesh_problems(recipe, world_size)
     if problems or not shape:
         raise ValueError("; ".join(map(str, problems)))
     replicate, shard, cp, tp = shape
-    recipe = without_auto(recipe, replicate * shard)
-    unit, is_open = recipe.train.micro * replicate * shard, recipe.train.global_batch == "auto"
-    total = -(-LARGEST_AUTO // unit) * unit if is_open else recipe.train.batch
+    recipe = replace_auto(recipe, replicate * shard)
+    unit, is_open = recipe.train.num_micro_batch_rows * replicate * shard, recipe.train.global_batch == "auto"
+    total = -(-MAX_AUTO_BATCH // unit) * unit if is_open else recipe.train.num_batch_rows
     accumulation, rest = divmod(total, unit)
     if rest:
         raise ValueError("; ".join(map(str, batch_problems(recipe, replicate * shard))))
-    micro, ep = recipe.train.micro, recipe.parallel.ep
+    micro, ep = recipe.train.num_micro_batch_rows, recipe.parallel.ep
     return Sizes(world_size, replicate, shard, cp, tp, total, micro, accumulation, ep, is_open)
 
 
-def automatic_batch(rows: int) -> int:
+def choose_global_batch(rows: int) -> int:
     """Return the global batch that `auto` means for so many rows a pass: at least 32 steps of it, where above 1."""
-    return max(1, min(LARGEST_AUTO, 1 << max(0, (rows // STEPS_OF_A_PASS).bit_length() - 1)))
+    return max(1, min(MAX_AUTO_BATCH, 1 << max(0, (rows // MIN_STEPS_PER_EPOCH).bit_length() - 1)))
 
 
 def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[Problem], tuple[int, int, int, int] | None]:
@@ -118,7 +120,7 @@ def mesh_problems(recipe: Recipe, world_size: int) -> tuple[list[Problem], tuple
     return _experts(p.ep, p.dp_shard, p.cp), (p.dp_replicate, p.dp_shard, p.cp, p.tp)
 
 
-def dp_of(recipe: Recipe, world_size: int) -> int:
+def num_dp_ranks(recipe: Recipe, world_size: int) -> int:
     """Return the number of data-parallel ranks in this world, or 1 where the mesh does not fit it."""
     mesh = recipe.parallel
     if world_size < 1 or min(mesh.dp_replicate, mesh.cp, mesh.tp, mesh.ep) < 1 or mesh.dp_shard == 0:
@@ -139,8 +141,8 @@ def _experts(ep: int, dp_shard: int, cp: int) -> list[Problem]:
 def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
     """Return the problem, with its fixes, if micro-batches of `dp` data-parallel ranks do not make up the global
     batch."""
-    recipe = without_auto(recipe, dp)
-    total, micro = recipe.train.batch, recipe.train.micro
+    recipe = replace_auto(recipe, dp)
+    total, micro = recipe.train.num_batch_rows, recipe.train.num_micro_batch_rows
     unit = micro * dp
     if total % unit == 0:
         return []
@@ -156,7 +158,7 @@ def batch_problems(recipe: Recipe, dp: int) -> list[Problem]:
     return [Problem("train.global_batch", wrong, f"Set {join_with_or(fixes)}")]
 
 
-def value_of_key(config: Any, key: str) -> Any:
+def get_key(config: Any, key: str) -> Any:
     """Return the value of `key`, "section.name"."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
@@ -170,12 +172,12 @@ def replace_keys(config: Config, overrides: Mapping[str, Any]) -> Config:
     return config
 
 
-def as_overrides(values: Mapping[str, Any]) -> list[str]:
+def format_overrides(values: Mapping[str, Any]) -> list[str]:
     """Return `values` as one types them, "key=value" each."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
 
 
-def as_choices(config: Any, values: Mapping[str, Any]) -> list[str]:
+def format_choices(config: Any, values: Mapping[str, Any]) -> list[str]:
     """Return `values` that were chosen for `auto` in `config`, as a line for the terminal shows them.
 
     With `train.global_batch=auto` the data decides the global batch later, and a micro-batch that does not divide it is
@@ -184,27 +186,27 @@ def as_choices(config: Any, values: Mapping[str, Any]) -> list[str]:
     texts = []
     for key, value in values.items():
         is_bound = key == MICRO_BATCH and config.train.global_batch == AUTO
-        texts += [f"{key} at most {value}"] if is_bound else as_overrides({key: value})
+        texts += [f"{key} at most {value}"] if is_bound else format_overrides({key: value})
     return texts
 
 
-def open_keys(config: Any) -> list[str]:
+def unresolved_auto_keys(config: Any) -> list[str]:
     """Return the keys of USUAL that say `auto`."""
-    return [key for key in USUAL if value_of_key(config, key) == AUTO]
+    return [key for key in FASTEST_VALUES if get_key(config, key) == AUTO]
 
 
-def without_auto(config: Config, dp: int = 1) -> Config:
+def replace_auto(config: Config, dp: int = 1) -> Config:
     """Return `config` with the usual values in place of `auto`, where no plan has decided.
 
     dp: data-parallel ranks. A micro-batch is then the largest one up to the usual size that divides a rank's rows.
     """
-    values = {key: USUAL[key] for key in open_keys(config)}
-    values |= {COMPILE: False} if value_of_key(config, COMPILE) == AUTO else {}
+    values = {key: FASTEST_VALUES[key] for key in unresolved_auto_keys(config)}
+    values |= {COMPILE: False} if get_key(config, COMPILE) == AUTO else {}
     if not values:
         return config
     total = config.train.global_batch  # type: ignore[attr-defined]
     if "train.micro_batch" in values and isinstance(total, int) and dp > 0 and total > 0:
-        values["train.micro_batch"] = largest_divisor(total // dp, USUAL_ROWS)
+        values["train.micro_batch"] = largest_divisor(total // dp, DEFAULT_MICRO_BATCH)
     return replace_keys(config, values)
 
 
@@ -240,9 +242,9 @@ def choose_compile(config: Config, device_type: str, is_here: bool = True) -> Co
     return CompileChoice(True, "Triton and a C compiler are installed")
 
 
-def with_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
+def resolve_compile(config: Config, device_type: str, is_here: bool = True) -> Config:
     """Return `config` with the value of `choose_compile` if `train.compile` is auto."""
-    if value_of_key(config, COMPILE) != AUTO:
+    if get_key(config, COMPILE) != AUTO:
         return config
     return replace_keys(config, {COMPILE: choose_compile(config, device_type, is_here).value})
 

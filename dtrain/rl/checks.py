@@ -259,7 +259,7 @@ def reward_problems(listed: Sequence[Reward], rewards_key: str = "grpo.rewards")
         elif name in rewards.REWARDS:
             problems += _option_problems(key, name, reward.options if name == "judge" else reward.kwargs)
         elif not rewards.is_import_path(name):
-            near = spelling.our_word_for("grpo.rewards.fn", name) or closest_name(name, rewards.REWARDS)
+            near = spelling.find_dtrain_value("grpo.rewards.fn", name) or closest_name(name, rewards.REWARDS)
             if near:
                 hint = f"did you mean {near}?"
             else:

@@ -113,7 +113,7 @@ class GrpoMethod(MethodWithReference):
     def problems(self) -> list[Problem]:
         section = self.section
         errors = loss_problems(section.loss, section.clip, section.beta, section.kwargs)
-        batch = None if self.recipe.train.global_batch == "auto" else self.recipe.train.batch
+        batch = None if self.recipe.train.global_batch == "auto" else self.recipe.train.num_batch_rows
         errors += size_problems(section, section.updates_per_rollout, batch)
         errors += self.completion_length_problems()
         errors += reward_and_tool_problems(section)

@@ -179,7 +179,7 @@ class OnPolicyDistillMethod(DistillMethod):
         return self.source.fields | self.divergences(sums)
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
-        for buffer in self.collector.answers(rows, self.recipe.train.batch, self.source.position.step):
+        for buffer in self.collector.answers(rows, self.recipe.train.num_batch_rows, self.source.position.step):
             yield buffer.batch(self.source.split_over_ranks(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
 
 

@@ -207,7 +207,7 @@ class Rollouts(BatchSource):
     @cached_property
     def batch_size(self) -> int:
         """Completions of an optimizer step, over all ranks."""
-        return self.recipe.train.batch
+        return self.recipe.train.num_batch_rows
 
     @property
     def size(self) -> int:

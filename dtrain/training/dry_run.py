@@ -211,7 +211,7 @@ def _checks_of_files(inputs: RunInputs) -> list[tuple[str, Check]]:
 
 def notes_before(inputs: RunInputs) -> list[str]:
     """Return notes for the user before a run. They are not mistakes."""
-    lines = saved.notes(inputs.original_recipe)
+    lines = saved.secret_notes(inputs.original_recipe)
     if inputs.recipe.lora is not None:
         lines += _optional("adapter").notes(inputs)
     return [*lines, *optimizer.notes(inputs), *data.notes(inputs)]

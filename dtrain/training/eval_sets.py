@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dtrain.recipe.schema import BEST, Eval
+from dtrain.recipe.schema import BEST_METRICS, Eval
 
 if TYPE_CHECKING:
     from dtrain.recipe.rollouts import Reward
@@ -108,8 +108,8 @@ def better(field: str, section: Eval | dict[str, Eval] | None) -> Better:
         field: The value of `checkpoint.keep_best`.
         section: The recipe's section `eval`.
     """
-    if field in BEST:
-        return BEST[field]
+    if field in BEST_METRICS:
+        return BEST_METRICS[field]
     for eval_set in sets(section):
         better_of = fields(eval_set)
         if field in better_of:

@@ -97,7 +97,7 @@ def full_rows(method: Method, micro_batches: int, spec: StepSpec | None = None) 
         spec: The spec of the step, whose rows may have images. None: rows of text.
     """
     length = method.row_length()
-    num_rows = micro_batches * method.recipe.train.micro * method.rows_per_sample()
+    num_rows = micro_batches * method.recipe.train.num_micro_batch_rows * method.rows_per_sample()
     images = spec.row_images if spec is not None else ()
     documents = split_row(images, length, 2 if is_packed(method) else 1)
     streams = _text_streams([document.num_tokens for document in documents])

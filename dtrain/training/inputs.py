@@ -16,7 +16,7 @@ from dtrain.base.ranges import find_out_of_range
 from dtrain.data.model_directory import ModelDirectory
 from dtrain.models.common.config import ModelConfig
 from dtrain.recipe import Recipe
-from dtrain.recipe.world import dp_of, with_compile, without_auto
+from dtrain.recipe.world import num_dp_ranks, replace_auto, resolve_compile
 from dtrain.training.directory import RunDirectory
 from dtrain.training.registry import REWARD_MODEL, build_method
 
@@ -73,8 +73,8 @@ class RunInputs:
             world: The processes.
             pending_downloads: Keys of files that the run downloads first.
         """
-        recipe = with_compile(original_recipe, world.device_type, world.is_local)
-        recipe = without_auto(recipe, dp_of(recipe, world.size))
+        recipe = resolve_compile(original_recipe, world.device_type, world.is_local)
+        recipe = replace_auto(recipe, num_dp_ranks(recipe, world.size))
         method = build_method(recipe)
         data = recipe.data
         template_options = (data.chat_template, data.template_kwargs, data.special_tokens)

@@ -22,7 +22,7 @@ def load(recipe: str | Path | Mapping, overrides: Sequence[str] = ()) -> Recipe:
     """
     local, problems = load_with_problems(recipe, overrides)
     if problems:
-        raise RecipeError(preflight(local, local.launch.processes, refused=problems))
+        raise RecipeError(preflight(local, local.launch.num_processes, refused=problems))
     return local
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem
-from dtrain.recipe import Recipe, convert, keys, load, read
-from dtrain.recipe.saved import Loaded
+from dtrain.recipe import Recipe, convert_foreign_recipe, load, load_with_problems, recipe_keys
+from dtrain.recipe.saved import LoadedRecipe
 
 if TYPE_CHECKING:
     from dtrain.methods.method import Method
@@ -93,23 +93,23 @@ def model_keys(*methods: str) -> list[str]:
     return found
 
 
-def load_recipe(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> Loaded:
+def load_recipe(recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe for one of the `METHODS`, as `dtrain.recipe.load` does."""
     return load(recipe, overrides, sections=SECTIONS)
 
 
 def recipe_and_problems(
     recipe: str | Path | Mapping | Recipe, overrides: Sequence[str] = ()
-) -> tuple[Loaded, list[Problem]]:
-    """Load a recipe, and return its problems instead of raising them, as `dtrain.recipe.read` does."""
-    return read(recipe, overrides, sections=SECTIONS)
+) -> tuple[LoadedRecipe, list[Problem]]:
+    """Load a recipe, and return its problems instead of raising them, as `dtrain.recipe.load_with_problems` does."""
+    return load_with_problems(recipe, overrides, sections=SECTIONS)
 
 
 def convert_recipe(tree: Mapping) -> "Conversion | None":
-    """Convert a recipe of another tool, as `dtrain.recipe.convert` does."""
-    return convert(tree, sections=SECTIONS)
+    """Convert a recipe of another tool, as `dtrain.recipe.convert_foreign_recipe` does."""
+    return convert_foreign_recipe(tree, sections=SECTIONS)
 
 
 def recipe_keys() -> list[str]:
     """Return every dotted key that can have a value in a recipe for any method."""
-    return keys(SECTIONS)
+    return recipe_keys(SECTIONS)

@@ -330,7 +330,7 @@ def compare(
     """
     _, state = start.saved
     saved = state["identities"]
-    differences = _with_one_line_for_lora(config.diff(state["recipe"], original_recipe))
+    differences = _with_one_line_for_lora(config.diff_recipes(state["recipe"], original_recipe))
     for key, old, new in differences:
         if key == "method":
             raise UserError(
@@ -479,7 +479,7 @@ def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> Non
     store, state = start.saved
     # The checkpoint has the optimizer's options, such as "lr". Options that the recipe has changed keep the new values.
     changed_options = set()
-    for key, _, _ in config.diff(state["recipe"], recipe):
+    for key, _, _ in config.diff_recipes(state["recipe"], recipe):
         if key.startswith("optimizer."):
             changed_options.add(key.rpartition(".")[2])
     method.load(state["method"])

@@ -21,14 +21,14 @@ from dtrain.base.errors import UserError
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
 from dtrain.recipe.world import (
     AUTO,
-    USUAL,
+    FASTEST_VALUES,
     Config,
-    as_choices,
-    dp_of,
-    open_keys,
+    format_choices,
+    get_key,
+    num_dp_ranks,
+    replace_auto,
     replace_keys,
-    value_of_key,
-    without_auto,
+    unresolved_auto_keys,
 )
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
@@ -68,7 +68,7 @@ class Sizing:
     @classmethod
     def of(cls, recipe: Config, values: Mapping[str, Any], reason: str) -> "Sizing":
         """Return `values` with one line that gives the reason for all of them."""
-        return cls(values, (f"{', '.join(as_choices(recipe, values))} (auto): {reason}",))
+        return cls(values, (f"{', '.join(format_choices(recipe, values))} (auto): {reason}",))
 
 
 def previous_sizing(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | None:
@@ -91,12 +91,12 @@ def previous_sizing(inputs: RunInputs, machine: Mapping[str, Any]) -> Sizing | N
             return None
         saved = run.config.read_text(encoding="utf-8")
         values = {}
-        for key, old, new in config.diff(saved, recipe):
-            if key in USUAL and new == AUTO:
+        for key, old, new in config.diff_recipes(saved, recipe):
+            if key in FASTEST_VALUES and new == AUTO:
                 values[key] = old
-        other_changes = config.diff(saved, replace_keys(recipe, values))
+        other_changes = config.diff_recipes(saved, replace_keys(recipe, values))
         has_same_memory = all(key.startswith(_KEYS_WITHOUT_MEMORY) for key, _, _ in other_changes)
-        if values.keys() == set(open_keys(recipe)) and has_same_memory:
+        if values.keys() == set(unresolved_auto_keys(recipe)) and has_same_memory:
             return Sizing.of(recipe, values, "as this run chose before, on the same machine")
     return None
 
@@ -125,7 +125,7 @@ def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
         file_bytes = sum(file.stat().st_size for file in weight_files(inputs.source.path))
         num_weights = max(num_weights, 2 * file_bytes)
     length = method.max_row_length()
-    num_tokens = inputs.recipe.train.micro * length * method.rows_per_sample()
+    num_tokens = inputs.recipe.train.num_micro_batch_rows * length * method.rows_per_sample()
     # The sum of the output sizes of a layer's weights bounds the values that the layer computes for a token. Attention
     # adds a score for each head and key.
     width = max(sum(weight.shape[0] for weight in layer.parameters()) for layer in model.model.layers)
@@ -133,7 +133,7 @@ def small_model_sizing(inputs: RunInputs, memory: int) -> Sizing | None:
     num_kept = num_tokens * (model_config.num_hidden_layers * per_layer + 4 * model_config.vocab_size)
     if _BYTES * (_WEIGHT_COPIES * num_weights + _KEPT_TENSORS * num_kept) > memory * _SAFE_SHARE:
         return None
-    values = {key: value_of_key(inputs.recipe, key) for key in open_keys(inputs.original_recipe)}
+    values = {key: get_key(inputs.recipe, key) for key in unresolved_auto_keys(inputs.original_recipe)}
     return Sizing.of(inputs.original_recipe, values, "a small model")
 
 
@@ -197,8 +197,8 @@ def sizing_with_plan(
 
 def _small_values(recipe: Any, world_size: int) -> dict[str, Any]:
     """Return values that need little memory, for the keys that the recipe leaves to `auto`."""
-    usual = without_auto(recipe, dp_of(recipe, world_size))
-    values = {key: value_of_key(usual, key) for key in open_keys(recipe)}
+    usual = replace_auto(recipe, num_dp_ranks(recipe, world_size))
+    values = {key: get_key(usual, key) for key in unresolved_auto_keys(recipe)}
     if recipe.parallel.cpu_offload:
         return values
     for key, value in _SMALLEST.items():

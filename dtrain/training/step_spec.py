@@ -20,7 +20,7 @@ from dtrain.policy.optimizer import is_torch_optimizer
 from dtrain.policy.options import Precision, choose_precision
 from dtrain.recipe import Recipe, Sizes
 from dtrain.recipe.schema import OPTIMIZERS, Scheduler
-from dtrain.recipe.world import LARGEST_AUTO, STEPS_OF_A_PASS, replace_keys
+from dtrain.recipe.world import MAX_AUTO_BATCH, MIN_STEPS_PER_EPOCH, replace_keys
 from dtrain.training.host import DryHost
 from dtrain.training.inputs import RunInputs, World
 from dtrain.training.model_facts import ModelFacts
@@ -111,7 +111,7 @@ def resolve_step(
         # batch for any number of rows, for example the batch of a rollout. So ask for the smallest and the largest.
         method = build_method(recipe)
         smallest = method.automatic_batch(0)
-        largest = method.automatic_batch(LARGEST_AUTO * STEPS_OF_A_PASS)
+        largest = method.automatic_batch(MAX_AUTO_BATCH * MIN_STEPS_PER_EPOCH)
         if smallest == largest:
             recipe = replace_keys(recipe, {"train.global_batch": smallest})
     # Models of pending downloads need not be on this machine, since their weights are not read.
@@ -159,7 +159,7 @@ def _without_foreign_code(recipe: Recipe, sizes: Sizes) -> Recipe:
         overrides = {"optimizer.name": "adamw", "optimizer.kwargs": {}}
     if isinstance(recipe.parallel.custom_plan, str):
         overrides["parallel.custom_plan"] = None
-    if sizes.is_open:
+    if sizes.is_upper_bound:
         overrides["train.global_batch"] = sizes.global_batch
     # The schedule does not change the memory or the computation, and it may be foreign code too.
     return replace(replace_keys(recipe, overrides), scheduler=Scheduler("constant"))

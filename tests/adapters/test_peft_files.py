@@ -269,7 +269,7 @@ def read_on_a_mesh(rank, recipe, adapter):
     from dtrain.policy.options import choose_precision
 
     ranks = torch.distributed.get_world_size()
-    sizes = config.sizes(recipe, ranks)
+    sizes = config.derive_sizes(recipe, ranks)
     runtime = Runtime(rank=rank, world_size=ranks)
     mesh = build_mesh(runtime, dp_replicate=1, dp_shard=sizes.dp_shard, cp=1, tp=sizes.tp)
     precision = choose_precision("float32", "cpu")

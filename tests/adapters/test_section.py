@@ -54,7 +54,7 @@ def problems(tmp_path_factory):
 def test_how_it_is_written(overrides, expected):
     loaded = load_recipe("sft", overrides)
     assert loaded.lora == expected
-    assert load_recipe(loaded) == loaded and config.diff(config.to_yaml(loaded), loaded) == []
+    assert load_recipe(loaded) == loaded and config.diff_recipes(config.to_yaml(loaded), loaded) == []
 
 
 @pytest.mark.parametrize(

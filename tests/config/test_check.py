@@ -32,7 +32,7 @@ def test_accumulation_is_derived_or_refused_with_sizes_that_fit(world_size, tota
     recipe = load_recipe(WHOLE, [f"train.global_batch={total}", f"train.micro_batch={micro}"])
     errors = check(recipe, world_size)
     if total % (micro * world_size) == 0:
-        sizes = config.sizes(recipe, world_size)
+        sizes = config.derive_sizes(recipe, world_size)
         assert errors == [] and sizes.dp == world_size
         assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * sizes.dp
         return
@@ -235,7 +235,7 @@ def test_names_are_those_that_optim_knows():
 
 
 def test_every_default_is_in_its_range():
-    sections = schema.recipe_type(SECTIONS, SECTIONS)(
+    sections = schema.make_recipe_type(SECTIONS, SECTIONS)(
         eval=schema.Eval(), lora=schema.Lora(), scheduler=[schema.Stage()]
     )
     assert find_out_of_range(sections) == []

@@ -58,7 +58,7 @@ def contains(whole, part):
 
 
 def test_defaults_are_those_of_the_recipe_page():
-    of_all_methods = asdict(schema.recipe_type(SECTIONS, SECTIONS)())
+    of_all_methods = asdict(schema.make_recipe_type(SECTIONS, SECTIONS)())
     assert contains(of_all_methods | {"run": asdict(load_recipe({}).run)}, yaml.safe_load(DEFAULTS))
 
 
@@ -69,21 +69,21 @@ def test_a_recipe_saved_with_the_sections_of_all_methods_is_no_other_one():
     saved = yaml.safe_load(config.to_yaml(recipe))
     assert saved.keys() & others.keys() == {"dpo"}
     old = yaml.safe_dump({**others, **saved})
-    assert config.diff(old, recipe) == []
+    assert config.diff_recipes(old, recipe) == []
     loaded = load_recipe(yaml.safe_load(old))
-    assert loaded == recipe and loaded.unread == [] and config.to_yaml(loaded) == config.to_yaml(recipe)
+    assert loaded == recipe and loaded.unused_keys == [] and config.to_yaml(loaded) == config.to_yaml(recipe)
     changed = load_recipe(yaml.safe_load(old), ["method=kto"])
-    assert changed.unread == ["dpo.beta"] and changed.kto.beta == 0.1
-    assert config.diff(old, changed) == [("method", "dpo", "kto")]
+    assert changed.unused_keys == ["dpo.beta"] and changed.kto.beta == 0.1
+    assert config.diff_recipes(old, changed) == [("method", "dpo", "kto")]
     others["grpo"]["beta"] = 0.5
-    assert load_recipe({**others, **saved}).unread == ["grpo.beta"]
-    assert config.diff(yaml.safe_dump({**others, **saved}), recipe) == [("grpo.beta", 0.5, 0.0)]
+    assert load_recipe({**others, **saved}).unused_keys == ["grpo.beta"]
+    assert config.diff_recipes(yaml.safe_dump({**others, **saved}), recipe) == [("grpo.beta", 0.5, 0.0)]
 
 
 def test_keys_of_another_method_stay_with_a_recipe():
     written = load_recipe({"grpo": {"sampling": {"temperature": 0.5}}}, ["dpo={beta: 1.0}"])
-    assert written.unread == ["grpo.sampling.temperature", "dpo"]
-    assert set(load_recipe(written).unread) == {"grpo.sampling.temperature", "dpo.beta"}
+    assert written.unused_keys == ["grpo.sampling.temperature", "dpo"]
+    assert set(load_recipe(written).unused_keys) == {"grpo.sampling.temperature", "dpo.beta"}
     with pytest.raises(
         RecipeError, match="grpo.sampling.temprature is no key of a recipe; did you mean grpo.sampling.te"
     ):
@@ -172,12 +172,15 @@ def test_yaml_round_trip_and_diff():
     recipe = load_recipe({"model": {"path": "m"}, "train": {"steps": 3}}, ["optimizer.lr=2.5e-7", "run.name=x"])
     assert load_recipe(yaml.safe_load(config.to_yaml(recipe))) == recipe
     other = load_recipe({"model": {"path": "n"}, "train": {"steps": 3}}, ["optimizer.betas=[0.9,0.99]", "run.name=x"])
-    assert config.diff(config.to_yaml(recipe), other) == [
+    assert config.diff_recipes(config.to_yaml(recipe), other) == [
         ("model.path", "m", "n"),
         ("optimizer.lr", 2.5e-7, 1e-5),
         ("optimizer.betas", [0.9, 0.95], [0.9, 0.99]),
     ]
-    assert config.diff("model: {path: m}\ntrain: {steps: 3}\noptimizer: {lr: 2.5e-7}\nrun: {name: x}", recipe) == []
+    assert (
+        config.diff_recipes("model: {path: m}\ntrain: {steps: 3}\noptimizer: {lr: 2.5e-7}\nrun: {name: x}", recipe)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +266,7 @@ def test_words_for_a_value_and_text_that_is_no_yaml():
 
 def test_our_keys_in_the_answers_exist_and_theirs_do_not():
     ours = recipe_keys()
-    for word, answer in spelling.OUR_KEYS.items():
+    for word, answer in spelling.DTRAIN_KEYS.items():
         named = answer.split(",")[0].split(":")[0].split(" ")[0].split("=")[0]
         assert named in ours or any(key.startswith(f"{named}.") for key in ours), word
 
@@ -287,7 +290,7 @@ def test_files_that_are_no_recipe(tmp_path):
 
 def test_shipped_recipes_are_found_by_name():
     """tests/test_recipes.py loads each of them."""
-    shipped = dict(config.shipped())
+    shipped = dict(config.list_shipped_recipes())
     assert "sft" in shipped and all(shipped.values())
     with pytest.raises(UserError, match="did you mean sft?"):
         load_recipe("sftt")
@@ -341,7 +344,7 @@ def test_the_default_name_says_model_and_method(recipe, overrides, name):
 def test_a_recipe_can_be_pickled_and_copied():
     recipe = load_recipe({"method": "dpo", "model": {"path": "${oc.env:HOME}"}, "dpo": {"beta": 0.5}}, ["sft.loss=dft"])
     for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
-        assert other == recipe and other.dpo.beta == 0.5 and other.unread == recipe.unread == ["sft.loss"]
+        assert other == recipe and other.dpo.beta == 0.5 and other.unused_keys == recipe.unused_keys == ["sft.loss"]
         assert other.references == recipe.references and replace(other, lora=None).section == recipe.section
 
 

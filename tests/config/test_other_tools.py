@@ -339,7 +339,7 @@ def test_a_trl_files_rates_and_optimizer_are_transformers(lines, name, kwargs):
 @pytest.mark.parametrize(("steps", "warmup"), [(20, 0), (50, 2), (1000, 30), (4000, 100)])
 def test_axolotls_warm_up_counts_as_its_builder_does(steps, warmup):
     recipe = recipe_of(f"{BARE['axolotl']}\nmax_steps: {steps}")
-    assert recipe.scheduler.warmup_of(steps) == warmup
+    assert recipe.scheduler.num_warmup_steps(steps) == warmup
 
 
 def test_nemo_rls_rates_rise_from_a_tenth():

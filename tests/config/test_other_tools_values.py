@@ -17,7 +17,7 @@ from dtrain.recipe.other_tools import (
     unsloth,
     verl,
 )
-from dtrain.recipe.saved import nested
+from dtrain.recipe.saved import unflatten
 from dtrain.training import convert_recipe, load_recipe, recipe_and_problems, recipe_keys
 from tests.config.test_other_tools import BARE, converted, recipe_of
 
@@ -67,7 +67,7 @@ def test_each_component_of_torchtune_has_an_answer_of_its_own():
         "metric_logger": "metrics.wandb",
         "profiler": "does not have this yet: a profiler",
     }
-    answers = [spelling.answer_to_unknown_key(f"{section}._component_") for section in keys]
+    answers = [spelling.explain_unknown_key(f"{section}._component_") for section in keys]
     assert all(key in answer for key, answer in zip(keys.values(), answers, strict=True))
     assert len({*answers}) == len(keys)
 
@@ -374,8 +374,8 @@ dataset_mixture:
 def test_the_method_that_is_typed_counts_and_a_recipe_of_ours_is_no_file_of_another_tool():
     _, problems = recipe_and_problems({"model_name_or_path": "m", "dataset_name": "d"}, ["method=dpo"])
     assert any("method: dpo" in line and "lr: 1.0e-06" in line for line in map(str, problems))
-    for name, _ in config.shipped():
-        assert convert_recipe(yaml.safe_load(config.find(name).read_text())) is None, name
+    for name, _ in config.list_shipped_recipes():
+        assert convert_recipe(yaml.safe_load(config.find_recipe(name).read_text())) is None, name
     _, problems = recipe_and_problems({"model": {"path": "m"}, "template": "x"})
     assert not any("it is written for" in line for line in map(str, problems))
 
@@ -413,7 +413,7 @@ def test_the_tables_name_keys_of_a_recipe():
         *[verl.SHARED_DEFAULTS, verl.GRPO_DEFAULTS, verl.SFT_DEFAULTS, verl.FORMER_SFT_DEFAULTS, automodel.DEFAULTS],
     ]
     for layer in defaults:
-        load_recipe(nested({key: value for key, value in layer.items() if key != "train.epochs"}))
+        load_recipe(unflatten({key: value for key, value in layer.items() if key != "train.epochs"}))
 
 
 GRPO = "algorithm: {adv_estimator: grpo}"

@@ -11,7 +11,7 @@ import yaml
 
 from dtrain import recipe as config
 from dtrain.base.errors import RecipeError, UserError
-from dtrain.recipe.secrets import HIDDEN, hide, is_secret_name, masked
+from dtrain.recipe.secrets import HIDDEN, hide_secrets, is_secret_name, mask_secrets
 from dtrain.training import load_recipe, recipe_keys
 from dtrain.training.preflight import notes
 from tests.forked_python import ForkedPython
@@ -48,17 +48,17 @@ def test_what_the_environment_gives_is_saved_as_its_text(text, monkeypatch):
     assert recipe.data.template_kwargs == {"first": TOKEN, "x": REFERENCES[text], "plain": 64}
     saved = config.to_yaml(recipe)
     assert TOKEN not in saved and yaml.safe_load(saved)["data"]["template_kwargs"] == {**kwargs, "plain": 64}
-    assert load_recipe(yaml.safe_load(saved)) == recipe and config.diff(saved, recipe) == []
+    assert load_recipe(yaml.safe_load(saved)) == recipe and config.diff_recipes(saved, recipe) == []
     handed = load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True)))  # as a worker gets it
     taken = config.with_origins_of(handed, json.loads(json.dumps(config.origins(recipe))))
     assert taken == recipe and config.to_yaml(taken) == saved
     resolved = yaml.safe_dump({"run": {"name": "sft"}, "data": {"template_kwargs": recipe.data.template_kwargs}})
-    assert config.diff(resolved, recipe) == []  # as an earlier dtrain saved it
+    assert config.diff_recipes(resolved, recipe) == []  # as an earlier dtrain saved it
     again = load_recipe(recipe, ["train.steps=7"])  # a recipe that is changed keeps its references
     assert TOKEN not in config.to_yaml(again) and again.data.template_kwargs == recipe.data.template_kwargs
     before = config.to_yaml(recipe)
     monkeypatch.setenv("HF_TOKEN", "another-one")
-    assert config.diff(before, load_recipe(yaml.safe_load(before))) == []
+    assert config.diff_recipes(before, load_recipe(yaml.safe_load(before))) == []
 
 
 def test_numbers_and_names_from_the_environment_count_by_their_value(monkeypatch):
@@ -67,7 +67,7 @@ def test_numbers_and_names_from_the_environment_count_by_their_value(monkeypatch
     saved = config.to_yaml(load_recipe({}, words))
     assert "oc.env" not in saved
     monkeypatch.setenv("RATE", "0.5")
-    assert config.diff(saved, load_recipe({}, words)) == [("optimizer.lr", 0.25, 0.5)]
+    assert config.diff_recipes(saved, load_recipe({}, words)) == [("optimizer.lr", 0.25, 0.5)]
 
 
 def test_a_value_that_code_has_replaced_is_not_taken_back_for_its_text():
@@ -128,7 +128,7 @@ def test_plain_text_is_hidden_and_still_runs(name):
     recipe = load_recipe(given)
     assert recipe.optimizer.kwargs[name] == PLAIN
     saved = config.to_yaml(recipe)
-    assert PLAIN not in saved and HIDDEN in saved and config.diff(saved, recipe) == []
+    assert PLAIN not in saved and HIDDEN in saved and config.diff_recipes(saved, recipe) == []
     assert load_recipe(yaml.safe_load(config.to_yaml(recipe, plain=True))) == recipe  # what a worker is handed
     assert len(notes(recipe)) == 2 and PLAIN not in "".join(notes(recipe))
     assert PLAIN not in config.redact(f"refused: {PLAIN}!", recipe)
@@ -157,10 +157,10 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
         "AIza" + "aB3" * 12,
         "https://hooks.slack.com/services/T0/B0/aB3",
     ):
-        assert PLAIN not in masked(text) and "aB3" not in masked(text), text
+        assert PLAIN not in mask_secrets(text) and "aB3" not in mask_secrets(text), text
     tree = {"a": [["Authorization", PLAIN], {"name": "HF_TOKEN", "value": PLAIN}], "b": {"key": "sk9-aB3xQ7"}}
     tree |= {"args": ["--model", "m1", "--api-key", PLAIN, "--n", "3"], "env": [{"key": "HF_TOKEN", "val": PLAIN}]}
-    hide(tree)
+    hide_secrets(tree)
     assert PLAIN not in str(tree) and tree["b"]["key"] == HIDDEN
     assert tree["args"] == ["--model", "m1", "--api-key", HIDDEN, "--n", "3"]
     for text in (
@@ -172,7 +172,7 @@ def test_what_reads_as_a_secret_is_hidden_under_any_name():
         "Basic arithmetic",
         "a/b?key=1&steps=2",
     ):
-        assert masked(text) == text
+        assert mask_secrets(text) == text
     kept = {"key": "answer", "eos_token": "</s>", "token": "<|end|>", "tokens": 5, "max_token": 4, "password": None}
     assert load_recipe(load_recipe({"grpo": {"kwargs": kept}})).grpo.kwargs == kept
     assert HIDDEN not in config.to_yaml(load_recipe({"grpo": {"kwargs": kept}}))
@@ -242,4 +242,4 @@ def test_what_decides_numbers_counts_by_its_value(monkeypatch):
     monkeypatch.setenv("CLIP", "[0.1, 0.1]")
     saved = config.to_yaml(load_recipe({}, words))
     monkeypatch.setenv("CLIP", "[0.5, 0.5]")
-    assert [key for key, _, _ in config.diff(saved, load_recipe({}, words))] == ["grpo.clip"]
+    assert [key for key, _, _ in config.diff_recipes(saved, load_recipe({}, words))] == ["grpo.clip"]

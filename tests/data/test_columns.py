@@ -274,9 +274,9 @@ def test_recipes_that_were_saved_without_the_key(tmp_path):
     recipe = tiny_recipe(tmp_path, *settings)
     lines = [line for line in config.to_yaml(recipe).splitlines() if "columns" not in line]
     old = "\n".join(lines)
-    assert "columns" in config.to_yaml(recipe) and config.diff(old, recipe) == []
+    assert "columns" in config.to_yaml(recipe) and config.diff_recipes(old, recipe) == []
     other = replace(recipe, data=replace(recipe.data, val=schema.DataSource(path="v.jsonl", columns={"text": "t"})))
-    assert config.diff(old, other) == [("data.val.columns", {}, None), ("data.val.columns.text", None, "t")]
+    assert config.diff_recipes(old, other) == [("data.val.columns", {}, None), ("data.val.columns.text", None, "t")]
 
 
 def test_resume_knows_the_rows_by_content(tmp_path):

@@ -277,13 +277,13 @@ def parsed(words: list[str]):
 
 
 def test_the_files_for_clusters_ship_and_are_no_recipes(tmp_path):
-    names = [name for name, _ in config.shipped()]
+    names = [name for name, _ in config.list_shipped_recipes()]
     assert "sft" in names and not {"kubernetes", "slurm"} & set(names)
     for name in ("slurm.sh", "kubernetes.yaml"):
         assert cli.main(["cp", name, str(tmp_path)]) == 0
         assert (tmp_path / name).read_text() == (ROOT / "recipes" / name).read_text()
     with pytest.raises(UserError, match="no recipe kubernetes"):
-        config.find("kubernetes")
+        config.find_recipe("kubernetes")
     built = (ROOT / "pyproject.toml").read_text()
     assert '"recipes" = "dtrain/_recipes"' in built
 

@@ -8,7 +8,7 @@ import pytest
 import dtrain
 from dtrain.base.errors import RecipeError, UserError
 from dtrain.launch.start import launch, validate
-from dtrain.recipe.saved import values_of
+from dtrain.recipe.saved import recipe_values
 from dtrain.training import load_recipe
 from dtrain.training.directory import RunDirectory
 from tests.forked_python import forking
@@ -99,10 +99,10 @@ def test_run_returns_the_directory_and_the_last_metrics(tmp_path, nproc):
     recipe = tiny_recipe(tmp_path, f"launch.nproc={nproc}", "train.steps=3", "checkpoint.every=3")
     validation = [f"data.val.path={recipe.data.train.path}", "train.validate_every=2"]
     with forking():
-        result = dtrain.run(values_of(recipe), validation)
+        result = dtrain.run(recipe_values(recipe), validation)
     assert result.directory == recipe.run.directory and (result.directory / "checkpoints" / "step-3").is_dir()
     rows = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert result.metrics["step"] == 3 and result.metrics["loss"] == rows[-2]["loss"]
     assert result.metrics["val_loss"] == rows[-1]["val_loss"]
     with forking():
-        assert dtrain.run(values_of(recipe), validation).metrics == result.metrics
+        assert dtrain.run(recipe_values(recipe), validation).metrics == result.metrics

@@ -15,7 +15,7 @@ from dtrain.losses.head.vocabulary import HeadInput
 from dtrain.methods.distill import DistillMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from dtrain.training import load_recipe
 from tests.policy.test_policy import rows
 from tests.problem_lines import preflight
@@ -118,7 +118,7 @@ def test_the_jsd_is_trls(tmp_path, beta, k):
 
 
 def policy_of(recipe, rank=0, world_size=1):
-    derived, runtime = sizes(recipe, world_size), Runtime(rank=rank, world_size=world_size)
+    derived, runtime = derive_sizes(recipe, world_size), Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     policy = bare_worker(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)

@@ -11,7 +11,7 @@ from dtrain.methods.dpo import DpoMethod, PairTotals
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.problem_lines import method_problems
 from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
@@ -60,7 +60,7 @@ def rows_of(dp_rank, dp_size, packing):
 
 def steps(rank, recipe, world_size, count=2):
     """Loss, gradient norm and fields of some steps on the same pairs."""
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)

@@ -12,7 +12,7 @@ from dtrain.inference.request import Request, SamplingParams
 from dtrain.models import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy, load_models, save_models
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from dtrain.recipe.schema import Optimizer
 from tests.cases import run_cases
 from tests.tiny import tiny_recipe
@@ -79,7 +79,7 @@ def advantages_of(values, labels, rewards):
 class Ppo:
     def __init__(self, rank, recipe, world_size):
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
-        shape = sizes(recipe, world_size)
+        shape = derive_sizes(recipe, world_size)
         mesh = build_mesh(runtime, dp_shard=shape.dp_shard, cp=shape.cp, tp=shape.tp)
         self.policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
         adapters = None if recipe.lora is None else True

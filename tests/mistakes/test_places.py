@@ -93,4 +93,4 @@ def test_all_mistakes_are_told_at_once(answer):
 def test_a_saved_recipe_holds_the_sections_of_all_methods_at_their_defaults(root):
     assert all(one.typed[0].split(".")[0] != one.base for one in METHODS)
     loaded = load_recipe(root / "sft.yaml")
-    assert loaded.unread == [] and load_recipe(load_recipe({}, ["grpo.beta=0.1"])).unread == ["grpo.beta"]
+    assert loaded.unused_keys == [] and load_recipe(load_recipe({}, ["grpo.beta=0.1"])).unused_keys == ["grpo.beta"]

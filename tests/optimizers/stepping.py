@@ -11,7 +11,7 @@ from dtrain.optim.local_shard import bit_positions, random_bits
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_slices, local_tensor
 from dtrain.policy import Policy
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.tiny import tiny_recipe, write_model
 from tests.world import run_world
 
@@ -43,7 +43,7 @@ def recipe_of(root: Path, *overrides: str, family: str = "qwen3", tied: bool = T
 
 
 def policy_on(recipe, rank: int, world_size: int, device: torch.device = CPU) -> Policy:
-    world = sizes(recipe, world_size)
+    world = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size, device=device)
     shape = {"dp_replicate": world.dp_replicate, "dp_shard": world.dp_shard, "cp": world.cp, "tp": world.tp}
     policy = Policy(recipe, read_config(recipe.model.path), build_mesh(runtime, **shape), runtime)

@@ -14,7 +14,7 @@ from dtrain.commands.plan.plan import make_plan, resolve_plan
 from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import resolve_nproc
 from dtrain.memory.low_bit_adam import moment_kind
-from dtrain.recipe.world import USUAL, open_keys, replace_keys, without_auto
+from dtrain.recipe.world import FASTEST_VALUES, replace_auto, replace_keys, unresolved_auto_keys
 from dtrain.training import load_recipe
 from dtrain.training.directory import ABOUT
 from dtrain.training.inputs import RunInputs, World
@@ -30,7 +30,7 @@ from dtrain.training.sizing import (
 from tests.tiny import tiny_recipe, write_model
 
 H100 = GPUS["h100"]
-AUTO = [f"{key}=auto" for key in USUAL]
+AUTO = [f"{key}=auto" for key in FASTEST_VALUES]
 ROWS = ["data.max_length=512", "train.global_batch=2", "train.dtype=bfloat16"]
 LADDER = [
     {},
@@ -40,7 +40,7 @@ LADDER = [
 
 
 def peak_of(recipe, values, micro=1):
-    return make_plan(replace_keys(without_auto(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
+    return make_plan(replace_keys(replace_auto(recipe), {**values, "train.micro_batch": micro}), 1, H100).step.peak
 
 
 def memory_for(peak):
@@ -56,7 +56,10 @@ def test_the_first_combination_that_fits_is_chosen(tmp_path):
     assert peaks == sorted(peaks, reverse=True)
     for values, peak in zip(LADDER[1:], peaks[1:], strict=True):
         choice = choose(resolve_plan(recipe, 1, "cuda", H100), memory_for(peak), H100)
-        assert choice.values == {key: USUAL[key] for key in open_keys(recipe)} | values and choice.peak == peak
+        assert (
+            choice.values == {key: FASTEST_VALUES[key] for key in unresolved_auto_keys(recipe)} | values
+            and choice.peak == peak
+        )
         kind = values["train.activation_checkpointing"]
         assert f"train.activation_checkpointing={kind} (auto): for memory" in choice.lines
 
@@ -84,8 +87,8 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
     ways = str(caught.value).split("what fits: ")[1].split(", or ")
     assert 1 <= len(ways) <= 2
     other = load_recipe(recipe, [*ways[0].split(" (peak")[0].split(), "train.activation_checkpointing=full"])
-    by_one = without_auto(replace_keys(other, {"train.micro_batch": 1}))
-    assert make_plan(by_one, other.launch.processes, H100).step.peak < least
+    by_one = replace_auto(replace_keys(other, {"train.micro_batch": 1}))
+    assert make_plan(by_one, other.launch.num_processes, H100).step.peak < least
 
 
 @pytest.mark.slow
@@ -94,18 +97,18 @@ def test_where_nothing_fits_the_nearest_ways_are_named(tmp_path):
 def test_what_visits_the_device_at_the_step_costs_the_time_of_its_link(tmp_path, state):
     model = f"model.path={write_model(tmp_path / 'model', 'llama', hidden_size=64, intermediate_size=128)}"
     words = [*ROWS, model, "parallel.optimizer_offload=true", f"optimizer.state={state}"]
-    plan = make_plan(without_auto(tiny_recipe(tmp_path, *words)), 1, H100)
+    plan = make_plan(replace_auto(tiny_recipe(tmp_path, *words)), 1, H100)
     weights = plan.spec.model.named_parameters()
     moments = {"float32": 8, "bfloat16": 4}  # bytes of two; embeddings' and small tensors' stay float32
     expected = sum(weight.numel() * (4 + moments[moment_kind(name, weight.shape, state)]) for name, weight in weights)
     assert plan.step.host_optimizer_bytes == expected
     assert plan.time.optimizer == pytest.approx(plan.step.host_optimizer_bytes / (H100.host * 0.8))
-    assert make_plan(without_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.host_optimizer_bytes == 0
+    assert make_plan(replace_auto(tiny_recipe(tmp_path, *ROWS)), 1, H100).step.host_optimizer_bytes == 0
 
 
 def test_small_models_on_a_cpu_need_no_plan(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    assert small_model_sizing(RunInputs.of(recipe, World(2)), 2**34).values == USUAL
+    assert small_model_sizing(RunInputs.of(recipe, World(2)), 2**34).values == FASTEST_VALUES
     assert small_model_sizing(RunInputs.of(recipe, World(2)), 2**24) is None
     assert small_model_sizing(RunInputs.of(load_recipe(recipe, ["data.max_length=100000"]), World(2)), 2**34) is None
 
@@ -113,12 +116,12 @@ def test_small_models_on_a_cpu_need_no_plan(tmp_path):
 def test_a_batch_decides_how_many_rows_are_usual(tmp_path):
     for total, ranks, micro in [(8, 1, 4), (6, 1, 3), (8, 4, 2), (7, 1, 1), (2, 1, 2)]:
         recipe = tiny_recipe(tmp_path, "train.micro_batch=auto", f"train.global_batch={total}")
-        assert RunInputs.of(recipe, World(ranks)).recipe.train.micro == micro
+        assert RunInputs.of(recipe, World(ranks)).recipe.train.num_micro_batch_rows == micro
 
 
 def test_a_run_keeps_what_it_chose_on_the_same_machine_alone(tmp_path):
     recipe = tiny_recipe(tmp_path, *AUTO)
-    values = USUAL | {"train.micro_batch": 2, "train.activation_checkpointing": "full"}
+    values = FASTEST_VALUES | {"train.micro_batch": 2, "train.activation_checkpointing": "full"}
     machine = describe_machine(1, "cpu", 2**34)
     spec = RunInputs.of(recipe, World(1))
     assert previous_sizing(spec, machine) is None
@@ -144,7 +147,7 @@ class Store(dict):
 
 def test_all_ranks_get_what_the_first_one_decides(tmp_path):
     recipe, store = tiny_recipe(tmp_path, *AUTO), Store()
-    sizing = Sizing(USUAL | {"train.micro_batch": 1}, ("why",))
+    sizing = Sizing(FASTEST_VALUES | {"train.micro_batch": 1}, ("why",))
     first = share_sizing(recipe, 0, 0, store, lambda: sizing)
     second = share_sizing(recipe, 1, 0, store, lambda: pytest.fail("only the first rank decides"))
     assert first == second and first[0].train.micro_batch == 1 and first[1] == ("why",)
@@ -167,13 +170,13 @@ def test_without_a_plan_little_memory_is_taken(tmp_path):
 @pytest.mark.processes
 def test_a_run_on_little_memory_has_its_sizes_from_the_plan(tmp_path, monkeypatch, capfd):
     recipe = tiny_recipe(tmp_path, *AUTO, "train.steps=2", "train.compile=auto")
-    small = replace_keys(without_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
+    small = replace_keys(replace_auto(recipe), {"train.micro_batch": 1, "launch.device": "cpu"})
     peak = make_plan(small, 1, H100).step.peak
     monkeypatch.setattr("dtrain.launch.rank.free_host_memory", lambda *_: memory_for(peak))
     result = dtrain.run(recipe)
     assert "planned peak" in capfd.readouterr().err
     saved = load_recipe(result.directory / "config.yaml")
-    assert open_keys(saved) == [] and saved.train.micro < 4 and saved.train.compile is False
+    assert unresolved_auto_keys(saved) == [] and saved.train.num_micro_batch_rows < 4 and saved.train.compile is False
 
 
 def test_layers_are_compiled_on_gpus_that_can(tmp_path, monkeypatch):
@@ -187,12 +190,12 @@ def test_layers_are_compiled_on_gpus_that_can(tmp_path, monkeypatch):
         monkeypatch.setattr("dtrain.recipe.world.find_spec", {"triton": spec}.get)
         assert RunInputs.of(recipe, World(1, device, is_here)).recipe.train.compile is is_compiled
     written = tiny_recipe(tmp_path, "train.compile=true")
-    assert RunInputs.of(written, World(1)).recipe.train.compile is True and without_auto(recipe).train.compile is False
+    assert RunInputs.of(written, World(1)).recipe.train.compile is True and replace_auto(recipe).train.compile is False
 
 
 def test_processes_are_those_of_the_devices(monkeypatch):
     recipe = load_recipe({"launch": {"nproc": "auto"}})
-    assert recipe.launch.processes == 1
+    assert recipe.launch.num_processes == 1
     for count, expected in [(0, 1), (1, 1), (3, 2), (8, 8)]:  # 3 cannot share 64 rows
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
         assert resolve_nproc(recipe).launch.nproc == expected
@@ -219,7 +222,10 @@ class Planned:
         place = self.place({f"train.{key}": value for key, value in vars(recipe.train).items()})
         self.seen.append((place, recipe.data.max_length, recipe.lora is not None))
         parts = Counter(dict.fromkeys(["activations", "loss", "temporaries"], 0))
-        fixed, peak = (self.held - self.gradients, 0, self.gradients, 0, 0), self.peaks[place] * recipe.train.micro
+        fixed, peak = (
+            (self.held - self.gradients, 0, self.gradients, 0, 0),
+            self.peaks[place] * recipe.train.num_micro_batch_rows,
+        )
         return Step(*fixed, peak, parts, Phase("update"), 0, {}, {}, 0, 1, host_activations=self.host[place])
 
 
@@ -303,7 +309,7 @@ def test_more_devices_are_named_where_one_micro_batch_keeps_no_unsharded_gradien
         tmp_path, "train.micro_batch=auto", "train.global_batch=4", "train.activation_checkpointing=full"
     )
     plans = {
-        ranks: make_plan(without_auto(replace_keys(recipe, {"train.micro_batch": 1})), ranks, H100) for ranks in (2, 4)
+        ranks: make_plan(replace_auto(replace_keys(recipe, {"train.micro_batch": 1})), ranks, H100) for ranks in (2, 4)
     }
     two, four = plans[2].step, plans[4].step
     assert two.resident / 2 + two.peak - two.resident > four.peak  # what comes and goes shrinks

@@ -13,7 +13,7 @@ from dtrain.commands.plan.background import PlannedPeak
 from dtrain.commands.plan.hardware import GPUS, hardware_of
 from dtrain.commands.plan.plan import make_plan
 from dtrain.launch.devices import DeviceFacts
-from dtrain.recipe.world import USUAL, as_overrides
+from dtrain.recipe.world import FASTEST_VALUES, format_overrides
 from dtrain.training import load_recipe
 from tests.tiny import tiny_recipe
 
@@ -60,13 +60,13 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_by_what_is_known_of_it():
 @pytest.mark.processes
 def test_a_gpu_without_flash_attention_is_chosen_for_without_it(tmp_path):
     packed = ["data.max_length=64", "data.packing=true", "train.global_batch=4", "train.dtype=float16"]
-    recipe = tiny_recipe(tmp_path, *packed, *(f"{key}=auto" for key in USUAL), "train.micro_batch=1")
+    recipe = tiny_recipe(tmp_path, *packed, *(f"{key}=auto" for key in FASTEST_VALUES), "train.micro_batch=1")
     peaks = {}
     for device in (V100, A6000):
         with PlannedPeak(recipe, 1, "cuda") as planned:
             peak = planned.choose(device.memory, device, 2**40)
         assert f"{device.name} is not in the table" in peak.choice.lines[-1]
-        fixed = load_recipe(recipe, as_overrides(peak.choice.values))
+        fixed = load_recipe(recipe, format_overrides(peak.choice.values))
         assert peak.size == make_plan(fixed, 1, hardware_of(device)[0]).step.peak
         with PlannedPeak(fixed, 1, "cuda") as planned:
             assert planned.peak_if_too_large(device) is None and planned.peak().size == peak.size

@@ -76,7 +76,7 @@ def peaks_of_a_step(rank, recipe, world_size):
     """The peak of a step's living storages, and in a world of one of what the CPU's allocator handed out, beside what
     was held before: among several ranks the allocator's frees by gloo's threads go unseen."""
     gc.collect()  # an earlier case's memory
-    spec, sizes = resolve_plan(recipe, world_size, "cpu"), config.sizes(recipe, world_size)
+    spec, sizes = resolve_plan(recipe, world_size, "cpu"), config.derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, spec.model_config, mesh, runtime)

@@ -15,7 +15,7 @@ from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.parallel.placement import local_tensor
 from dtrain.policy import Policy
 from dtrain.policy.batching import Fixed, split_into_micro_batches
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.cases import run_cases
 from tests.models.test_vision_models import CASES as TOWERS
 from tests.policy.test_images import batch_of, recipe_of
@@ -95,7 +95,7 @@ def gradients(policy, batches, order, without_adapters=()):
 
 
 def built(rank, recipe, world_size, has_vision=False):
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp, ep=derived.ep)
     policy = Policy(recipe, read_config(recipe.model.path, vision=has_vision), mesh, runtime)

@@ -62,7 +62,7 @@ class Events(TorchDispatchMode):
 
 def policy_of(rank, recipe, size):
     runtime = Runtime(rank=rank, local_rank=rank, world_size=size)
-    sizes = config.sizes(recipe, size)
+    sizes = config.derive_sizes(recipe, size)
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     return Policy(recipe, read_config(recipe.model.path), mesh, runtime)
 

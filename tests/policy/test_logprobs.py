@@ -7,7 +7,7 @@ from dtrain.base.batch import collate
 from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.cases import run_cases
 from tests.stepping import bare_worker, train_step
 from tests.tiny import VOCAB, tiny_recipe, write_model
@@ -51,7 +51,7 @@ def oracle(directory):
 
 def score(rank, recipe, world_size, packing, other):
     """This dp rank's rows under policy and reference, flattened without padding, before and after a step."""
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     mesh = build_mesh(
         Runtime(rank=rank, world_size=world_size), dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp
     )

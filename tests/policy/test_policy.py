@@ -11,7 +11,7 @@ from dtrain.optim.update import LossScale, Schedule, Updater
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import DTensorPolicyWorker, Policy
 from dtrain.policy.options import choose_precision
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from dtrain.training import load_recipe
 from tests.stepping import bare_worker, train_step
 from tests.tiny import VOCAB, tiny_recipe
@@ -36,7 +36,7 @@ def rows(count, seed=0):
 
 
 def policy_of(recipe, rank=0, world_size=1, kind=Policy):
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard)
     return kind(recipe, read_config(recipe.model.path), mesh, runtime)

@@ -7,7 +7,7 @@ from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.policy.test_policy import rows
@@ -29,7 +29,7 @@ def sum_by_token(source, batch, global_seqs, global_tokens):
 
 
 def two_steps(rank, recipe, world_size, loss_fn):
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)

@@ -12,7 +12,7 @@ from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy
 from dtrain.policy.batching import DynamicShapes, Fixed, Packed
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from dtrain.training import load_recipe
 from tests.cases import run_cases
 from tests.policy.test_policy import rows
@@ -53,7 +53,7 @@ def loss_of_streams(source, batch, global_seqs, global_tokens):
 
 
 def build(rank, recipe, world_size, kind=Policy):
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=recipe.parallel.cp, tp=recipe.parallel.tp)
     return kind(recipe, read_config(recipe.model.path), mesh, runtime), mesh

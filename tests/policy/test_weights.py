@@ -16,7 +16,7 @@ from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import Policy, WeightReceiver, get_cpu_state_dict, unshard_fsdp2_model
 from dtrain.policy.weights import split_into_buckets
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.policy.test_policy import rows
 from tests.stepping import train_step
 from tests.tiny import tiny_recipe
@@ -24,7 +24,7 @@ from tests.world import fork, run_world
 
 
 def policy_of(rank, recipe, world_size):
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)

@@ -8,7 +8,7 @@ import torch
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import Runtime, build_mesh
 from dtrain.policy import DTensorPolicyWorker, Policy
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.stepping import train_step
 from tests.tiny import VOCAB, tiny_grpo, tiny_recipe
 from tests.world import run_world
@@ -28,7 +28,7 @@ GPU_INFO = {
 
 
 def parts_of(rank, recipe, world_size):
-    derived = sizes(recipe, world_size)
+    derived = derive_sizes(recipe, world_size)
     runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     return recipe, read_config(recipe.model.path), mesh, runtime

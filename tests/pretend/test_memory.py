@@ -41,7 +41,7 @@ SHAPE = {
 def peak_of_a_step(rank, recipe, size):
     """Return the most bytes held in a step once the optimizer has its state: the least of nine steps, or of as many
     as reach it three times. A thread of autograd that waits for its turn holds the last graph a while longer."""
-    sizes = config.sizes(recipe, size)
+    sizes = config.derive_sizes(recipe, size)
     runtime = runtime_of(rank, size)
     if not dist.is_initialized():
         init_one_process_group("cuda")

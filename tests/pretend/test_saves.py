@@ -11,7 +11,7 @@ from dtrain.methods.sft import SftMethod
 from dtrain.models.read_config import read_config
 from dtrain.parallel.mesh import build_mesh, init_one_process_group
 from dtrain.policy import Policy, WeightReceiver
-from dtrain.recipe import sizes
+from dtrain.recipe import derive_sizes
 from tests.policy.test_policy import rows
 from tests.policy.test_weights import free_port
 from tests.pretend.runs import runtime_of
@@ -55,7 +55,7 @@ def sent(rank, recipe):
     """Weights after a step, by a group over nccl, to a process that has a card too."""
     runtime = runtime_of(rank, 1)
     init_one_process_group("cuda")
-    derived = sizes(recipe, 1)
+    derived = derive_sizes(recipe, 1)
     mesh = build_mesh(runtime, dp_shard=derived.dp_shard, cp=derived.cp, tp=derived.tp)
     policy = Policy(recipe, read_config(recipe.model.path), mesh, runtime)
     policy.init_optimizer(4)

@@ -72,7 +72,7 @@ def _planned_seconds(recipe: Recipe, size: int) -> str:
     if board is None:
         return ""
     step = plan_step(resolve_plan(recipe, size, "cuda"))
-    return f" (planned {estimate_step(step, config.sizes(recipe, size), GPUS[board]).total:.3f})"
+    return f" (planned {estimate_step(step, config.derive_sizes(recipe, size), GPUS[board]).total:.3f})"
 
 
 def peak_rank(rank: int, size: int, recipe: Recipe) -> tuple[int, str]:

@@ -101,7 +101,7 @@ def opened(rank: int, size: int, recipe: Recipe) -> tuple[Any, Any, Callable[[],
     if size == 1:
         init_one_process_group("cuda")
     runtime = Runtime(rank=rank, local_rank=rank, world_size=size, device=torch.device("cuda", rank))
-    sizes = config.sizes(recipe, size)
+    sizes = config.derive_sizes(recipe, size)
     mesh = build_mesh(runtime, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
     policy = Policy(recipe, read_config(recipe.model.directory), mesh, runtime)
     policy.init_optimizer(10)

@@ -16,7 +16,7 @@ from dtrain.commands.plan.processes import Child
 from dtrain.commands.plan.report import too_much
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Recipe
-from dtrain.recipe.world import open_keys, replace_keys
+from dtrain.recipe.world import replace_keys, unresolved_auto_keys
 
 PLAN_SECONDS = 120.0  # that a run waits for its plan, before it reads weights
 _BEHIND_THE_RUN = 5  # of `os.nice`
@@ -44,7 +44,7 @@ class PlannedPeak(Child[Peak]):
     def __init__(self, recipe: Recipe, world_size: int, device_type: str):
         recipe = replace(recipe, launch=replace(recipe.launch, device="cuda" if device_type == "cuda" else "cpu"))
         self._facts: Any = multiprocessing.get_context("fork").SimpleQueue()
-        if device_type != "cuda" and not open_keys(recipe):
+        if device_type != "cuda" and not unresolved_auto_keys(recipe):
             self._facts.put(None)
         super().__init__(partial(_planned, recipe, world_size, self._facts), niceness=_BEHIND_THE_RUN)
         self._peak: Peak | None = None
@@ -87,7 +87,7 @@ class PlannedPeak(Child[Peak]):
 
 def _planned(recipe: Recipe, world_size: int, facts_queue: Any) -> Peak:
     try:
-        values = facts_queue.get() if open_keys(recipe) else None
+        values = facts_queue.get() if unresolved_auto_keys(recipe) else None
         if isinstance(values, tuple):
             memory, device, host = values
             hardware, lines = (None, ()) if device is None else hardware_of(device)

@@ -21,9 +21,17 @@ from dtrain.commands.plan.hardware import GPUS, USABLE_MEMORY, Hardware, estimat
 from dtrain.commands.plan.plan import Plan, divisors, make_plan, problems, resolve_plan, with_keys
 from dtrain.commands.plan.step import Step, num_traces, plan_steps
 from dtrain.policy.build import max_masked_row_length
-from dtrain.recipe import Recipe, sizes
+from dtrain.recipe import Recipe, derive_sizes
 from dtrain.recipe.schema import Lora
-from dtrain.recipe.world import MICRO_BATCH, USUAL, USUAL_ROWS, as_choices, as_overrides, open_keys, replace_keys
+from dtrain.recipe.world import (
+    DEFAULT_MICRO_BATCH,
+    FASTEST_VALUES,
+    MICRO_BATCH,
+    format_choices,
+    format_overrides,
+    replace_keys,
+    unresolved_auto_keys,
+)
 from dtrain.training.sizing import Sizing
 from dtrain.training.step_spec import StepSpec
 
@@ -70,7 +78,7 @@ def choose(spec: StepSpec, memory: int, hardware: Hardware | None = None, host: 
 
 def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
     """Return the plan of `recipe` as of `make_plan`, with values chosen for what it leaves to `auto`."""
-    if not open_keys(recipe):
+    if not unresolved_auto_keys(recipe):
         return make_plan(recipe, world_size, hardware, budget)
     is_cpu = recipe.launch.device == "cpu"
     memory = (
@@ -84,14 +92,14 @@ def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | 
 class _Search:
     def __init__(self, spec: StepSpec, memory: int, hardware: Hardware | None, host: int | None):
         self.spec, self.recipe, self.world_size = spec, spec.original_recipe, spec.world.size
-        self.keys, self.memory, self.budget = open_keys(self.recipe), memory, int(memory * (1 - FREE_SHARE))
+        self.keys, self.memory, self.budget = unresolved_auto_keys(self.recipe), memory, int(memory * (1 - FREE_SHARE))
         self.host_budget = inf if host is None else host * (1 - FREE_SHARE)
         self.hardware = hardware or next(iter(GPUS.values()))
         self.is_gpu = spec.world.device_type == "cuda"
         self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
         self.micros = [micro for micro in divisors(self.rows) if self._has_a_kernel(micro)]
         self.micros = self.micros if MICRO_BATCH in self.keys else []
-        self.least = self.micros[0] if self.micros else self.spec.recipe.train.micro
+        self.least = self.micros[0] if self.micros else self.spec.recipe.train.num_micro_batch_rows
         self.known: dict[tuple, _Tried] = {}  # what was planned, by combination and micro-batch
         self.ladder, self.offloaded = self._ladder(), self._ladder(is_offloaded=True)
 
@@ -120,7 +128,7 @@ class _Search:
     def _ladder(self, is_offloaded: bool = False) -> list[Values]:
         """Return combinations of the open keys, each of more time and less memory than the one before; is_offloaded:
         all with `parallel.optimizer_offload`, [] where that is not open or refused."""
-        base = {key: USUAL[key] for key in self.keys if key != MICRO_BATCH}
+        base = {key: FASTEST_VALUES[key] for key in self.keys if key != MICRO_BATCH}
         if is_offloaded:
             offload = {OFFLOAD: True}
             if OFFLOAD not in base or not self.is_gpu or self._refused(offload):
@@ -151,7 +159,7 @@ class _Search:
     def _at(self, spec: StepSpec, values: Values, micro: int) -> StepSpec:
         """Return `spec` with `values` and a micro-batch, where that is open."""
         recipe = replace_keys(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
-        return with_keys(spec, recipe, sizes(recipe, spec.world.size))
+        return with_keys(spec, recipe, derive_sizes(recipe, spec.world.size))
 
     def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
         """Return `combinations` with their steps. Each is planned once."""
@@ -239,7 +247,7 @@ class _Search:
     def _wanted(self, tried: _Tried) -> int:
         """Return the micro-batch from which on a pass computes longer than it sends and starts kernels."""
         if not self.is_gpu:
-            return max([micro for micro in self.micros if micro <= USUAL_ROWS], default=tried.micro)
+            return max([micro for micro in self.micros if micro <= DEFAULT_MICRO_BATCH], default=tried.micro)
         spec = self._at(self.spec, tried.values, tried.micro)
         time, passes = estimate_step(tried.step, spec.sizes, self.hardware), spec.sizes.accumulation
         of_row = (time.arithmetic + time.memory) / (passes * tried.micro)
@@ -254,7 +262,7 @@ class _Search:
             return tried
         also = f"; it also takes {gib(host)} of the host's memory for each rank" if host > self.host_budget else ""
         chosen = {MICRO_BATCH: tried.micro} | dict(values)
-        least = " ".join(as_overrides(chosen))
+        least = " ".join(format_overrides(chosen))
         ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(tried), 2)]
         fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
         raise TooLarge(
@@ -301,14 +309,14 @@ class _Search:
         if MICRO_BATCH in values:
             why = "more would not be faster" if tried.micro >= wanted else "more do not fit"
             why = "all rows of a rank" if tried.micro == self.rows else why
-            (choice,) = as_choices(self.spec.original_recipe, {MICRO_BATCH: tried.micro})
+            (choice,) = format_choices(self.spec.original_recipe, {MICRO_BATCH: tried.micro})
             yield f"{choice} (auto): {why}"
         others = {key: value for key, value in values.items() if key != MICRO_BATCH}
-        usual = {key: value for key, value in others.items() if value == USUAL[key]}
-        for text in as_overrides({key: value for key, value in others.items() if key not in usual}):
+        usual = {key: value for key, value in others.items() if value == FASTEST_VALUES[key]}
+        for text in format_overrides({key: value for key, value in others.items() if key not in usual}):
             yield f"{text} (auto): for memory"
         if usual:
-            yield f"{', '.join(as_overrides(usual))} (auto)"
+            yield f"{', '.join(format_overrides(usual))} (auto)"
         yield f"planned peak {gib(tried.step.peak)} of {gib(self.memory)}"
 
 

@@ -17,7 +17,7 @@ from dtrain.commands.plan.step import Step, plan_step
 from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.size_checks import check_model_mesh
 from dtrain.recipe import Recipe, Sizes
-from dtrain.recipe.world import LARGEST_AUTO, replace_keys
+from dtrain.recipe.world import MAX_AUTO_BATCH, replace_keys
 from dtrain.training.preflight import shapes
 from dtrain.training.step_spec import StepSpec, config_of, resolve_step
 
@@ -79,7 +79,7 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         table=facts.tensor_parallel_styles(),
         total_parameters=facts.weights.total,
         trained_parameters=facts.weights.trained,
-        tokens=recipe.train.batch * method.rows_per_sample() * method.row_length(),
+        tokens=recipe.train.num_batch_rows * method.rows_per_sample() * method.row_length(),
         flops_per_token=facts.row_flops_per_token(method.row_length(), grids),
         evaluation_bytes=step.parameters + step.optimizer_state + answer_bytes if answer_bytes else 0,
         assumptions=tuple(_assumed(spec)),
@@ -111,7 +111,7 @@ def _assumed(spec: StepSpec) -> Iterator[str]:
         yield f"optimizer.name={name} is not imported: its state is taken to be as large as AdamW's"
     if tensor_plan != spec.recipe.parallel.custom_plan:
         yield f"parallel.custom_plan={tensor_plan} is not imported: the model's own plan stands in"
-    if spec.sizes.is_open:
+    if spec.sizes.is_upper_bound:
         yield (f"train.global_batch=auto is taken to be {spec.sizes.global_batch}; data of few rows make it smaller")
     yield from spec.notes
 
@@ -168,7 +168,7 @@ def candidates(
 ) -> Iterator[Sizes]:
     """Yield every mesh and micro-batch that the model and the recipe allow; the others are counted in `counts`."""
     length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
-    total = LARGEST_AUTO if is_open else recipe.train.batch
+    total = MAX_AUTO_BATCH if is_open else recipe.train.num_batch_rows
     for tp in divisors(world_size):
         if check_model_mesh(config, tp, recipe.parallel.ep):
             counts["tp does not fit the model"] += 1

@@ -26,7 +26,7 @@ def answer(arguments: Namespace) -> None:
     """
     loaded, errors = load_with_problems(arguments.recipe, arguments.overrides)
     recipe, known = resolve_nproc(loaded), GPUS[arguments.gpu]
-    world_size = arguments.world_size or recipe.launch.processes
+    world_size = arguments.world_size or recipe.launch.num_processes
     hardware = replace(
         known,
         per_node=arguments.gpus_per_node or known.per_node,

@@ -14,8 +14,8 @@ from typing import Any
 from dtrain.commands.plan.hardware import StepTime, estimate_step, wire_time
 from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
 from dtrain.commands.plan.step import Step, plan_step
-from dtrain.recipe import Recipe, Sizes, sizes
-from dtrain.recipe.world import USUAL, as_overrides, replace_keys, value_of_key
+from dtrain.recipe import Recipe, Sizes, derive_sizes
+from dtrain.recipe.world import FASTEST_VALUES, format_overrides, get_key, replace_keys
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def find_smallest_change(plan: Plan) -> tuple[str, Step] | None:
         recipe = replace_keys(spec.recipe, overrides)
         if problems(recipe, ranks):
             continue
-        world = sizes(recipe, ranks)
+        world = derive_sizes(recipe, ranks)
         if closed.shards(world) > plan.budget:
             continue
         step = plan_step(with_keys(spec, recipe, world))
         if step.peak <= plan.budget:
-            words = as_overrides(overrides)
+            words = format_overrides(overrides)
             if ranks != spec.world.size:
                 words.append(f"--world-size {ranks}")
             return " ".join(words), step
@@ -150,21 +150,21 @@ def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[d
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
-    if not parallel.reduce_each and is_sharded and train.batch > train.micro:
+    if not parallel.reduce_each and is_sharded and train.num_batch_rows > train.num_micro_batch_rows:
         base = {"parallel.reduce_each": True}
         yield base, world_size
-    for micro in reversed(divisors(train.micro)[:-1]):
+    for micro in reversed(divisors(train.num_micro_batch_rows)[:-1]):
         yield base | {"train.micro_batch": micro}, world_size
     kinds = [{"train.activation_checkpointing": kind} for kind in _LESS_KEPT[train.activation_checkpointing]]
     for kind in kinds:
         yield base | kind, world_size
-    if train.micro > 1:
+    if train.num_micro_batch_rows > 1:
         base |= {"train.micro_batch": 1}
         if kinds:
             yield base | kinds[-1], world_size
     base |= kinds[-1] if kinds else {}
     for key, value in (("train.tile", "all"), ("train.activation_offload", True)):
-        if value_of_key(recipe, key) == USUAL[key]:
+        if get_key(recipe, key) == FASTEST_VALUES[key]:
             base |= {key: value}
             yield base, world_size
     if parallel.dp_shard != -1:

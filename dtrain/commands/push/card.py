@@ -91,7 +91,7 @@ def public_recipe(recipe: Mapping[str, Any]) -> Any:
         return cached_model_id(Path(value)) or Path(value).name
 
     tree = public(recipe)
-    secrets.hide(tree)
+    secrets.hide_secrets(tree)
     return tree
 
 

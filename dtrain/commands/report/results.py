@@ -117,7 +117,7 @@ def describe_mesh(run: RunFiles) -> str:
 def differences(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the keys whose values differ, with each run's value; of the runs that have a recipe."""
     trees = _comparable_recipes(runs)
-    flats = [{secrets.dotted(path): value for path, value in secrets.leaves(tree)} for tree in trees]
+    flats = [{secrets.dotted_key(path): value for path, value in secrets.iterate_leaves(tree)} for tree in trees]
     if sum(map(bool, flats)) < 2:
         return []
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in _OWN)

@@ -56,7 +56,7 @@ class RunFiles:
         """Read what is new, without the answers. Return whether anything is new."""
         before = self.recipe, self.data, self.about, self.is_running
         self.recipe = records.read_recipe(self.directory)
-        secrets.hide(self.recipe)
+        secrets.hide_secrets(self.recipe)
         paths = [self.directory / name for name in (DATA, ABOUT)]
         self.data, self.about = (read_json(path, allow_nan=True) if path.is_file() else {} for path in paths)
         self.is_running = is_locked(self.directory)
@@ -104,7 +104,7 @@ class RunFiles:
 
     def at(self, *keys: str) -> Any:
         """Return a value of the recipe; None if there is none."""
-        return secrets.at(self.recipe, keys)
+        return secrets.get_at(self.recipe, keys)
 
     @property
     def data_files(self) -> list[Any]:

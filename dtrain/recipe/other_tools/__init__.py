@@ -34,7 +34,7 @@ TOOLS = (TRL, HANDBOOK, AXOLOTL, LLAMA_FACTORY, UNSLOTH, TORCHTUNE, NEMO_RL, VER
 """The tools whose files are converted. A file that several of them know is the last one's."""
 
 
-def tool_of(file: Mapping[str, Any]) -> Tool | None:
+def detect_tool(file: Mapping[str, Any]) -> Tool | None:
     """Return the tool that a file with these dotted keys is written for; None if no key shows it."""
     found = None
     for tool in TOOLS:
@@ -51,7 +51,7 @@ def convert(file: Mapping[str, Any], keys: RecipeKeys, method: str | None = None
         keys: The keys of recipes.
         method: The recipe's method, if it is known from elsewhere. None reads it from the file.
     """
-    tool = tool_of(file)
+    tool = detect_tool(file)
     draft = Draft(tool, file, keys, method)
     if tool is None:
         draft.carry_aliases()

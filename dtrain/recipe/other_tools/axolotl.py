@@ -13,7 +13,7 @@ from dtrain.recipe.other_tools.draft import (
     Dataset,
     Draft,
     Tool,
-    listed,
+    as_list,
     put_chat_template,
     put_datasets,
     put_split,
@@ -227,7 +227,7 @@ def _is_dtrains_behaviour(key: str, value: Any) -> bool:
     if key in ("train_on_eos", "train_on_eot"):
         return bool(value == "turn")
     if key == "roles_to_train":
-        return all(role in ("assistant", "gpt") for role in listed(value))
+        return all(role in ("assistant", "gpt") for role in as_list(value))
     return key == "chat_template" and value == "tokenizer_default"
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dtrain.recipe.saved import nested
+from dtrain.recipe.saved import unflatten
 
 
 class LostKey(NamedTuple):
@@ -50,7 +50,7 @@ class Conversion:
 
     def recipe(self) -> dict[str, Any]:
         """Return the recipe as nested mappings."""
-        return nested(self.values)
+        return unflatten(self.values)
 
     def text(self) -> str:
         """Return the recipe as YAML with its comments, then the notes and the lost keys as comments."""

@@ -154,7 +154,7 @@ class Draft:
         value = self.take(*names)
         if value is None or value == "auto" or _is_unset(value):
             return default
-        number = number_of(value)
+        number = as_number(value)
         if number is None or not float(number).is_integer():
             self._lose_type(names, value, "is not a whole number. Write a number such as 8")
             return default
@@ -171,7 +171,7 @@ class Draft:
         value = self.take(*names)
         if value is None or value == "auto":
             return default
-        number = number_of(value)
+        number = as_number(value)
         if number is None:
             self._lose_type(names, value, "is not a number. Write one such as 0.1")
             return default
@@ -194,7 +194,7 @@ class Draft:
 
     def take_list(self, *names: str) -> list[Any]:
         """Return the first of these keys' values as a list. One entry, or entries with commas between them, are one."""
-        return listed(self.take(*names))
+        return as_list(self.take(*names))
 
     def take_entries(self, name: str) -> list[dict[str, Any]]:
         """Return the mappings in a list of mappings, such as data sets. Other entries are listed as lost."""
@@ -262,9 +262,9 @@ class Draft:
             source: The file's key, for messages.
         """
         self._read.add(source)
-        meaning = meaning_of(key, value)
+        meaning = find_meaning(key, value)
         if meaning is None:
-            self.lose(source, f"{key} does not take {value}: {spelling.our_word_for(key, value)}", key)
+            self.lose(source, f"{key} does not take {value}: {spelling.find_dtrain_value(key, value)}", key)
             return
         if meaning.remark:
             self.note(f"{source}={value}: {key}={_shown(meaning.value)}, {meaning.remark}")
@@ -367,7 +367,7 @@ class Draft:
             self._read.add(source)
             return
         key = ""
-        moved = spelling.our_key_for(source, value)
+        moved = spelling.find_dtrain_key(source, value)
         if moved is not None:
             key, value = moved
         elif source in self.keys.names:
@@ -394,7 +394,7 @@ class Draft:
         """List a key that nobody read as lost, unless it changes nothing: switched off, or known to be needless."""
         value = self.file[key]
         is_off = value is None or value is False or _is_unset(value) or value in ("", "none", "no", [], {})
-        answer = spelling.answer_to_unknown_key(key) or _NO_KEY
+        answer = spelling.explain_unknown_key(key) or _NO_KEY
         is_needless = answer.startswith("dtrain needs")
         has_no_effect_at_zero = answer.startswith("dtrain does not have") and value == 0
         if not (is_off or is_needless or has_no_effect_at_zero or self._is_switched_off(key)):
@@ -424,7 +424,7 @@ class Draft:
         return -1
 
 
-def meaning_of(key: str, value: Any) -> Meaning | None:
+def find_meaning(key: str, value: Any) -> Meaning | None:
     """Return a value of a recipe's key in dtrain's words.
 
     key_aliases.toml writes a meaning as `value`, `value, with key=value and key=value`, or `value, remark`.
@@ -432,7 +432,7 @@ def meaning_of(key: str, value: Any) -> Meaning | None:
     Returns:
         The meaning; the value itself if the table does not have it; None if the table only has advice for it.
     """
-    text = spelling.our_word_for(key, value)
+    text = spelling.find_dtrain_value(key, value)
     if text is None:
         return Meaning(value, {}, "")
     word, _, remark = text.partition(",")
@@ -448,7 +448,7 @@ def meaning_of(key: str, value: Any) -> Meaning | None:
     return Meaning(yaml.safe_load(word), more, remark)
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Return a value that may be one entry, a list, or entries with commas between them, as a list."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
@@ -457,7 +457,7 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def number_of(value: Any) -> int | float | None:
+def as_number(value: Any) -> int | float | None:
     """Return a number, or text that is one, such as "1e-5", which YAML reads as text. None for everything else."""
     if isinstance(value, bool):
         return None

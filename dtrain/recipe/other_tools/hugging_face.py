@@ -8,7 +8,7 @@ import math
 from typing import Any, Literal
 
 from dtrain.recipe import spelling
-from dtrain.recipe.other_tools.draft import Draft, number_of
+from dtrain.recipe.other_tools.draft import Draft, as_number
 
 DEFAULTS: dict[str, Any] = {
     "run.seed": 42,
@@ -263,7 +263,7 @@ def convert_rewards(draft: Draft, prefix: str = "") -> None:
     functions = draft.take_list(f"{prefix}reward_funcs")
     weights: list[float] = []
     for weight in draft.take_list(f"{prefix}reward_weights"):
-        number = number_of(weight)
+        number = as_number(weight)
         if number is None:
             draft.lose(f"{prefix}reward_weights", f"{weight} is not a number. Write one weight for each function")
             weights = []
@@ -271,7 +271,7 @@ def convert_rewards(draft: Draft, prefix: str = "") -> None:
         weights.append(float(number))
     rewards = []
     for index, function in enumerate(functions):
-        known = spelling.our_word_for("grpo.rewards.fn", function) or str(function)
+        known = spelling.find_dtrain_value("grpo.rewards.fn", function) or str(function)
         reward: dict[str, Any] = {"fn": known.partition(",")[0]}
         if index < len(weights) and weights[index] != 1:
             reward["weight"] = weights[index]

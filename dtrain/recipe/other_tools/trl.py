@@ -12,7 +12,7 @@ from dtrain.recipe.other_tools.draft import (
     Dataset,
     Draft,
     Tool,
-    listed,
+    as_list,
     put_chat_template,
     put_datasets,
     put_split,
@@ -233,8 +233,8 @@ def _handbook_dataset(draft: Draft, entry: Mapping[str, Any]) -> Dataset:
 def _convert_former_mixture(draft: Draft) -> None:
     """Write `dataset_mixer`, which maps data sets to shares, and `dataset_splits`, one of which is for validation."""
     shares = draft.section("dataset_mixer")
-    splits = [str(split) for split in listed(draft.take("dataset_splits"))]
-    subsets = listed(draft.take("dataset_configs"))
+    splits = [str(split) for split in as_list(draft.take("dataset_splits"))]
+    subsets = as_list(draft.take("dataset_configs"))
     train_split = next((split for split in splits if split.startswith("train")), None)
     test_split = next((split for split in splits if split.startswith("test")), None)
     datasets, held_out = [], []

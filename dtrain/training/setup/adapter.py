@@ -328,7 +328,7 @@ def _hint_for_name(name: str, layers: Sequence[str]) -> str:
 
 def _hint_for_expression(key: str, expression: str, layers: Sequence[str]) -> str:
     """Return the fix for a regular expression that matches no layer."""
-    meant = spelling.our_word_for(f"lora.{key}", expression)
+    meant = spelling.find_dtrain_value(f"lora.{key}", expression)
     if meant:
         return f"Did you mean lora.{key}={meant}?"
     rule = f"A text is a regular expression for full names, such as {layers[0]}"

@@ -64,7 +64,7 @@ def unknown_name(key: str, name: str, known: Sequence[str]) -> list[Problem]:
         return []
     text = f"{key}={name} is none of {', '.join(known)}"
     key_without_index = re.sub(r"\[\d+\]", "", key)
-    near = spelling.our_word_for(key_without_index, name) or closest_name(name, known)
+    near = spelling.find_dtrain_value(key_without_index, name) or closest_name(name, known)
     if near:
         return [Problem(key, text, f"Did you mean {near}?")]
     return [Problem(key, f"{text}, nor an import path such as package.module.Class")]

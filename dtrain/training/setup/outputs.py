@@ -11,8 +11,8 @@ from dtrain.base.errors import Problem
 from dtrain.base.files import check_can_publish
 from dtrain.base.ranges import format_value, name_hint
 from dtrain.base.ranks import Ranks
-from dtrain.recipe.schema import BEST
-from dtrain.recipe.secrets import masked
+from dtrain.recipe.schema import BEST_METRICS
+from dtrain.recipe.secrets import mask_secrets
 from dtrain.training import metrics
 from dtrain.training.eval_sets import EvalSet, fields, sets
 from dtrain.training.inputs import RunInputs
@@ -58,10 +58,10 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
     problems = _check_is_measured(inputs, best, set_of)
     if problems or best == "loss":  # the training loss is measured at every step
         return problems
-    if best in BEST and recipe.data.val is None:
+    if best in BEST_METRICS and recipe.data.val is None:
         text = f"checkpoint.keep_best={best} needs a validation set"
         return [Problem(key, text, "Set data.val.path, or data.val=0.05 for a share of the training rows")]
-    if best in BEST and recipe.train.validate_every == "auto":
+    if best in BEST_METRICS and recipe.train.validate_every == "auto":
         return []  # then there is a validation at every save
     interval_key, interval = "train.validate_every", recipe.train.validate_every
     if best in set_of:
@@ -97,14 +97,14 @@ def _check_is_measured(inputs: RunInputs, best: str, set_of: Mapping[str, EvalSe
         set_of: The set of `eval` for each field of an evaluation.
     """
     key = "checkpoint.keep_best"
-    measured = [name for name in BEST if name in inputs.method.best]
+    measured = [name for name in BEST_METRICS if name in inputs.method.best]
     measured += set_of
     if best in measured:
         return []
-    if best in BEST:
+    if best in BEST_METRICS:
         text = f"checkpoint.keep_best={best} is not measured by method={inputs.recipe.method}"
         return [Problem(key, text, f"Use {' or '.join(measured)}")]
-    known = ", ".join([*BEST, *set_of])
+    known = ", ".join([*BEST_METRICS, *set_of])
     near = name_hint(best, measured, otherwise="")
     return [Problem(key, f"checkpoint.keep_best={best} is none of {known}, nor null{near}")]
 
@@ -145,7 +145,7 @@ def open_outputs(inputs: RunInputs, ranks: Ranks, is_main: bool, stack: ExitStac
         stack.callback(run.release)
     recorder = metrics.build(recipe.metrics, run.path, config.to_yaml(recipe), is_main)
     secrets = getattr(recipe, "secrets", ())  # a recipe that was built in Python has none
-    recorder.redact = partial(masked, secrets=secrets)
+    recorder.redact = partial(mask_secrets, secrets=secrets)
     stack.callback(recorder.close)
     ranks.run_on_first(lambda: refuse_unwritable_export(inputs))
     return recorder

@@ -134,13 +134,13 @@ def warmup_of(schedule: Scheduler | list[Stage], steps: int) -> int:
     """Return the number of warm-up steps. 0 for a list of stages and for a schedule that is named by import path."""
     if isinstance(schedule, list) or schedule.name not in SCHEDULES:
         return 0
-    return schedule.warmup_of(steps)
+    return schedule.num_warmup_steps(steps)
 
 
 def _more_steps(recipe: Recipe, method: "Method", rows: Rows) -> str:
     """Return settings that would give more steps, the best first."""
     settings = []
-    rows_per_pass, batch = rows.rows_in_epoch(0), recipe.train.batch
+    rows_per_pass, batch = rows.rows_in_epoch(0), recipe.train.num_batch_rows
     automatic = method.automatic_batch(rows_per_pass)
     if method.more_steps_hint is not None:
         settings.append(method.more_steps_hint)

@@ -119,7 +119,7 @@ def decide(inputs: RunInputs, data: DataFacts, host: Host) -> SizeFacts | None:
         num_samples = {split: len(split_rows.samples) for split, split_rows in data.rows.items()}
         # Rank 0 only, because the method may start a process, for example a tool server.
         host.on_first_rank(recipe.method, partial(method.check_data, data.example_rows, num_samples))
-    return SizeFacts(recipe, method, config.sizes(recipe, inputs.world.size), steps, tuple(notes))
+    return SizeFacts(recipe, method, config.derive_sizes(recipe, inputs.world.size), steps, tuple(notes))
 
 
 def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
@@ -135,7 +135,7 @@ def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
         return recipe
     rows_per_pass = rows.rows_in_epoch(0)
     total = build_method(recipe).automatic_batch(rows_per_pass)
-    dp = config.sizes(recipe, inputs.world.size).dp
+    dp = config.derive_sizes(recipe, inputs.world.size).dp
     if total % dp:
         fewer = max(n for n in range(1, dp) if total % n == 0)
         text = (
@@ -144,16 +144,19 @@ def _with_batch(inputs: RunInputs, recipe: Recipe, rows: Rows) -> Recipe:
         )
         fix = f"Set train.global_batch={-(-total // dp) * dp}, or train on {fewer} of them (launch.nproc)"
         raise RecipeError([Problem("train.global_batch", text, fix)])
-    micro = largest_divisor(total // dp, recipe.train.micro)
+    micro = largest_divisor(total // dp, recipe.train.num_micro_batch_rows)
     return replace(recipe, train=replace(recipe.train, global_batch=total, micro_batch=micro))
 
 
 def _note_on_micro_batch(inputs: RunInputs, before: Recipe, after: Recipe) -> list[str]:
     """Return a note if the recipe sets a micro-batch and `_with_batch` has reduced it."""
-    if after.train.micro == before.train.micro or inputs.original_recipe.train.micro_batch == "auto":
+    if (
+        after.train.num_micro_batch_rows == before.train.num_micro_batch_rows
+        or inputs.original_recipe.train.micro_batch == "auto"
+    ):
         return []
-    rows = after.train.batch // config.sizes(after, inputs.world.size).dp
+    rows = after.train.num_batch_rows // config.derive_sizes(after, inputs.world.size).dp
     return [
-        f"note: train.micro_batch={before.train.micro} becomes {after.train.micro}, since it does not divide the "
+        f"note: train.micro_batch={before.train.num_micro_batch_rows} becomes {after.train.num_micro_batch_rows}, since it does not divide the "
         f"{rows} {plural(rows, 'row')} that a rank has of the global batch"
     ]

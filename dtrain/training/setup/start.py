@@ -18,7 +18,7 @@ from dtrain.data.rows.rows import Cursor
 from dtrain.models.building import adaptable_shapes
 from dtrain.policy.checkpoint import select_weights
 from dtrain.recipe import Recipe
-from dtrain.recipe.schema import BEST
+from dtrain.recipe.schema import BEST_METRICS
 from dtrain.training import model_keys, recipe_keys, resume
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
@@ -209,7 +209,7 @@ def validate_every(recipe: Recipe, total_steps: int) -> int | None:
         return None
     if isinstance(every, int):
         return every
-    if checkpoint.keep_best in BEST and checkpoint.keep_best != "loss" and checkpoint.every is not None:
+    if checkpoint.keep_best in BEST_METRICS and checkpoint.keep_best != "loss" and checkpoint.every is not None:
         return checkpoint.every
     return -(-total_steps // NUM_VALIDATIONS)
 
@@ -288,7 +288,7 @@ def _check_adapter(
     adapter = directory / ADAPTER
     if not (adapter / ADAPTER_CONFIG).is_file():
         return
-    differing = [key for key, _, _ in config.diff(saved_recipe, recipe) if key == "lora.quantize"]
+    differing = [key for key, _, _ in config.diff_recipes(saved_recipe, recipe) if key == "lora.quantize"]
     if read_adapter_config(adapter).select_layers(adaptable_layers) != config_of_run.select_layers(adaptable_layers):
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
     if differing:
