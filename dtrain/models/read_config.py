@@ -17,7 +17,7 @@ from dtrain.models.common.config import ModelConfig
 from dtrain.models.common.config_fields import read_unquantized_modules
 from dtrain.models.common.model_fields import ModelFields
 from dtrain.models.registry import FAMILIES, architecture_of_classifier, architecture_of_model_type, load_class
-from dtrain.recipe.list_shipped_recipes import how_to_make
+from dtrain.recipe.shipped import how_to_make
 
 MAX_PARAMETERS = 10**14
 

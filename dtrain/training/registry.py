@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.base.errors import Problem
-from dtrain.recipe import Recipe, convert_foreign_recipe, load, load_with_problems, recipe_keys
+from dtrain.recipe import Recipe, convert_foreign_recipe, list_keys, load, load_with_problems
 from dtrain.recipe.saved import LoadedRecipe
 
 if TYPE_CHECKING:
@@ -112,4 +112,4 @@ def convert_recipe(tree: Mapping) -> "Conversion | None":
 
 def recipe_keys() -> list[str]:
     """Return every dotted key that can have a value in a recipe for any method."""
-    return recipe_keys(SECTIONS)
+    return list_keys(SECTIONS)

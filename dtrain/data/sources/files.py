@@ -32,7 +32,7 @@ from dtrain.data.formats import formats
 from dtrain.data.formats.formats import FILE_KINDS, file_suffix
 from dtrain.data.sources.columns import describe_missing_columns, rename_columns, suggest_mapping
 from dtrain.data.sources.hub import DatasetPart
-from dtrain.recipe.list_shipped_recipes import how_to_make
+from dtrain.recipe.shipped import how_to_make
 
 if TYPE_CHECKING:
     from dtrain.data.sources.urls import RemoteFile

@@ -157,6 +157,6 @@ def _note_on_micro_batch(inputs: RunInputs, before: Recipe, after: Recipe) -> li
         return []
     rows = after.train.num_batch_rows // config.derive_sizes(after, inputs.world.size).dp
     return [
-        f"note: train.micro_batch={before.train.num_micro_batch_rows} becomes {after.train.num_micro_batch_rows}, since it does not divide the "
-        f"{rows} {plural(rows, 'row')} that a rank has of the global batch"
+        f"note: train.micro_batch={before.train.num_micro_batch_rows} becomes {after.train.num_micro_batch_rows}, "
+        f"since it does not divide the {rows} {plural(rows, 'row')} that a rank has of the global batch"
     ]
