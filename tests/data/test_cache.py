@@ -61,8 +61,8 @@ def test_holds_what_the_encoder_says(tmp_path, coder):
 def test_made_once_and_keyed_by_all_that_matters(tmp_path, coder, monkeypatch):
     file, root = write_jsonl(tmp_path / "a.jsonl", texts(20)), tmp_path / "cache"
     built = []
-    build = cache._build
-    monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments))[1])
+    build = cache._write_samples
+    monkeypatch.setattr(cache, "_write_samples", lambda *arguments: (built.append(1), build(*arguments))[1])
     first = open_(coder, file, root)
     assert contents(open_(coder, file, root)) == contents(first) and len(built) == 1
     assert open_cache([Source((file,), ("text",), 0.5)], coder, cache_dir=root).fingerprint != first.fingerprint
@@ -98,7 +98,7 @@ def test_processes_give_what_one_gives(tmp_path, coder, monkeypatch):
     sources = [Source(tuple(files[:2]), ("text", "text")), Source((files[2],), ("text",), 2.0)]
     alone = open_cache(sources, coder, cache_dir=None)
     monkeypatch.setattr(cache, "MIN_PARALLEL_BYTES", 0)
-    monkeypatch.setattr(pool, "AHEAD", 1)
+    monkeypatch.setattr(pool, "MAX_PENDING", 1)
     together = open_cache(sources, coder, cache_dir=tmp_path / "cache", num_workers=3)
     assert contents(alone) == contents(together) and alone.fingerprint == together.fingerprint
     assert [share.first for share in together.sources] == [0, 701] and together.origin(701) == (str(files[2]), 1)
@@ -147,12 +147,12 @@ from dtrain.data.formats.encoder import Encoder
 from dtrain.data.text.tokenizer import Tokenizer
 model, file, root, wait = sys.argv[1:]
 coder = Encoder(Tokenizer.from_directory(model), None, max_length=64)
-add = cache._Writer.add
+add = cache._CacheWriter.add
 def slow(self, *arguments):
     add(self, *arguments)
     print("built", flush=True)
     time.sleep(float(wait))
-cache._Writer.add = slow
+cache._CacheWriter.add = slow
 samples = cache.open_cache([cache.Source((Path(file),), ("text",))], coder, cache_dir=root)
 print(len(samples), samples.fingerprint, flush=True)
 """

@@ -110,7 +110,7 @@ def test_doubled_columns_of_csv_are_refused(tmp_path, header, told):
     (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
     with pytest.raises(UserError) as error:
         read(tmp_path / "a.csv")
-    assert str(error.value) == f"{tmp_path / 'a.csv'}:1: several columns have the same name: {told}; keep one of each"
+    assert str(error.value) == f"{tmp_path / 'a.csv'}:1: several columns have the same name: {told}. Keep one of each"
     with pytest.raises(UserError, match="several columns have the same name"):
         files.detect_formats([tmp_path / "a.csv"], "auto", "examples", {"text": "text"}, "data.train.columns")
 
@@ -244,7 +244,7 @@ def test_a_row_has_a_bounded_size(tmp_path, name):
 
 
 def test_the_line_of_a_row_that_is_too_large(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n' * 3 + '{"text": "' + "x" * files.ROW_BYTES)
+    (tmp_path / "a.jsonl").write_text('{"text": "short"}\n' * 3 + '{"text": "' + "x" * files.MAX_ROW_BYTES)
     with pytest.raises(UserError, match=r"a\.jsonl:4: this row is larger than 16 MiB"):
         read(tmp_path / "a.jsonl")
 

@@ -49,7 +49,7 @@ def test_thoughts_that_are_parts_of_the_content():
     assert found[1] == {**thought, "content": "a"}
     assert "content" not in found[2] and found[2]["reasoning_content"] == "hm"
     for wrong, told in (
-        ([USER, {**REPLY, "content": said, "reasoning_content": "x"}], "so has reasoning_content; keep one"),
+        ([USER, {**REPLY, "content": said, "reasoning_content": "x"}], "so has reasoning_content. Keep one"),
         ([USER, {**REPLY, "content": [said[2], first]}], r"content\[1\] is of type 'thinking'"),
         ([{**USER, "content": said}, REPLY], "only an assistant's content begins with thoughts"),
     ):
@@ -133,7 +133,7 @@ def chat(**message):
     ({"instruction": "q", "output": None, "text": "t"}, "alpaca", ["no output", "looks like format text"]),
     (chat(content=7), "messages", ["messages[1].content must be a string, not a number"]),
     (chat(content=[{"type": "video"}]), "messages", ["messages[1].content[0]", "'video'", "texts and images"]),
-    (chat(content=[{"type": "image"}]), "messages", ["without an image: 1", "images"]),
+    (chat(content=[{"type": "image"}]), "messages", ["1 image part without an image", "images"]),
     (chat(train="no"), "messages", ["messages[1].train must be true or false"]),
     (chat(weight=0.5), "messages", ["messages[1].weight is 0.5"]),
     (chat(train=True, weight=0), "messages", ["different things"]),

@@ -98,7 +98,7 @@ def test_by_names(tmp_path, listing, split, subset, expected):
         (LISTING, CONFIGS, "train", "mian", "data.train.subset=mian: there is no such subset; someone/tiny-rows has "
          "main, socratic, all, one"),
         (["en/train.jsonl", "de/train.jsonl"], "", "train", None, "data.train.subset is not set, and someone/tiny-rows "
-         "has de, en: name one of them"),
+         "has de, en. Name one of them"),
         (["train.jsonl"], "", "test", None, "has no such split; there are train"),
         (["a.tar", "load.py"], "", "train", None, "holds no file that dtrain reads (.jsonl, .json, .ndjson, .csv, "
          ".parquet; it has .py, .tar); data.train.revision=refs/convert/parquet"),

@@ -232,7 +232,7 @@ def test_a_cache_is_of_its_images(models, tmp_path):
     with pytest.raises(UserError, match="not the one that the run began with"):
         next(again.iterate())
     other = rows_of(model, file, tmp_path / "cache", lines=lines)
-    assert any("0.png is another one now" in line and "made anew" in line for line in lines)
+    assert any("0.png is another one now" in line and "made again" in line for line in lines)
     assert other.fingerprint != first.fingerprint
     (tmp_path / "0.png").unlink()
     with pytest.raises(UserError, match=r"rows.jsonl:1: image 1 of 1: 0.png: there is no such image"):
@@ -295,7 +295,7 @@ BAD = {
         lambda at: {"messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": ["0.png", "1.png"]},
         ["1 places", "has 2"],
     ),
-    "twice": (lambda at: user(part("0.png"), TEXT) | {"images": ["0.png"]}, ["keep one of them"]),
+    "twice": (lambda at: user(part("0.png"), TEXT) | {"images": ["0.png"]}, ["Keep one of them"]),
     "a URL of nobody": (lambda at: user(part("http://127.0.0.1:9/0.png"), TEXT), ["image 1 of 1"]),
     "plain text": (lambda at: {"text": "two and two", "images": ["0.png"]}, ["texts take none"]),
     "a token by hand": (
@@ -338,13 +338,13 @@ def test_a_model_of_texts_refuses_images(models, tmp_path):
     model = write_model(tmp_path / "model", weights=False)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config["text_config"], "architectures": ["Qwen3ForCausalLM"]}))
-    with pytest.raises(UserError, match=r"rows.jsonl:1: .* takes none .*remove the images"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .* takes none .*or remove them"):
         only(model, tmp_path, user(part("0.png"), TEXT))
 
 
 def test_methods_of_texts_refuse_images(models, tmp_path):
     write_pictures(tmp_path)
-    with pytest.raises(UserError, match=r"trains on text alone: set method=sft, dpo or grpo"):
+    with pytest.raises(UserError, match=r"trains on text only. Set method=sft, dpo or grpo"):
         only(models["qwen3-vl"], tmp_path, {**user(part("0.png"), TEXT), "label": True}, kind="labelled")
 
 

@@ -136,8 +136,8 @@ def test_workers_change_nothing_and_any_cursor_resumes(samples, packing):
 
 
 def test_the_cache_is_used_again_and_is_no_other_kinds(tmp_path, monkeypatch):
-    built, build = [], cache._build
-    monkeypatch.setattr(cache, "_build", lambda *arguments: (built.append(1), build(*arguments))[1])
+    built, build = [], cache._write_samples
+    monkeypatch.setattr(cache, "_write_samples", lambda *arguments: (built.append(1), build(*arguments))[1])
     coder = encoder(tmp_path / "model", max_length=16)
     rows = [{**tokenized([1], [2] * (1 + number % 3), [3]), "input_ids": [1, 2]} for number in range(9)]
     source = Source((write_jsonl(tmp_path / "a.jsonl", rows),), ("tokenized",))

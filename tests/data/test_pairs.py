@@ -204,5 +204,5 @@ def test_rows_left_out(tmp_path):
     assert dropped.left_out == [(1, SAME_TOKENS), (2, TOO_LONG), (3, TOO_LONG), (4, TOO_LONG)] and not dropped.lengths
     with pytest.raises(UserError, match=r"f\.jsonl:2: the row has 10 tokens and data.max_length is 4"):
         encoder(tmp_path, max_length=4, too_long="error").encode_chunk(chunk(*rows), "tokenized")
-    with pytest.raises(UserError, match=r"f\.jsonl:1: rejected_ids holds the id 420, beyond .* 420"):
+    with pytest.raises(UserError, match=r"f\.jsonl:1: rejected_ids contains the id 420, beyond .* 420"):
         encoder(tmp_path).encode_chunk(chunk(tokenized([1], [2], [420])), "tokenized")

@@ -156,9 +156,9 @@ def test_a_share_that_is_validated_on_is_read_alike(tmp_path):
 
 
 def test_mistakes_name_the_key(tmp_path):
-    with pytest.raises(UserError, match=r"data\.prompts_as=user .* has none; name a file with data\.chat_template"):
+    with pytest.raises(UserError, match=r"data\.prompts_as=user .* has none. Name a file with data\.chat_template"):
         opened(tmp_path / "1", [SINGLE], template=None, prompts_as="user")
-    with pytest.raises(UserError, match=r"a.jsonl:1: data\.prompts_as=user .* no prompt of its own"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: data\.prompts_as=user .* no explicit prompt"):
         opened(tmp_path / "2", [{"chosen": "abc", "rejected": "abd"}], "pairs", prompts_as="user")
     recipe = tiny_recipe(tmp_path, "data.prompts_as=user")
     assert any("data.prompts_as=user" in line and "has none" in line for line in preflight(recipe, 1))

@@ -85,7 +85,7 @@ def chats(**more):
 
 
 @pytest.mark.parametrize("row, name, words", [
-    (tokens(prompt_ids=[]), "tokenized", ["prompt_ids is empty", "one token at least"]),
+    (tokens(prompt_ids=[]), "tokenized", ["prompt_ids is empty", "at least one token"]),
     (tokens(chosen_ids=[]), "tokenized", ["chosen_ids is empty"]),
     (tokens(rejected_ids=[1, 2.5]), "tokenized", ["rejected_ids[1] must be a whole number"]),
     (tokens(chosen_ids=[-1]), "tokenized", ["chosen_ids holds a negative id"]),
@@ -102,7 +102,7 @@ def chats(**more):
     (chats(chosen=[ASK], rejected=[ASK]), "preference", ["chosen has no message beyond the prompt's"]),
     (chats(prompt=None), "preference", ["do not begin with the same message", "prompt is null"]),
     (chats(prompt=None, query="hi"), "preference", ["beside chosen and rejected", "query", "columns={prompt: query}"]),
-    (chats(prompt=None, question="hi", input="x"), "preference", ["question, input: say which is the prompt"]),
+    (chats(prompt=None, question="hi", input="x"), "preference", ["question, input. Name the prompt"]),
     (chats(prompt=None, conversations=[{"from": "x", "value": "y"}]), "preference", ["conversations[0].from is 'x'"]),
     (chats(prompt="other", chosen=[ASK, GOOD], rejected=[ASK, BAD]), "preference", ["prompt is a string that is none"]),
     ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, GOOD, AGAIN, BAD]}, "preference", ["chosen[2] is a user"]),

@@ -46,7 +46,7 @@ def test_a_system_message_is_added_where_there_is_none():
     ({"messages": [SYSTEM]}, "messages", "the last is of role system"),
     ({"prompt": [ASK, REPLY]}, "prompt_completion", "prompt: there is no user message"),
     ({"question": 7}, "question", "question must be a string"),
-    ({"prompt_ids": []}, "tokenized", "prompt_ids must hold one id at least"),
+    ({"prompt_ids": []}, "tokenized", "prompt_ids must hold at least one id"),
     ({"text": "t"}, "question", "no question"),
 ])  # fmt: skip
 def test_mistakes_name_the_key(row, name, words):

@@ -121,7 +121,7 @@ def test_a_begun_epoch_is_the_beginning_of_a_whole_one(samples, packing):
 
 
 def test_cursor_beyond_the_data(samples):
-    with pytest.raises(UserError, match="row 500 of epoch 1, which has only"):
+    with pytest.raises(UserError, match="row 500 of epoch 1, but that epoch has only"):
         next(make(samples).iterate(Cursor(1, 500)))
 
 

@@ -40,6 +40,9 @@ def refused(tmp_path, row, kind="examples"):
     ({"history": "q", "human_ref_A": "a", "human_ref_B": "b"}, "examples", "are two replies: name"),
     ({"prompt": "q", "response": "a", "helpfulness": 4}, "pairs", "write the best and the worst of a prompt"),
     ({"prompt": "q", "completion": "a", "label": False}, "pairs", "method=kto trains on single replies"),
+    ({"chosen_chat": [REPLY], "rejected_chat": [REPLY], "history": [ASK]}, "examples",
+     "{prompt: history, chosen: chosen_chat, rejected: rejected_chat}"),
+    ({"dialog": [ASK, "an aside", REPLY]}, "examples", "{messages: dialog}"),
     ({"data": [{"text": "a"}]}, "examples", "`jq -c '.data[]' FILE > rows.jsonl`"),
     ({"What is 2 + 2?": "What is 3 + 3?", "4": "6"}, "examples", "begins with the names of its columns"),
 ])  # fmt: skip

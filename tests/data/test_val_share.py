@@ -142,7 +142,7 @@ def test_a_side_without_a_row_is_refused(tmp_path, model, split, val, fix):
     file = write_jsonl(tmp_path / "a.jsonl", texts(20))
     with pytest.raises(UserError) as error:
         opened(model, split, file, val=val)
-    assert f"{split} data: data.val={val} leaves it without a row: all of the 20 in" in str(error.value)
+    assert f"{split} data: data.val={val} leaves it without a row: all of the 20 rows in" in str(error.value)
     assert f"Set data.val {fix}" in str(error.value)
 
 

@@ -263,7 +263,7 @@ def test_templates_that_are_not_for_tools(template, says):
 
 
 @pytest.mark.parametrize("row, format, says", [
-    ({"prompt": "two?"}, "prompt_completion", "this prompt is a text or token ids; give it messages"),
+    ({"prompt": "two?"}, "prompt_completion", "this prompt is a text or token ids. Give it messages"),
     ({"prompt": ASKED, "tools": TOOLS[:1]}, "prompt_completion", "the row has tools of its own"),
     ({"question": "two? " * 900}, "question", "set data.too_long to drop, since a cut would take its tools"),
 ])  # fmt: skip

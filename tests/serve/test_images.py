@@ -203,7 +203,7 @@ def test_image_tokens_in_the_words_of_a_message_are_refused(tmp_path, made):
     assert chats.images_of(prompt).feature_index.max() == 8
     messages[1]["content"] = "a <image_soft_token>"
     with pytest.raises(
-        UserError, match="10 image tokens .<image_soft_token>., and its images are 9: images alone write this token"
+        UserError, match="10 image tokens .<image_soft_token>., but its images have 9. Only images may write this token"
     ):
         chats.encode(Prompt([*messages, {"role": "user", "content": "why?"}]))
 

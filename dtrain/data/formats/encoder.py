@@ -1,23 +1,30 @@
-"""Rows of a data file to token ids and the mask of the tokens that are trained: the base of all encoders, and that of
-single examples. Torch is not imported.
+"""Rows of data files to token ids and loss masks: the base class of all encoders, and the encoder of single examples.
 
-A sample is one document, or the two of a pair (pairs.py); prompts.py encodes prompts. What is trained of an example, by
-`loss_on` and kind of row:
+A sample is one document, or two for a preference pair (pairs.py). prompts.py encodes prompts. This table shows which
+tokens of an example are trained, by `data.loss_on` and kind of row:
 
-               messages, sharegpt, alpaca           prompt and completion            text        tokenized
-    assistant  every assistant message              the completion                   everything  as its labels say
-    completion assistant messages after the last    the completion (of messages:     everything  as its labels say
-               user message                         its assistant messages)
-    last       the last assistant message           the completion (of messages:     everything  as its labels say
-                                                    its last assistant message)
-    all        everything                           everything                       everything  as its labels say
+               messages, sharegpt, alpaca            prompt and completion                   text         tokenized
+    assistant  every assistant message               the completion                          everything   its labels
+    completion the assistant messages after the      the completion; in messages, its        everything   its labels
+               last user message                     assistant messages
+    last       the last assistant message            the completion; in messages, its last   everything   its labels
+                                                     assistant message
+    all        everything                            everything                              everything   its labels
 
-A message with `train: false` is never trained. What is trained of an assistant message says `replies.py`. Strings end
-with the EOS token, which is trained, and begin with what the tokenizer's post-processor puts there (BOS, for most);
-templates write their own. A token that holds a trained character is trained.
+A message with `train: false` is never trained. replies.py describes which characters of an assistant message count. A
+token is trained if at least one of its characters is. For example, with loss_on=assistant:
 
-Prompts that are plain strings are continued as raw text, or put into the chat template: `data.prompts_as` says which,
-text or user. Under user a row is read as if its prompt were a user's message, and its completions an assistant's.
+    text      <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    trained                                                       Hello<|im_end|>
+
+A plain string is framed: in front of it comes what the tokenizer's post-processor adds (BOS, for most), and behind it
+the EOS token, which is trained. Chat templates write their own tokens.
+
+A prompt that is a string, such as {"prompt": "2 + 2 =", "completion": " 4"}, is either continued as raw text or put
+into the chat template. `data.prompts_as` decides: `text` or `user`. With `user`, the row is read as if its prompt were
+a user message and its completion an assistant message.
+
+This module does not import torch.
 """
 
 import hashlib
@@ -40,35 +47,50 @@ from dtrain.data.sources.files import Chunk, read_rows
 from dtrain.data.text.dropped_text import DroppedText, find_dropped_text
 from dtrain.data.text.replies import Messages, Replies, Span
 from dtrain.data.text.template import ChatTemplate
-from dtrain.data.text.tokenizer import Tokenizer
+from dtrain.data.text.tokenizer import Affixes, Tokenizer
 
 if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader, LaidOutImage
 
+# Values of data.prompts_as.
 TEXT, USER = "text", "user"
 PROMPTS_AS_KEY = "data.prompts_as"
 
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+
+# Reasons why a row gives no sample.
 TOO_LONG = "longer than data.max_length"
 NO_TRAINED_TOKEN = "no trained token"
 NO_TRAINED_TOKEN_LEFT = "no trained token within data.max_length"
 IMAGE_CUT = "data.max_length would cut an image in half"
 TOO_LONG_REASONS = (TOO_LONG, IMAGE_CUT)
+
 # Formats that the chat template may write, and whose rows may have images.
 TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 
 
 class ValidationSplit(NamedTuple):
-    """The validation rows, or the others, chosen by the rows' content, whatever their file.
+    """One side of a split of the training rows into training and validation rows.
 
-    Each content draws a number from 0 to 1 by its hash. Rows that draw less than `threshold` are validation rows.
+    The content of a row decides, whatever file it is in: a hash of the content gives a number from 0 to 1, and the rows
+    with a number below the threshold are validation rows. So equal rows are on the same side.
 
     Attributes:
-        size: The recipe's `data.val`: a share of the rows, or their number.
-        seed: Of the draws.
-        is_validation: Whether these are the validation rows.
-        threshold: The share. For a number of rows it is known once all rows have drawn (see cache.py); None before.
+        size: The recipe's `data.val`: a fraction of the rows, or their number.
+        seed: Seed of the hash.
+        is_validation: Whether this is the side of the validation rows.
+        threshold: The fraction. If `size` is a number of rows, it is known only after all rows have been hashed
+            (`cache.with_split_threshold`), and None before.
+
+    Example:
+        >>> split = ValidationSplit(0.25, seed=0, is_validation=True, threshold=0.25)
+        >>> other = split._replace(is_validation=False)
+        >>> rows = [f"row {number}" for number in range(1000)]
+        >>> sum(split.contains(row) for row in rows)
+        246
+        >>> all(split.contains(row) != other.contains(row) for row in rows)
+        True
     """
 
     size: float
@@ -77,25 +99,47 @@ class ValidationSplit(NamedTuple):
     threshold: float | None = None
 
     def random_number(self, content: Any) -> float:
-        """Return the number that a row of that content, which JSON can write, draws."""
+        """Return the hash number of a row, from 0 to 1. `content` is a value that JSON can write."""
         text = json.dumps([self.seed, content], sort_keys=True, default=str)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
     def contains(self, content: Any) -> bool:
-        """Return whether this part has a row of that content; of a part whose bound is not known, True."""
+        """Return whether a row with this content is on this side. True while the threshold is not known."""
         return self.threshold is None or (self.random_number(content) < self.threshold) == self.is_validation
 
 
 class SpelledToken(NamedTuple):
-    """A row that has the text of a control token: its line, and the first such text."""
+    """A row whose text spells a control token.
+
+    Attributes:
+        line: Line of the row.
+        text: The first control token that it spells.
+    """
 
     line: int
     text: str
 
 
-class Encoded(NamedTuple):
-    """Token ids of an example, not yet truncated, a byte for each that says whether it is trained, and the text of the
-    messages that should be trained, with what the chat template leaves out of it."""
+class SpelledTokens(NamedTuple):
+    """Control tokens that the text of a row spells.
+
+    Attributes:
+        as_characters: Those that are read as their characters.
+        as_tokens: Those that are read as tokens, although `data.special_tokens` could escape them.
+    """
+
+    as_characters: list[str]
+    as_tokens: list[str]
+
+
+class EncodedExample(NamedTuple):
+    """An example before truncation.
+
+    Attributes:
+        ids: Token ids.
+        trained: For each token a byte, 1 if it is trained.
+        text: Amount of text that should be trained, and how much of it the chat template leaves out.
+    """
 
     ids: list[int]
     trained: bytearray
@@ -103,39 +147,52 @@ class Encoded(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Token ids, a byte for each that says whether it is trained, and the length before truncation; the row's columns
-    as JSON where the encoder keeps them; the images, in the order of their tokens; the text of the row's messages that
-    should be trained, and what of it the chat template leaves out."""
+    """An encoded document.
+
+    Attributes:
+        ids: Token ids.
+        trained: For each token a byte, 1 if it is trained.
+        full_length: Number of tokens before truncation.
+        columns: Columns of the row as JSON, if the encoder stores them.
+        images: Images, in the order of their tokens.
+        text: Amount of text that should be trained, and how much of it the chat template leaves out.
+    """
 
     ids: Sequence[int]
     trained: bytearray
-    full: int
+    full_length: int
     columns: bytes = b""
     images: "Sequence[LaidOutImage]" = ()
     text: DroppedText = DroppedText()
 
     def with_columns(self, **columns: Any) -> "Document":
-        """Return the document with these columns, as `Samples.row` reads them again."""
+        """Return the document with these columns, which `Samples.row` reads."""
         return self._replace(columns=json.dumps({"columns": columns}).encode())
 
 
 @dataclass
 class EncodedChunk:
-    """The documents of one chunk of rows, one behind the other, and the rows that were left out.
+    """The documents of one chunk of rows, and the rows that were left out.
 
-    tokens    int32, the ids of all documents      trained   one byte a token, 1 = a target
-    lengths   tokens of each document              lines     the line that each comes from
-    full      its length before truncation         left_out  (line, reason) of the rows that are no sample
-    columns   each document's, as JSON, where they are kept
-    images    each document's; image_notes: sentences on some of them, to be said once
-    others    rows of the other part, which are none of `rows`
-    plain_prompts   of `rows`, those whose prompt is a plain string
-    images_too_long   rows with images that are left out as too long
-    escaped   of `rows`, those in which the text of a control token is read as characters
-    kept      of `rows`, those whose own text has a control token that is read as a token, although it could have been
-              escaped
-    text            the text that should be trained, and what of it the chat template leaves out
-    dropping        the lines of the rows that the template leaves text out of, and an example of that text
+    Attributes:
+        rows: Number of rows, without those of the other side of a validation split.
+        num_other_rows: Number of rows of the other side.
+        num_string_prompts: Rows whose prompt is a string.
+        size: Bytes of the data file that the chunk covers.
+        tokens: Ids of all documents, one after the other, int32.
+        trained: For each token a byte, 1 if it is a target.
+        lengths: Tokens of each document.
+        lines: Line of each document.
+        full_lengths: Tokens of each document before truncation.
+        left_out: Line and reason of the rows that gave no sample.
+        columns: Columns of each document as JSON, if they are stored.
+        images: Images of each document.
+        image_notes: Sentences on some images, each once.
+        num_image_rows_too_long: Rows with images that were left out as too long.
+        escaped: Rows that spell a control token which is read as characters.
+        kept: Rows that spell a control token which is read as a token, although it could be escaped.
+        text: Amount of text that should be trained, and how much of it the chat template leaves out.
+        dropping_rows: Rows that lose text: the line, and an example of the text.
     """
 
     rows: int = 0
@@ -164,33 +221,47 @@ class EncodedChunk:
             self.dropping_rows.append((line, text.example))
 
     def add(self, line: int, document: Document) -> None:
+        """Append a document of the row in this line."""
         self.tokens.extend(document.ids)
         self.trained += document.trained
         self.lengths.append(len(document.ids))
         self.lines.append(line)
-        self.full_lengths.append(document.full)
+        self.full_lengths.append(document.full_length)
         self.columns.append(document.columns)
         self.images.append([image.record for image in document.images])
-        for note in (note for image in document.images for note in image.notes):
-            if note not in self.image_notes:
-                self.image_notes.append(note)
+        for image in document.images:
+            for note in image.notes:
+                if note not in self.image_notes:
+                    self.image_notes.append(note)
 
 
 class RowEncoder:
-    """Encoder of rows to samples, with one tokenizer, one template (None: chats are refused) and the recipe's limits.
+    """Base class of the encoders, which turn rows into samples.
 
-    too_long: truncate, drop or error, for a row beyond `max_length`.
+    A subclass defines `encode_row` and `row_content`, and the attributes that differ from those below.
+
+    Attributes:
+        documents: Documents of a sample.
+        noun: Name of the samples in messages, in the plural.
+        loss_on: Which tokens of a conversation are trained, as in `data.loss_on`.
+        generates: Whether the trained model generates text. If not, how replies end does not matter.
+        accepts_images: Whether rows may have images.
+        stores_columns: Whether the cache stores columns of the rows, for rewards or losses.
+        fingerprint_marks: Marks of this kind of encoder, part of the fingerprint.
+        fingerprint_options: Options that decide how a row is encoded, part of the fingerprint.
+        string_columns: Columns that are strings in a row with a string prompt, by format.
+        directory: Directory of the data file that is read. Paths of images are relative to it.
+        split: Side of a validation split whose rows are encoded; None for all rows.
     """
 
-    documents = 1  # of a sample
-    noun = "samples"  # what these are
-    loss_on = "all"  # of a reply, what is trained
-    generates = True  # whether the trained model generates text
+    documents = 1
+    noun = "samples"
+    loss_on = "all"
+    generates = True
     accepts_images = False
-    stores_columns = False  # whether the cache holds what rewards or a loss read
-    marks: Sequence[str] = ()  # of its kind, in the fingerprint
-    decides: Sequence[Any] = ()  # beside the limits, what a row becomes
-    # Of each format that may have a plain prompt, the columns that are then strings.
+    stores_columns = False
+    fingerprint_marks: Sequence[str] = ()
+    fingerprint_options: Sequence[Any] = ()
     string_columns: Mapping[str, Sequence[str]] = MappingProxyType(
         {"prompt_completion": ("prompt", "completion"), "preference": ("prompt", "chosen", "rejected")}
     )
@@ -205,69 +276,125 @@ class RowEncoder:
         prompts_as: str = TEXT,
         images: "ImageReader | None" = None,
     ):
-        self.tokenizer, self.template = tokenizer, template
-        self.max_length, self.too_long, self.prompts_as = max_length, too_long, prompts_as
-        self.images = images  # None: the model takes none
-        self.directory: Path | None = None  # of the file whose rows are read; paths of images are relative to it
-        self.split: ValidationSplit | None = None  # of the rows; None: all of them
+        """Set the limits of the recipe.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            template: The chat template; None refuses conversations.
+            max_length: Maximum number of tokens of a document.
+            too_long: What to do with longer documents: truncate, drop or error.
+            prompts_as: How string prompts are read: text or user.
+            images: Reader of images; None if the model takes no images.
+        """
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_length = max_length
+        self.too_long = too_long
+        self.prompts_as = prompts_as
+        self.images = images
+        self.directory: Path | None = None
+        self.split: ValidationSplit | None = None
         self._replies: Replies | None = None
-        self._affixes: tuple[list[int], list[int]] | None = None
+        self._affixes: Affixes | None = None
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides what a row becomes."""
+        """Hash of everything that decides how a row is encoded."""
         template = (self.template.fingerprint, sorted(self.template.control_tokens.escaped)) if self.template else None
-        limits = self.max_length, *self.decides, self.too_long, self.prompts_as
-        tokens = self.tokenizer.fingerprint, self.tokenizer.control_tokens.texts
-        images = self.images.fingerprint if self.images else None
-        return digest(*self.marks, *tokens, template, *limits, images, *(self.split or ()))[:16]
+        return digest(
+            *self.fingerprint_marks,
+            self.tokenizer.fingerprint,
+            self.tokenizer.control_tokens.texts,
+            template,
+            self.max_length,
+            *self.fingerprint_options,
+            self.too_long,
+            self.prompts_as,
+            self.images.fingerprint if self.images else None,
+            *(self.split or ()),
+        )[:16]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        """Return the documents of a row in format `name`, or why it is left out. Raises UserError."""
-        raise NotImplementedError(f"{type(self).__name__} makes no documents")
+        """Encode a row.
+
+        Args:
+            row: The row, with dtrain's names of columns.
+            name: The row's format.
+
+        Returns:
+            The documents of the sample, or the reason why the row gives no sample.
+
+        Raises:
+            UserError: If the row is wrong.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define encode_row")
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
-        """Return the content of a row in format `name`, for JSON: no marks of what is trained, no other columns."""
-        raise NotImplementedError(f"{type(self).__name__} tells no content")
+        """Return the content of a row, as a value for JSON.
+
+        Columns that are not read, and marks of what is trained, are no part of it. Rows with equal content are on the
+        same side of a validation split.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define row_content")
 
     def has_string_prompt(self, row: Mapping[str, Any], name: str) -> bool:
-        """Return whether the prompt (and its completions) of a row in format `name` is a plain string."""
+        """Return whether the prompt of a row in format `name`, and its completions, are strings."""
         columns = self.string_columns.get(name)
         return columns is not None and all(isinstance(row.get(column), str) for column in columns)
 
     def as_messages(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Return `row`, its plain strings as messages where `prompts_as` is user."""
+        """Return a row with its strings as messages if `prompts_as` is user; otherwise the row itself."""
         if self.prompts_as != USER or not self.has_string_prompt(row, name):
             return row
-        roles = {column: "user" if column == "prompt" else "assistant" for column in self.string_columns[name]}
-        return {**row, **{column: [{"role": role, "content": row[column]}] for column, role in roles.items()}}
+        changed = dict(row)
+        for column in self.string_columns[name]:
+            role = "user" if column == "prompt" else "assistant"
+            changed[column] = [{"role": role, "content": row[column]}]
+        return changed
 
     def encode_chunk(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> EncodedChunk:
-        """Encode rows in format `name` with their own names of our `columns`. Raises UserError with file and line."""
+        """Encode the rows of a chunk.
+
+        Args:
+            chunk: The rows.
+            name: Their format.
+            columns: dtrain's names of columns, each with the name that the file uses.
+
+        Raises:
+            UserError: If a row is wrong, with file and line.
+        """
         result = EncodedChunk(size=chunk.size)
         self.directory = Path(chunk.file).absolute().parent
 
-        def documents_of(row: Mapping[str, Any]) -> list[Document] | str | None:
-            is_other = self.split is not None and not self.split.contains(self.row_content(row, name))
-            return None if is_other else self.encode_row(row, name)
+        def encode(row: Mapping[str, Any]) -> list[Document] | str | None:
+            if self.split is not None and not self.split.contains(self.row_content(row, name)):
+                return None
+            return self.encode_row(row, name)
 
-        for line, row, documents in read_rows(chunk, columns, documents_of):
+        for line, row, documents in read_rows(chunk, columns, encode):
             if documents is None:
                 result.num_other_rows += 1
                 continue
             result.rows += 1
-            result.num_string_prompts += self.has_string_prompt(row, name)
+            if self.has_string_prompt(row, name):
+                result.num_string_prompts += 1
             if isinstance(documents, str):
-                result.left_out.append((line, documents))
-                result.num_image_rows_too_long += documents in TOO_LONG_REASONS and has_images(row)
+                reason = documents
+                result.left_out.append((line, reason))
+                if reason in TOO_LONG_REASONS and has_images(row):
+                    result.num_image_rows_too_long += 1
                 continue
+            row_text = DroppedText()
             for document in documents:
                 result.add(line, document)
+                row_text += document.text
             if self.is_templated(row, name):
-                escaped, kept = self.special_tokens_of(row, documents)
-                result.escaped += [SpelledToken(line, text) for text in escaped[:1]]
-                result.kept += [SpelledToken(line, text) for text in kept[:1]]
-            result.add_text(line, sum((document.text for document in documents), start=DroppedText()))
+                spelled = self.spelled_tokens(row, documents)
+                if spelled.as_characters:
+                    result.escaped.append(SpelledToken(line, spelled.as_characters[0]))
+                if spelled.as_tokens:
+                    result.kept.append(SpelledToken(line, spelled.as_tokens[0]))
+            result.add_text(line, row_text)
         return result
 
     def is_templated(self, row: Mapping[str, Any], name: str) -> bool:
@@ -276,46 +403,59 @@ class RowEncoder:
             return False
         return self.prompts_as == USER or not self.has_string_prompt(row, name)
 
-    def special_tokens_of(self, row: Mapping[str, Any], documents: Sequence[Document]) -> tuple[list[str], list[str]]:
-        """Return the control tokens that a templated row spells: those read as characters, and those read as tokens.
+    def spelled_tokens(self, row: Mapping[str, Any], documents: Sequence[Document]) -> SpelledTokens:
+        """Return the control tokens that the text of a templated row spells, and how they were read.
 
-        A token that `data.special_tokens` escapes is not among the second ones: the assistant and the system message
-        may write it.
+        A token that `data.special_tokens` escapes is not reported as read as a token: assistant and system messages may
+        write it.
         """
         assert self.template is not None
         control_tokens = self.template.control_tokens
-        spelled = {match[0] for text in find_strings(row) for match in control_tokens.find(text)}
+        spelled: set[str] = set()
+        for text in find_strings(row):
+            spelled.update(match[0] for match in control_tokens.find(text))
         if not spelled:  # almost always
-            return [], []
-        pieces = [piece for document in documents for piece in self.tokenizer.pieces(document.ids)]
-        as_tokens = {control for control, _ in pieces}
-        as_characters = {match[0] for _, text in pieces for match in control_tokens.find(text)}
-        return sorted(spelled & as_characters), sorted((spelled & as_tokens) - control_tokens.escaped)
+            return SpelledTokens([], [])
+        as_tokens: set[str | None] = set()
+        as_characters: set[str] = set()
+        for document in documents:
+            for control, text in self.tokenizer.pieces(document.ids):
+                as_tokens.add(control)
+                as_characters.update(match[0] for match in control_tokens.find(text))
+        return SpelledTokens(
+            as_characters=sorted(spelled & as_characters),
+            as_tokens=sorted((spelled & as_tokens) - control_tokens.escaped),
+        )
 
     def split_numbers(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> list[float]:
-        """Return the numbers that the rows of a chunk draw for `part`. Raises UserError with file and line."""
-        part = self.split
-        assert part is not None
+        """Return the hash number of each row for the validation split. Raises UserError with file and line."""
+        split = self.split
+        assert split is not None
         self.directory = Path(chunk.file).absolute().parent
-        return [
-            draw
-            for _, _, draw in read_rows(chunk, columns, lambda row: part.random_number(self.row_content(row, name)))
-        ]
 
-    def look_at(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> None:
-        """Check rows as `encode_chunk` does, parsed and for the format's shape, but do not tokenise them."""
-        look = self.encode_row if name == "tokenized" else self.row_content
+        def number_of(row: Mapping[str, Any]) -> float:
+            return split.random_number(self.row_content(row, name))
+
+        return [number for _, _, number in read_rows(chunk, columns, number_of)]
+
+    def check_shapes(self, chunk: Chunk, name: str, columns: Mapping[str, str] = NO_COLUMNS) -> None:
+        """Check that rows can be parsed and have the shape of their format, without tokenising them.
+
+        Raises:
+            UserError: As `encode_chunk`.
+        """
+        read = self.encode_row if name == "tokenized" else self.row_content
         self.directory = Path(chunk.file).absolute().parent
-        for _ in read_rows(chunk, columns, lambda row: look(row, name)):
+        for _ in read_rows(chunk, columns, lambda row: read(row, name)):
             pass
 
     @property
     def replies(self) -> Replies:
-        """The finder of replies. Raises UserError where the model has no chat template."""
+        """Finder of replies. Raises UserError if the model has no chat template."""
         if self.template is None:
             raise UserError(
-                f"the row is a conversation, and {self.tokenizer.directory} has no chat template; "
-                "name a file with data.chat_template, or take the instruct model's directory"
+                f"the row is a conversation, but {self.tokenizer.directory} has no chat template. Name a template file "
+                "with data.chat_template, or use the directory of the instruct model"
             )
         if self._replies is None:
             self._replies = Replies(self.template)
@@ -329,8 +469,18 @@ class RowEncoder:
         variables: Mapping[str, Any] | None = None,
         images: "Sequence[LaidOutImage]" = (),
     ) -> str:
-        """Return a conversation as text, its calls as the template takes them, and the tokens of `images` where its
-        parts have images. Raises UserError."""
+        """Render a conversation as text.
+
+        Args:
+            messages: The conversation. Tool calls are written in the form that the template reads.
+            tools: Tools that the conversation lists.
+            add_generation_prompt: Whether the text ends with the beginning of a reply.
+            variables: Variables for the template.
+            images: Images of the messages' parts, in order. Their placeholders become image tokens.
+
+        Raises:
+            UserError: If the template refuses the conversation, or if it has images and `images` is empty.
+        """
         if not images:
             self.refuse_images(messages)
         messages = self.replies.with_calls(without_images(messages), tools)
@@ -340,83 +490,102 @@ class RowEncoder:
         return text
 
     def count_text(self, messages: Messages, tools: Messages | None, trained: Collection[int]) -> DroppedText:
-        """Count the text of messages[i], i in `trained`, and the part of it that the chat template leaves out."""
+        """Count the text of the messages with these indices, and the part that the chat template leaves out."""
         messages = self.replies.with_calls(without_images(messages), tools)
         rendered = self.replies.template.render(messages, tools)
         return find_dropped_text(self.replies.template, messages, tools, trained, rendered)
 
     def check_image_tokens(self, ids: Sequence[int], images: "Sequence[LaidOutImage]") -> None:
-        """Raise UserError where `ids` have image tokens beside those of `images`, or fewer."""
+        """Raise UserError if `ids` have more or fewer image tokens than the images need."""
         if images and self.images:
             self.images.check_token_count(ids, images)
 
     def encode_conversation(self, messages: Messages, tools: Messages | None = None) -> list[int]:
-        """Return the ids of a whole conversation, those of transformers' `apply_chat_template`: what the template
-        writes behind the token that ends the last turn is part of them. Raises UserError."""
+        """Return the ids of a whole conversation, as transformers' `apply_chat_template` does.
+
+        They include what the template writes behind the token that ends the last turn. Raises UserError.
+        """
         return self.tokenizer.encode(self.render(messages, tools))
 
     def encode_text(self, text: str, ends: bool = True) -> list[int]:
-        """Return the ids of a plain string, framed; ends: with what stands behind it."""
+        """Return the ids of a plain string with its frame; without the part behind it if `ends` is False."""
         ids = self.tokenizer.encode(text)
         before, after = self.text_affixes(ids)
         return [*before, *ids, *(after if ends else [])]
 
     def refuse_images(self, messages: Messages) -> None:
-        """Raise UserError where messages have images."""
+        """Raise UserError if messages have images."""
         if image_parts(messages):
             raise UserError(
-                "the row has images, and this method trains on text alone: set method=sft, dpo or grpo, or remove the "
+                "the row has images, but this method trains on text only. Set method=sft, dpo or grpo, or remove the "
                 "images"
             )
 
     def check_ids(self, ids: Sequence[int], key: str) -> None:
-        """Raise UserError for an id of a tokenized row that the model has no embedding for."""
+        """Raise UserError if a tokenized row has an id that the model has no embedding for."""
         limit = self.tokenizer.id_limit
         if max(ids, default=0) >= limit:
-            raise UserError(f"{key} holds the id {max(ids)}, beyond the model's vocabulary of {limit}")
+            raise UserError(
+                f"{key} contains the id {max(ids)}, beyond the model's vocabulary of {limit}. Tokenize the rows with "
+                "the tokenizer of this model"
+            )
 
     def read_images(self, messages: Messages) -> "list[LaidOutImage]":
-        """Return the images of a conversation, laid out from their headers. Raises UserError that names the first wrong
-        one, and where this encoder or the model takes none."""
+        """Return the images of a conversation, with layouts from their headers.
+
+        Raises:
+            UserError: If an image cannot be read, or if this encoder or the model takes no images.
+        """
         if not self.accepts_images:
             self.refuse_images(messages)
         values = [part["image"] for part in image_parts(messages)]
-        if values and self.images is None:
+        if not values:
+            return []
+        if self.images is None:
             raise UserError(
-                f"the row has images, and the model in {self.tokenizer.directory} takes none (its config.json has no "
-                "vision_config): take a model that does, or remove the images"
+                f"the row has images, but the model in {self.tokenizer.directory} takes none (its config.json has no "
+                "vision_config). Use a model that takes images, or remove them"
             )
-        return self.images.read(values, self.directory) if values and self.images else []
+        return self.images.read(values, self.directory)
 
     def image_content(self, messages: Messages) -> list[list[str]]:
-        """Return what `row_content` has of a conversation's images: the list of their digests; nothing without."""
+        """Return the part of `row_content` for a conversation's images: [their digests], or [] without images."""
         digests = [image.image.digest for image in self.read_images(messages)]
         return [digests] if digests else []
 
     def images_in_range(
         self, ids: Sequence[int], images: "Sequence[LaidOutImage]", kept: range
     ) -> "Sequence[LaidOutImage] | None":
-        """Return the images at places `kept` of a row; None where one would be cut. Raises UserError."""
-        return self.images.within(ids, images, kept, self.max_length) if images and self.images else images
+        """Return the images whose tokens are at the positions `kept` of `ids`; None if an image would be cut.
+
+        Raises:
+            UserError: If an image has too many tokens for any row.
+        """
+        if not images or not self.images:
+            return images
+        return self.images.images_in_range(ids, images, kept, self.max_length)
 
     def is_dropped(self, length: int) -> bool:
-        """Return whether a row whose longest document has `length` tokens is dropped. Raises UserError if refused."""
+        """Return whether a row is dropped whose longest document has `length` tokens. Raises UserError if refused."""
         if length <= self.max_length or self.too_long == "truncate":
             return False
         if self.too_long == "error":
             raise UserError(
-                f"the row has {length} tokens and data.max_length is {self.max_length}; "
-                "raise it, or set data.too_long to truncate or drop"
+                f"the row has {length} tokens and data.max_length is {self.max_length}. "
+                "Raise it, or set data.too_long to truncate or drop"
             )
         return True
 
-    def text_affixes(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the ids that belong before and after those of a plain string: what the tokenizer's post-processor puts
-        in front (BOS, for most) unless the string brings its own, and the EOS token, likewise."""
+    def text_affixes(self, ids: Sequence[int]) -> Affixes:
+        """Return the ids that belong before and after those of a plain string.
+
+        Before it: what the tokenizer's post-processor adds (BOS, for most), unless the string begins with it. After it:
+        the EOS token, unless the string ends with one.
+        """
         if self.tokenizer.eos_id is None:
             raise UserError(
-                f"the tokenizer of {self.tokenizer.directory} names no EOS token, which must end each text; "
-                "name it as eos_token in tokenizer_config.json"
+                f"the tokenizer of {self.tokenizer.directory} names no EOS token, which must end each text. "
+                "Name it as eos_token in tokenizer_config.json"
             )
         if self._affixes is None:
             self._affixes = self.tokenizer.affixes()
@@ -427,12 +596,15 @@ class RowEncoder:
             after = []
         elif after[-1:] != [self.tokenizer.eos_id]:
             after = [*after, self.tokenizer.eos_id]
-        return before, after
+        return Affixes(before, after)
 
 
 class Encoder(RowEncoder):
-    """Encoder of rows to samples of one document, trained by `loss_on`: assistant, completion, last or all. Tokens of
-    images never are."""
+    """Encoder of single examples. `loss_on` decides what is trained; image tokens never are.
+
+    Attributes:
+        loss_on: assistant, completion, last or all; see the module's table.
+    """
 
     accepts_images = True
 
@@ -441,7 +613,7 @@ class Encoder(RowEncoder):
     ):
         super().__init__(tokenizer, template, **limits)
         self.loss_on = loss_on
-        self.decides = [loss_on]
+        self.fingerprint_options = [loss_on]
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         sample = normalise(self.as_messages(row, name), name)
@@ -454,97 +626,123 @@ class Encoder(RowEncoder):
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         sample = normalise(self.as_messages(row, name), name)
         images = self.read_images(sample.messages) if isinstance(sample, Conversation) else []
-        ids, trained, text = self._encoded(sample, images)
-        full = len(ids)
-        if self.is_dropped(full):
+        ids, trained, text = self._encode_example(sample, images)
+        full_length = len(ids)
+        if self.is_dropped(full_length):
             return TOO_LONG
-        kept = self.images_in_range(ids, images, range(self.max_length))
-        if kept is None:
+        kept_images = self.images_in_range(ids, images, range(self.max_length))
+        if kept_images is None:
             return IMAGE_CUT
-        reason = NO_TRAINED_TOKEN_LEFT if _has_target(trained) else NO_TRAINED_TOKEN
-        if reason == NO_TRAINED_TOKEN and text.dropped:
-            reason = f"{NO_TRAINED_TOKEN}, since the chat template leaves out {text.dropped} characters of the reply"
+        had_target = _has_target(trained)
         ids, trained = ids[: self.max_length], trained[: self.max_length]
-        return [Document(ids, trained, full, images=kept, text=text)] if _has_target(trained) else reason
+        if _has_target(trained):
+            return [Document(ids, trained, full_length, images=kept_images, text=text)]
+        if had_target:
+            return NO_TRAINED_TOKEN_LEFT
+        if text.dropped:
+            return f"{NO_TRAINED_TOKEN}, since the chat template leaves out {text.dropped} characters of the reply"
+        return NO_TRAINED_TOKEN
 
     def encode(
         self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]" = ()
     ) -> tuple[list[int], bytearray]:
-        """Return token ids and, a byte each, whether they are trained; not yet truncated. images: those of the
-        conversation's parts, in order. Raises UserError."""
-        ids, trained, _ = self._encoded(sample, images)
+        """Encode an example without truncating it.
+
+        Args:
+            sample: The example.
+            images: Images of the conversation's parts, in order.
+
+        Returns:
+            Token ids, and for each a byte that is 1 if it is trained.
+
+        Raises:
+            UserError: If the example is wrong.
+        """
+        ids, trained, _ = self._encode_example(sample, images)
         return ids, trained
 
-    def _encoded(self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]") -> Encoded:
+    def _encode_example(
+        self, sample: Conversation | Text | TokenizedRow, images: "Sequence[LaidOutImage]"
+    ) -> EncodedExample:
         if isinstance(sample, Conversation):
-            return self._conversation(sample, images)
+            return self._encode_conversation_example(sample, images)
         if isinstance(sample, TokenizedRow):
             self.check_ids(sample.ids, "input_ids")
-            return Encoded(sample.ids, bytearray(sample.trained))
-        start = 0 if self.loss_on == "all" else len(sample.prompt)
-        return Encoded(*self._string(sample.prompt + sample.completion, start))
+            return EncodedExample(sample.ids, bytearray(sample.trained))
+        first_trained = 0 if self.loss_on == "all" else len(sample.prompt)
+        ids, trained = self._encode_string(sample.prompt + sample.completion, first_trained)
+        return EncodedExample(ids, trained)
 
-    def _conversation(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> Encoded:
+    def _encode_conversation_example(self, sample: Conversation, images: "Sequence[LaidOutImage]") -> EncodedExample:
         replies = self.replies
         messages = replies.with_calls(without_images(sample.messages), sample.tools)
         if self.loss_on == "all":
-            shut = [index for index, flag in enumerate(sample.train) if flag is False]
-            wanted = [index for index, flag in enumerate(sample.train) if flag is not False]
-            if not shut and not images:
+            # Everything is trained but the messages that are marked `train: false`, with their headers.
+            trained_messages = [index for index, mark in enumerate(sample.train) if mark is not False]
+            untrained_messages = [index for index, mark in enumerate(sample.train) if mark is False]
+            if not untrained_messages and not images:
+                # The usual case needs no spans of messages, so templates that cannot be marked work, too.
                 text = replies.template.render(messages, sample.tools)
                 ids = self.tokenizer.encode(text)
-                found = find_dropped_text(replies.template, messages, sample.tools, wanted, text)
-                return Encoded(ids, bytearray(b"\1" * len(ids)), found)
-            text, spans = replies.blocks(messages, sample.tools, shut)
-            ids, covered = self._masked(text, spans, images)
-            trained = bytearray(1 - inside for inside in covered)
+                trained = bytearray(b"\1" * len(ids))
+            else:
+                text, spans = replies.blocks(messages, sample.tools, untrained_messages)
+                ids, is_untrained = self._encode_with_mask(text, spans, images)
+                trained = bytearray(1 - flag for flag in is_untrained)
         else:
-            wanted = self._wanted(sample)
-            text, spans = replies.find(messages, sample.tools, wanted)
-            ids, trained = self._masked(text, spans, images)
-        for place in self.images.image_positions(ids) if images and self.images else ():
-            trained[place] = 0
-        found = find_dropped_text(replies.template, messages, sample.tools, wanted, text)
-        return Encoded(ids, trained, found)
+            trained_messages = self._trained_replies(sample)
+            text, spans = replies.find(messages, sample.tools, trained_messages)
+            ids, trained = self._encode_with_mask(text, spans, images)
+        if images and self.images:
+            for position in self.images.image_positions(ids):
+                trained[position] = 0
+        dropped = find_dropped_text(replies.template, messages, sample.tools, trained_messages, text)
+        return EncodedExample(ids, trained, dropped)
 
-    def _wanted(self, sample: Conversation) -> list[int]:
+    def _trained_replies(self, sample: Conversation) -> list[int]:
+        """Return the indices of the messages that `loss_on` trains."""
         roles = [message["role"] for message in sample.messages]
         replies = [index for index, role in enumerate(roles) if role == "assistant" and index >= sample.prompt]
         if self.loss_on == "completion" and not sample.prompt:
             users = [index for index, role in enumerate(roles) if role == "user"]
-            replies = [index for index in replies if not users or index > users[-1]]
+            if users:
+                replies = [index for index in replies if index > users[-1]]
         if self.loss_on == "last":
             replies = replies[-1:]
         return [index for index in replies if sample.train[index] is not False]
 
-    def _masked(
+    def _encode_with_mask(
         self, text: str, spans: Sequence[Span], images: "Sequence[LaidOutImage]" = ()
     ) -> tuple[list[int], bytearray]:
-        """Return the ids of `text`, its images' placeholders expanded, and the mask of those that hold a character of a
-        span."""
+        """Return the ids of `text` with its images, and for each id 1 if it has a character of a span."""
         if images and self.images:
             expanded = self.images.expand(text, [image.layout for image in images])
-            text, spans = (
-                expanded.text,
-                [(expanded.map_position(start), expanded.map_position(end)) for start, end in spans],
-            )
+            text = expanded.text
+            spans = [(expanded.map_position(start), expanded.map_position(end)) for start, end in spans]
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         self.check_image_tokens(ids, images)
-        trained = bytearray(len(ids))
+        mask = bytearray(len(ids))
         for start, end in spans:
+            # The first token that ends after `start`, and the first token that begins at `end` or later.
             first = bisect_right(offsets, start, key=itemgetter(1))
             last = bisect_left(offsets, end, key=itemgetter(0))
-            trained[first:last] = b"\1" * max(0, last - first)
-        return ids, trained
+            mask[first:last] = b"\1" * max(0, last - first)
+        return ids, mask
 
-    def _string(self, text: str, start: int) -> tuple[list[int], bytearray]:
-        ids, trained = self._masked(text, [(start, len(text))])
+    def _encode_string(self, text: str, first_trained: int) -> tuple[list[int], bytearray]:
+        """Encode a plain string with its frame. The characters from `first_trained` on and the EOS are trained."""
+        ids, trained = self._encode_with_mask(text, [(first_trained, len(text))])
         before, after = self.text_affixes(ids)
         return [*before, *ids, *after], bytearray(len(before)) + trained + b"\1" * len(after)
 
 
 def find_strings(value: Any) -> Iterator[str]:
-    """Yield the strings in a value of JSON, names of columns and keys left out."""
+    """Yield the strings in a JSON value. Keys and names of columns are left out.
+
+    Example:
+        >>> list(find_strings({"role": "user", "content": [{"text": "Hi"}, 3]}))
+        ['user', 'Hi']
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -556,39 +754,53 @@ def find_strings(value: Any) -> Iterator[str]:
 
 
 def _has_target(trained: bytearray) -> bool:
-    return trained.find(1, 1) > 0  # the first token is nobody's target
+    """Return whether a token is trained. The first one does not count, because nothing predicts it."""
+    return trained.find(1, 1) > 0
 
 
-def resolve_prompts_as(chosen: str | None, trained_plain: int, template: ChatTemplate | None) -> str:
-    """Return how an evaluation reads plain prompts: as `chosen` (`data.prompts_as`), else as the training data's, of
-    which `trained_plain` rows had one, else as a user's messages; without a template as text."""
+def resolve_prompts_as(chosen: str | None, num_trained_string_prompts: int, template: ChatTemplate | None) -> str:
+    """Return how an evaluation reads string prompts, `text` or `user`.
+
+    Args:
+        chosen: `data.prompts_as`, if it is set.
+        num_trained_string_prompts: Training rows with string prompts, which were read as text.
+        template: The chat template. Without one, prompts are read as text.
+
+    Example:
+        >>> resolve_prompts_as(None, 0, template=None)
+        'text'
+    """
     if template is None:
         return TEXT
-    return chosen or (TEXT if trained_plain else USER)
+    return chosen or (TEXT if num_trained_string_prompts else USER)
 
 
 def refuse_without_template(prompts_as: str | None, template: ChatTemplate | None, directory: Path) -> None:
-    """Raise UserError for `user` where the model in `directory` has no chat template."""
+    """Raise UserError if `data.prompts_as` is user and the model in `directory` has no chat template."""
     if prompts_as == USER and template is None:
         raise UserError(
-            f"{PROMPTS_AS_KEY}=user puts prompts into the chat template, and {directory} has none; name a file with "
-            f"data.chat_template, take the instruct model's directory, or set {PROMPTS_AS_KEY}=text"
+            f"{PROMPTS_AS_KEY}=user puts prompts into the chat template, but {directory} has none. Name a file with "
+            f"data.chat_template, use the directory of the instruct model, or set {PROMPTS_AS_KEY}=text"
         )
 
 
 def describe_string_prompts(
     label: str, count: int, prompts_as: str, template: ChatTemplate | None, is_all: bool = True
 ) -> list[str]:
-    """Return the line that tells what is done with `count` plain prompts, and the key that does the other; none without
-    a prompt or a template. is_all: False where the count is of the first rows alone."""
+    """Return a line on how string prompts are read and how to change it; none without such prompts or a template.
+
+    Args:
+        label: Name of the data.
+        count: Number of string prompts.
+        prompts_as: How they are read: text or user.
+        template: The chat template.
+        is_all: Whether `count` is of all rows, not only of the first ones.
+    """
     if not count or template is None:
         return []
-    number, noun = (f"{count:,}", plural(count, "prompt")) if is_all else (f"{count:,} of the first", "prompts")
-    prompts = f"{label}: {number} {noun} as plain text"
+    prompts = f"{count:,} {plural(count, 'prompt')}" if is_all else f"{count:,} of the first prompts"
     if prompts_as == USER:
-        return [
-            f"{prompts}: read as a user's message, in the chat template ({PROMPTS_AS_KEY}=text: continued as raw text)"
-        ]
-    return [
-        f"{prompts}: continued as raw text, without the chat template ({PROMPTS_AS_KEY}=user: read as a user's message)"
-    ]
+        way = f"read as a user's message, in the chat template ({PROMPTS_AS_KEY}=text: continued as raw text)"
+    else:
+        way = f"continued as raw text, without the chat template ({PROMPTS_AS_KEY}=user: read as a user's message)"
+    return [f"{label}: {prompts} as plain text: {way}"]

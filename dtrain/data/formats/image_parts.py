@@ -1,33 +1,56 @@
-"""Images in rows: parts of messages, placeholders in texts, and the column `images`, in one shape.
+"""Images in rows, read into one shape: parts of messages.
 
-    {"type": "image", "image": IMAGE}           a part of a message's content; also as `url` or `path`
-    {"type": "image_url", "image_url": ...}     the same as OpenAI writes it: a URL, or {"url": URL}
-    {"type": "image"}                           a part whose image is the next of the column `images`
-    "<image>"                                   in a text: the same, in rows with that column and without such parts
-    neither                                     the images of the column stand before the first user's message
+    {"type": "image", "image": IMAGE}           a part of a message's content; also with `url` or `path`
+    {"type": "image_url", "image_url": ...}     OpenAI's form: a URL, or {"url": URL}
+    {"type": "image"}                           a part whose image is the next one of the column `images`
+    "<image>"                                   in a text: the same, if the row has that column and no image parts
+    neither                                     the images of the column are put before the first user message
 
-IMAGE is what `images.files.read_image` reads. In the one shape every image is a part with `image`, and stands where
-it is in the text. Torch is not imported.
+IMAGE is a value that `images.files.read_image` reads. In the common shape every image is a part with `image`, at the
+position where the image is in the text. For example, the row
+
+    {"messages": [{"role": "user", "content": "<image>What is it?"}], "images": ["cat.png"]}
+
+becomes
+
+    [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is it?"}]}]
+
+This module does not import torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import as_list, json_type
+from dtrain.base.json_files import kind_of, read_list
+from dtrain.base.ranges import plural
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
-TYPES = ("image", "image_url")  # of parts
-_KEYS = ("image", "url", "path", "image_url")  # of a part, where its image stands
+TYPES = ("image", "image_url")  # of image parts
+_IMAGE_KEYS = ("image", "url", "path", "image_url")  # of an image part: the key of its image
 
 
 def read_part(part: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return an image part with `image`, its image as the row has it; None where the column `images` has it. Raises
-    UserError that names `key`."""
-    values = [part[name] for name in _KEYS if part.get(name) is not None]
+    """Read an image part.
+
+    Args:
+        part: The part as the row writes it.
+        key: Position of the part in the row, for messages.
+
+    Returns:
+        The part with `image`, which is None if the column `images` has the image.
+
+    Raises:
+        UserError: If the part names two images.
+
+    Example:
+        >>> read_part({"type": "image_url", "image_url": {"url": "cat.png"}}, "messages[0].content[0]")
+        {'type': 'image', 'image': 'cat.png'}
+    """
+    values = [part[name] for name in _IMAGE_KEYS if part.get(name) is not None]
     if len(values) > 1:
-        raise UserError(f"{key} names its image twice; keep one of {', '.join(_KEYS)}")
+        raise UserError(f"{key} names its image twice. Keep one of {', '.join(_IMAGE_KEYS)}")
     value = values[0] if values else None
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
@@ -35,8 +58,10 @@ def read_part(part: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def images_in(row: Mapping[str, Any]) -> list[Any] | None:
-    """Return the column `images` of a row; None where it has none. One image may stand there without a list; CSV has
-    lists as JSON. Raises UserError."""
+    """Return the column `images` of a row; None if it has none. Raises UserError if the column cannot be read.
+
+    A single image may be written without a list. CSV files write lists as JSON.
+    """
     value = row.get(COLUMN)
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = as_list(value, COLUMN)
@@ -46,93 +71,136 @@ def images_in(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def with_images(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose image parts have their images, those of the row's column `images` among them. Raises
-    UserError where the column has more images than the messages have places for, or fewer."""
+    """Return messages in which every image part has its image.
+
+    Args:
+        row: The row, whose column `images` may have some of the images.
+        messages: The row's messages, with parts of `read_part`.
+
+    Raises:
+        UserError: If the number of images in the column is not the number of parts and placeholders for them.
+    """
     images = images_in(row)
     parts = image_parts(messages)
-    bare = [part for part in parts if part["image"] is None]
+    parts_without_image = [part for part in parts if part["image"] is None]
     if images is None:
-        if bare:
+        num_without = len(parts_without_image)
+        if num_without:
             raise UserError(
-                f"image parts of the messages without an image: {len(bare)}, and the row has no column {COLUMN}: write "
-                "the image into the part, or give the row that column"
+                f"the messages have {num_without} {plural(num_without, 'image part')} without an image, but the row "
+                f"has no column {COLUMN}. Write the image into the part, or give the row that column"
             )
         return messages
-    if len(parts) > len(bare):
-        raise UserError(f"the messages have images of their own, and the row has {COLUMN}; keep one of them")
-    if not bare:
+    if len(parts) > len(parts_without_image):
+        raise UserError(f"the messages have images of their own, and the row has {COLUMN}. Keep one of them")
+    if not parts_without_image:
         messages = [_split_at_placeholders(message) for message in messages]
-    count = len(image_parts(messages))
-    if not count and images:
-        return _before_the_first_question(messages, images)
-    if count != len(images):
-        written = "image parts" if bare else PLACEHOLDER
+    num_parts = len(image_parts(messages))
+    if not num_parts and images:
+        return _put_before_first_user_message(messages, images)
+    if num_parts != len(images):
+        written = "image parts" if parts_without_image else PLACEHOLDER
         raise UserError(
-            f"the messages have {count} places for images ({written}), and {COLUMN} has {len(images)}; "
-            "give each place one image"
+            f"the messages have {num_parts} places for images ({written}), but {COLUMN} has {len(images)}. "
+            "Give each place one image"
         )
-    left = iter(images)
-    return [_with_parts(message, lambda part: {**part, "image": next(left)}) for message in messages]
+    remaining = iter(images)
+
+    def with_next_image(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "image": next(remaining)}
+
+    return [_map_image_parts(message, with_next_image) for message in messages]
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages` whose image parts are bare, `{"type": "image"}`, as chat templates read them."""
-    return [_with_parts(message, lambda part: {"type": "image"}) for message in messages]
+    """Return messages whose image parts are `{"type": "image"}` without an image, as chat templates read them."""
+    return [_map_image_parts(message, lambda part: {"type": "image"}) for message in messages]
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the image parts of messages, in order."""
-    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
-    return [part for content in contents for part in content if part.get("type") == "image"]
+    parts: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts.extend(part for part in content if part.get("type") == "image")
+    return parts
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has images, in its column or in a part of any message."""
+    """Return whether a row has images, in its column or in a part of any message.
 
-    def has_part(value: Any) -> bool:
-        if isinstance(value, Mapping):
-            return value.get("type") in TYPES or any(map(has_part, value.values()))
-        return isinstance(value, list) and any(map(has_part, value))
+    Example:
+        >>> has_images({"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}]})
+        True
+    """
+    return bool(row.get(COLUMN)) or _has_image_part(row)
 
-    return bool(row.get(COLUMN)) or has_part(row)
+
+def _has_image_part(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("type") in TYPES or any(_has_image_part(item) for item in value.values())
+    return isinstance(value, list) and any(_has_image_part(item) for item in value)
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content, its images left out."""
-    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+    """Return the text of a message's content, without its images.
+
+    Example:
+        >>> text_of([{"type": "image"}, {"type": "text", "text": "What is it?"}])
+        'What is it?'
+    """
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content
 
 
-def _with_parts(message: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Return a message with what `change` makes of its image parts, in order."""
-    if not isinstance(content := message.get("content"), list):
+def _map_image_parts(message: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Return a message with each image part replaced by `change(part)`, in order."""
+    content = message.get("content")
+    if not isinstance(content, list):
         return {**message}
     return {**message, "content": [change(part) if part.get("type") == "image" else part for part in content]}
 
 
 def _split_at_placeholders(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message, whose content is a text, with a part for each placeholder."""
+    """Return a message whose content is a text with an image part for each placeholder."""
     texts = message.get("content", "").split(PLACEHOLDER)
     if len(texts) == 1:
         return message
-    pairs = [({"type": "image", "image": None}, {"type": "text", "text": text}) for text in texts]
-    parts = [part for pair in pairs for part in pair][1:]
-    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        if number > 0:  # a placeholder is between two texts
+            parts.append({"type": "image", "image": None})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return {**message, "content": parts}
 
 
-def _before_the_first_question(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Return messages with `images` at the beginning of the first user's message, as TRL reads such rows."""
-    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
-    if first is None:
-        raise UserError(f"the row has {COLUMN}, and no user's message that they belong to; write {PLACEHOLDER} there")
-    message = messages[first]
-    parts = [{"type": "image", "image": image} for image in images]
-    parts.append({"type": "text", "text": message["content"]})
-    return [*messages[:first], {**message, "content": parts}, *messages[first + 1 :]]
+def _put_before_first_user_message(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """Return messages with the images at the beginning of the first user message, as TRL reads such rows."""
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            parts = [{"type": "image", "image": image} for image in images]
+            parts.append({"type": "text", "text": message["content"]})
+            return [*messages[:index], {**message, "content": parts}, *messages[index + 1 :]]
+    raise UserError(f"the row has {COLUMN}, but no user message that they belong to. Write {PLACEHOLDER} there")
 
 
-def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[str, Any]]:
-    """Return a message's content: its text, or where it has images its parts. thinks: more on parts of thoughts, where
-    these are refused. Raises UserError that names `key`."""
+def read_content(content: Any, key: str, thoughts_hint: str = "") -> str | list[dict[str, Any]]:
+    """Read the content of a message.
+
+    Args:
+        content: A string, or a list of parts.
+        key: Position of the content in the row, for messages.
+        thoughts_hint: Added to the error for a part of type `thinking`.
+
+    Returns:
+        The text, or a list of parts if there are images.
+
+    Raises:
+        UserError: If a part is neither text nor image.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -147,8 +215,8 @@ def read_content(content: Any, key: str, thinks: str = "") -> str | list[dict[st
         elif kind in TYPES and isinstance(part, dict):
             parts.append(read_part(part, f"{key}[{index}]"))
         else:
-            more = thinks if kind == "thinking" else ""
-            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on texts and images{more}")
+            hint = thoughts_hint if kind == "thinking" else ""
+            raise UserError(f"{key}[{index}] is of type {kind!r}; dtrain trains on texts and images{hint}")
     if all(part["type"] == "text" for part in parts):
         return text_of(parts)
     return parts

@@ -1,18 +1,26 @@
-"""Rows with a label: a reply and whether it is wanted; an example and a pair with a number that a model learns to give.
+"""Rows with a label: replies that are desirable or not (KTO), and numbers or classes that a reward model learns.
 
-A row with a reply has a prompt and a completion in any format of single examples, and `label` (or LLaMA-Factory's
-`kto_tag`): true or false. What is trained is the completion; of a conversation the assistant's messages after the last
-user message. A row of preferences becomes two samples: the chosen completion, which is wanted, and the rejected one.
+Replies. A row has a prompt and a completion in any format of single examples, and `label` (or LLaMA-Factory's
+`kto_tag`), true or false. The completion is trained; in a conversation, the assistant messages after the last user
+message. A preference row becomes two samples: the chosen completion, which is desirable, and the rejected one.
 
-An example with a number is any row of formats.FORMATS with a column `label`; all of its text is read. A pair is a row
-of preferences, whose `margin` is 0 where it has none. The score of a document is read at its last token. So a
-conversation is encoded as transformers encodes it, with what its template writes behind the last turn; and what is too
-long loses its beginning, never its end. Torch is not imported.
+Numbers. A row in any format of `formats.FORMATS` has a number in its column `label`, and all of its text is read. A
+pair is a preference row, whose `margin` is 0 if it has none. For example:
+
+    {"prompt": "2 + 2 =", "completion": " 4", "label": true}        a desirable reply
+    {"text": "Great film!", "label": 1}                             class 1
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": 0.5}
+
+A reward model reads the score of a document at its last token. So a conversation is encoded with everything that its
+template writes behind the last turn, as transformers does, and a document that is too long loses its beginning, never
+its end.
+
+This module does not import torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import format_value, is_number
@@ -27,87 +35,110 @@ if TYPE_CHECKING:
     from dtrain.data.rows.cache import Samples
 
 NO_TOKEN = "no token"
-ENDS = "to their ends"  # else a cache from before would be read, whose documents end with their last turn
-_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # as CSV and tables have them
+# Part of the fingerprint since documents include what a template writes behind the last turn. Older caches lack it.
+KEEPS_ENDS_MARK = "to their ends"
+# Labels as CSV files and tables write them.
+_BOOLEAN_WORDS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True)
 class Label:
-    """The number that a row has beside its text.
+    """The number that a row has in addition to its text.
 
-    column: `margin` of pairs, `label` of examples. classes: how many there are, so that a label is a whole number
-    below; None: any finite number.
+    Attributes:
+        column: `label` for single examples, `margin` for pairs.
+        classes: Number of classes, so that a label is a whole number below it. None: any finite number.
     """
 
     column: str
     classes: int | None = None
 
     def read(self, row: Mapping[str, Any]) -> float:
-        """Return the row's number. Raises UserError."""
+        """Return the number of a row.
+
+        Raises:
+            UserError: If the row has no label, or a value that is not allowed.
+
+        Example:
+            >>> Label("label", classes=3).read({"text": "Great film!", "label": "1"})
+            1.0
+            >>> Label("margin").read({"chosen": "a", "rejected": "b"})
+            0.0
+        """
         raw = row.get(self.column)
-        value = _number(raw)
+        value = _parse_number(raw)
         if value is None and self.column == "margin":
             return 0.0
         if value is None:
-            raise UserError(f"the row has no {self.column}: give it one, or map its column to this name")
+            raise UserError(f"the row has no {self.column}. Give it one, or map its column to this name")
         if self.classes is not None:
             if not isinstance(value, int) or not 0 <= value < self.classes:
                 raise UserError(
-                    f"{self.column} is {raw!r}, and must be a whole number from 0 to {self.classes - 1}, as "
-                    f"reward.num_labels={self.classes} says"
+                    f"{self.column} is {raw!r}, but with reward.num_labels={self.classes} it must be a whole number "
+                    f"from 0 to {self.classes - 1}"
                 )
         elif isinstance(value, bool) or not is_number(value):
-            raise UserError(f"{self.column} is {raw!r}, and must be a finite number")
+            raise UserError(f"{self.column} is {raw!r}, but it must be a finite number")
         return float(value)
 
 
-def _number(value: Any) -> Any:
-    """Return a value as JSON has it: CSV has numbers as texts and nothing as "", tables with gaps have 1 as 1.0."""
+def _parse_number(value: Any) -> Any:
+    """Return a value as JSON would write it.
+
+    CSV files write numbers as text and nothing as "". Tables with gaps write 1 as 1.0.
+    """
     if isinstance(value, str):
+        if not value:
+            return None
         try:
-            value = float(value) if value else None
+            value = float(value)
         except ValueError:
             return value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 class LabelledPairEncoder(PairEncoder):
-    """Encoder of pairs, each with its margin."""
+    """Encoder of preference pairs, each with its margin."""
 
     generates = False
     accepts_images = False
     stores_columns = True
     keeps_ends = True
-    marks = ("pairs", "margins", ENDS)
+    fingerprint_marks = ("pairs", "margins", KEEPS_ENDS_MARK)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, label: Label, **limits: Any):
         super().__init__(tokenizer, template, **limits)
         self.label = label
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept, pair = {self.label.column: self.label.read(row)}, super().encode_row(row, name)
-        return pair if isinstance(pair, str) else [document.with_columns(**kept) for document in pair]
+        margin = self.label.read(row)
+        documents = super().encode_row(row, name)
+        if isinstance(documents, str):
+            return documents
+        return [document.with_columns(**{self.label.column: margin}) for document in documents]
 
 
 class LabelledTextEncoder(RowEncoder):
-    """Encoder of whole texts, each with its label."""
+    """Encoder of full texts, each with its label."""
 
     generates = False
     stores_columns = True
-    marks = ("labels", ENDS)
+    fingerprint_marks = ("labels", KEEPS_ENDS_MARK)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, label: Label, **limits: Any):
         super().__init__(tokenizer, template, **limits)
         self.label = label
-        self.decides = [label.classes]
+        self.fingerprint_options = [label.classes]
         self._examples = Encoder(tokenizer, template, loss_on="all", **limits)
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
-        return [self._examples.row_content(self._unlabelled(row), name), self.label.read(row)]
+        return [self._examples.row_content(self._without_label(row), name), self.label.read(row)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        kept = {self.label.column: self.label.read(row)}
-        sample = normalise(self.as_messages(self._unlabelled(row), name), name)
+        label = self.label.read(row)
+        sample = normalise(self.as_messages(self._without_label(row), name), name)
         text = DroppedText()
         if isinstance(sample, Conversation):
             ids = self.encode_conversation(sample.messages, sample.tools)
@@ -116,22 +147,23 @@ class LabelledTextEncoder(RowEncoder):
             ids, _ = self._examples.encode(sample)
         if self.is_dropped(len(ids)):
             return TOO_LONG
-        read = ids[-self.max_length :]
-        if not read:
+        kept_ids = ids[-self.max_length :]
+        if not kept_ids:
             return NO_TOKEN
-        return [Document(read, bytearray(b"\1" * len(read)), len(ids), text=text).with_columns(**kept)]
+        document = Document(kept_ids, bytearray(b"\1" * len(kept_ids)), len(ids), text=text)
+        return [document.with_columns(**{self.label.column: label})]
 
-    def _unlabelled(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the row without its label, which elsewhere says whether a reply is good."""
+    def _without_label(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row without its label, because `normalise` reads `label` as the mark of a good or bad reply."""
         return {key: value for key, value in row.items() if key != self.label.column}
 
 
 class LabelledEncoder(Encoder):
-    """Encoder of rows of replies, whose column `label` is kept: true for a wanted reply."""
+    """Encoder of replies. It stores the column `label`: whether the reply is desirable."""
 
     stores_columns = True
     accepts_images = False
-    marks = ("labelled",)
+    fingerprint_marks = ("labelled",)
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, **limits: Any):
         super().__init__(tokenizer, template, loss_on="completion", **limits)
@@ -141,36 +173,59 @@ class LabelledEncoder(Encoder):
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         if name == "preference":
             return self._pairs.row_content(row, name)
-        wanted, rest = read_label(row)
-        return [super().row_content(rest, name), wanted]
+        reply = read_label(row)
+        return [super().row_content(reply.row, name), reply.is_desirable]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
         if name == "preference":
             pair = self._pairs.encode_row(row, name)
-            return (
-                pair if isinstance(pair, str) else [pair[0].with_columns(label=True), pair[1].with_columns(label=False)]
-            )
-        wanted, rest = read_label(row)
-        documents = super().encode_row(rest, name)
-        return (
-            documents if isinstance(documents, str) else [document.with_columns(label=wanted) for document in documents]
-        )
+            if isinstance(pair, str):
+                return pair
+            chosen, rejected = pair
+            return [chosen.with_columns(label=True), rejected.with_columns(label=False)]
+        reply = read_label(row)
+        documents = super().encode_row(reply.row, name)
+        if isinstance(documents, str):
+            return documents
+        return [document.with_columns(label=reply.is_desirable) for document in documents]
 
 
-def read_label(row: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Return whether the row's reply is wanted, and the row without its label. Raises UserError."""
-    named = [key for key in LABELS if row.get(key) is not None]
-    if not named:
+class LabelledReply(NamedTuple):
+    """A row with a reply.
+
+    Attributes:
+        is_desirable: The row's label.
+        row: The row without its label.
+    """
+
+    is_desirable: bool
+    row: dict[str, Any]
+
+
+def read_label(row: Mapping[str, Any]) -> LabelledReply:
+    """Read the label of a reply.
+
+    Raises:
+        UserError: If the row has no label, or one that is neither true nor false.
+
+    Example:
+        >>> read_label({"prompt": "2 + 2 =", "completion": " 4", "label": "True"})
+        LabelledReply(is_desirable=True, row={'prompt': '2 + 2 =', 'completion': ' 4'})
+    """
+    names = [key for key in LABELS if row.get(key) is not None]
+    if not names:
         raise UserError(
-            "the row has no label: kto needs label: true or false beside each reply (kto_tag, or another column by "
+            "the row has no label. kto needs label: true or false for each reply (or kto_tag, or another column by "
             "data.train.columns={label: NAME})"
         )
-    wanted = _WORDS.get(str(row[named[0]]).lower())
-    if wanted is None:
-        raise UserError(f"{named[0]} is {format_value(row[named[0]])}: it must be true (the reply is wanted) or false")
-    return wanted, {key: value for key, value in row.items() if key not in LABELS}
+    value = row[names[0]]
+    is_desirable_reply = _BOOLEAN_WORDS.get(str(value).lower())
+    if is_desirable_reply is None:
+        raise UserError(f"{names[0]} is {shown(value)}, but it must be true (the reply is wanted) or false")
+    rest = {key: value for key, value in row.items() if key not in LABELS}
+    return LabelledReply(is_desirable_reply, rest)
 
 
 def is_desirable(samples: "Samples", index: int) -> bool:
-    """Return whether the reply of a sample of `LabelledEncoder` is wanted."""
+    """Return whether the reply of a sample of `LabelledEncoder` is desirable."""
     return samples.row(index)["columns"]["label"]

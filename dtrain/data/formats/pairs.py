@@ -1,34 +1,40 @@
-"""Rows of preferences, in one shape, to the two documents of a pair: the prompt with the chosen, and with the rejected
-completion.
+"""Preference rows to the two documents of a pair: the prompt with the chosen and with the rejected completion.
 
     prompt, chosen, rejected                    all strings, or all lists of messages (with `tools`, `system`)
     prompt a string, the others messages        the prompt is a user message
     prompt messages, the others strings         the completions are assistant messages
-    chosen, rejected                            whole conversations, or whole strings, that share their beginning
-    question, chosen, rejected                  replies to a user's message (also `input` alone, as in orca_dpo_pairs)
-    conversations, chosen, rejected             replies to a conversation, as LLaMA-Factory has them
-    instruction, chosen, rejected               replies to a user's message with Alpaca's `input` and `history`
+    chosen, rejected                            whole conversations, or whole strings, with a common beginning
+    question, chosen, rejected                  replies to a user message (also `input`, as in orca_dpo_pairs)
+    conversations, chosen, rejected             replies to a conversation (LLaMA-Factory)
+    instruction, chosen, rejected               replies to a user message with Alpaca's `input` and `history`
     prompt_ids, chosen_ids, rejected_ids        token ids, used as they are; the completions do not repeat the prompt
 
-Completions that repeat the messages of an explicit prompt lose them. A completion of messages begins with an assistant
-message.
+If completions repeat the messages of an explicit prompt, these are removed. A completion of messages begins with an
+assistant message.
 
-Where the completions begin. A template or a tokenizer may write the end of a prompt otherwise once something follows
-it (thinking that is dropped, tokens that merge). So the prompt of a pair is the longest beginning, in tokens, that the
-prompt alone, prompt + chosen and prompt + rejected have in common; without a prompt of its own, that the other two
-have. Every token behind it is trained, in both documents, through the token that ends the turn; the white space that
-a template writes after that one is left out, as in encoder.py. A prompt of messages is rendered with the generation
-prompt; plain strings are framed as encoder.py frames them. At least one token stays in the prompt and in each
-completion: a document's first token is predicted from nothing.
+Where completions begin. A template or a tokenizer may write the end of a prompt in another way once something follows
+it: thinking is dropped, or tokens merge. So the prompt of a pair is the longest common beginning, in tokens, of
 
-What is too long loses the beginning of its prompt, as much as the longer completion asks for and all but one token at
-most, the same in both documents; then each completion loses its end. Documents that are rated keep their ends
-(`labels.py`). Torch is not imported.
+    the prompt alone     A B C D
+    prompt + chosen      A B C E F
+    prompt + rejected    A B C E G           the prompt is A B C, the completions are E F and E G
+
+and without an explicit prompt, of the last two only. At least one token stays in the prompt and in each completion,
+because nothing predicts the first token of a document. Every completion token is trained, through the token that ends
+the turn. White space that a template writes after it is left out. A prompt of messages is rendered with the generation
+prompt, and plain strings are framed as in encoder.py.
+
+Too long. First the prompt loses tokens at its beginning, the same number in both documents: as many as the longer
+completion needs, but one token stays. Then each completion loses its end. With max_length=6, a prompt of 5 tokens and
+completions of 3 and 8 tokens become a prompt of 1 token and completions of 3 and 5. Documents that are scored at their
+end keep it and lose the beginning of the completion (labels.py).
+
+This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import json_type
@@ -51,16 +57,24 @@ if TYPE_CHECKING:
     from dtrain.data.images.reader import LaidOutImage
 
 Message = dict[str, Any]
-# The columns of a prompt where there is no `prompt`. Beside replies alone they are never passed over.
-PROMPT_NAMES = ("conversations", "instruction", "question", "input", "query")
 Ids = list[int]
+# Other names of the column `prompt`. If chosen and rejected have replies only, such a column is never ignored.
+PROMPT_NAMES = ("conversations", "instruction", "question", "input", "query")
+# Reasons why a row gives no sample.
 SAME_TOKENS = "chosen and rejected are the same tokens"
 SAME_TOKENS_CUT = "chosen and rejected are the same tokens within data.max_length"
 
 
 @dataclass(frozen=True)
 class ChatPair:
-    """Two ways in which the conversation `prompt` goes on; none of the three lists is empty."""
+    """A conversation and two ways to continue it.
+
+    Attributes:
+        prompt: Messages of the conversation, at least one.
+        chosen: Messages of the better completion, at least one.
+        rejected: Messages of the worse completion, at least one.
+        tools: Tools that the conversation lists.
+    """
 
     prompt: list[Message]
     chosen: list[Message]
@@ -70,7 +84,13 @@ class ChatPair:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Two ways in which the text `prompt` goes on. None: the prompt is what chosen and rejected begin with alike."""
+    """A text and two ways to continue it.
+
+    Attributes:
+        prompt: The text. None: it is the common beginning of chosen and rejected.
+        chosen: The better completion.
+        rejected: The worse completion.
+    """
 
     prompt: str | None
     chosen: str
@@ -79,257 +99,344 @@ class TextPair:
 
 @dataclass(frozen=True)
 class TokenPair:
-    """Two ways in which `prompt` goes on, in token ids, used as they are."""
+    """Token ids of a prompt and of two completions, used as they are.
+
+    Attributes:
+        prompt: Ids of the prompt.
+        chosen: Ids of the better completion.
+        rejected: Ids of the worse completion.
+    """
 
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
 
 
+class PairIds(NamedTuple):
+    """Token ids of a prompt and of its two completions. None of them is empty.
+
+    Attributes:
+        prompt: Ids of the prompt.
+        chosen: Ids of the better completion.
+        rejected: Ids of the worse completion.
+    """
+
+    prompt: Ids
+    chosen: Ids
+    rejected: Ids
+
+
 def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
-    """Return `row` of format `name` (preference or tokenized) in its shape. Raises UserError."""
+    """Convert a row in format `name` (preference or tokenized) to a pair.
+
+    Raises:
+        UserError: If the row is wrong.
+
+    Example:
+        >>> normalise_pair({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, "preference")
+        TextPair(prompt='2 + 2 =', chosen=' 4', rejected=' 5')
+    """
     require_keys(row, name, "pairs")
     if name == "tokenized":
         refuse_images(row, "token ids")
-        return TokenPair(*(_ids(row[key], key) for key in ("prompt_ids", "chosen_ids", "rejected_ids")))
-    values = (row.get(key) for key in ("prompt", "chosen", "rejected"))  # a single message is a list of it
-    lists: list[Any] = [[value] if isinstance(value, dict) else value for value in values]
-    prompt, chosen, rejected = lists
+        return TokenPair(
+            prompt=_read_ids(row["prompt_ids"], "prompt_ids"),
+            chosen=_read_ids(row["chosen_ids"], "chosen_ids"),
+            rejected=_read_ids(row["rejected_ids"], "rejected_ids"),
+        )
+    prompt = _as_list_of_messages(row.get("prompt"))
+    chosen = _as_list_of_messages(row.get("chosen"))
+    rejected = _as_list_of_messages(row.get("rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError(
-            f"chosen is {json_type(chosen)} and rejected {json_type(rejected)}; both must be strings, or both lists of "
+            f"chosen is {kind_of(chosen)} and rejected {kind_of(rejected)}. Both must be strings, or both lists of "
             "messages"
         )
     if prompt is None and isinstance(chosen, str):
-        prompt = _other_prompt(row)
+        prompt = _read_prompt_of_other_name(row)
     if isinstance(chosen, str) and not isinstance(prompt, list):
-        return _texts(row, prompt, chosen, rejected)
-    return _chats(row, prompt, chosen, rejected)
+        return _read_text_pair(row, prompt, chosen, rejected)
+    return _read_chat_pair(row, prompt, chosen, rejected)
+
+
+def _as_list_of_messages(value: Any) -> Any:
+    """Return a single message as a list, and any other value unchanged."""
+    return [value] if isinstance(value, dict) else value
 
 
 def common_prefix_length(first: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of entries that both begin with."""
+    """Return the number of entries that two sequences have in common at their beginning.
+
+    Example:
+        >>> common_prefix_length([5, 6, 7], [5, 6, 8, 9])
+        2
+    """
     limit = min(len(first), len(other))
-    return next((at for at in range(limit) if first[at] != other[at]), limit)
+    for index in range(limit):
+        if first[index] != other[index]:
+            return index
+    return limit
 
 
-def _other_prompt(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the prompt of a row with replies alone, whose column has another name; None where there is none."""
-    names = [name for name in PROMPT_NAMES if row.get(name) and not (name == "input" and row.get("instruction"))]
+def _read_prompt_of_other_name(row: Mapping[str, Any]) -> list[Message] | None:
+    """Return the prompt of a row with replies only, from a column with another name; None if there is none."""
+    names = []
+    for name in PROMPT_NAMES:
+        is_alpaca_input = name == "input" and row.get("instruction")
+        if row.get(name) and not is_alpaca_input:
+            names.append(name)
     if names == ["conversations"]:
-        return read_messages(row["conversations"], "conversations")[0]
+        messages, _ = read_messages(row["conversations"], "conversations")
+        return messages
     if names == ["instruction"]:
         return read_question(row)
     if names in (["question"], ["input"]):
         return [{"role": "user", "content": read_string(row[names[0]], names[0])}]
     if names:
         raise UserError(
-            f"beside chosen and rejected the row has {', '.join(names)}: say which is the prompt, by "
-            f"data.train.columns={{prompt: {names[0]}}} for example"
+            f"beside chosen and rejected the row has {', '.join(names)}. Name the prompt, for example with "
+            f"data.train.columns={{prompt: {names[0]}}}"
         )
     return None
 
 
-def _ids(value: Any, key: str) -> list[int]:
+def _read_ids(value: Any, key: str) -> list[int]:
     ids = read_integers(value, key)
     if not ids:
         raise UserError(
-            f"{key} is empty; a completion's first token is predicted from the prompt, so each of prompt_ids, "
-            "chosen_ids and rejected_ids needs one token at least"
+            f"{key} is empty. A completion's first token is predicted from the prompt, so each of prompt_ids, "
+            "chosen_ids and rejected_ids needs at least one token"
         )
     if any(token < 0 for token in ids):
-        raise UserError(f"{key} holds a negative id")
+        raise UserError(f"{key} holds a negative id. Ids are positions in the vocabulary, from 0")
     return ids
 
 
-def _texts(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> TextPair:
+def _read_text_pair(row: Mapping[str, Any], prompt: Any, chosen: str, rejected: str) -> TextPair:
     refuse_images(row, "plain prompts")
     for name in ("tools", "system"):
         if row.get(name):
             raise UserError(
-                f"{name} goes with messages, and the row's prompt and completions are strings; "
-                f"give them as lists of messages, or set data.prompts_as=user, or remove {name}"
+                f"{name} goes with messages, but the row's prompt and completions are strings. "
+                f"Write them as lists of messages, set data.prompts_as=user, or remove {name}"
             )
     if prompt is not None:
         return TextPair(read_string(prompt, "prompt"), chosen, rejected)
     if not chosen or not rejected or chosen[0] != rejected[0]:
-        raise UserError(f"chosen and rejected do not begin alike, and {_no_prompt(row)}")
+        raise UserError(f"chosen and rejected do not begin alike, and {_describe_missing_prompt(row)}")
     return TextPair(None, chosen, rejected)
 
 
-def _no_prompt(row: Mapping[str, Any]) -> str:
-    """Return the end of a refusal of a row that needs a prompt of its own."""
+def _describe_missing_prompt(row: Mapping[str, Any]) -> str:
+    """Return the end of the error for a row that needs an explicit prompt."""
     if "prompt" in row:
-        return "prompt is null in this row: give the row a prompt, or leave it out"
-    return f"the row has no prompt (only {', '.join(map(str, row))}); name the prompt's column prompt"
+        return "prompt is null in this row. Give the row a prompt, or leave the row out"
+    return f"the row has no prompt (only {', '.join(map(str, row))}). Rename the prompt's column to prompt"
 
 
-def _chats(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
-    chosen, chosen_marks = _completion(chosen, "chosen")
-    rejected, rejected_marks = _completion(rejected, "rejected")
-    if prompt is None and _replies_only(chosen, rejected):
-        prompt = _other_prompt(row)
+def _read_chat_pair(row: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> ChatPair:
+    chosen, chosen_marks = _read_completion(chosen, "chosen")
+    rejected, rejected_marks = _read_completion(rejected, "rejected")
+    are_replies_only = chosen[0]["role"] == rejected[0]["role"] == "assistant"
+    if prompt is None and are_replies_only:
+        prompt = _read_prompt_of_other_name(row)
+    # `start` is the number of messages at the beginning of chosen and rejected that belong to the prompt.
     if prompt is None:
-        start = _shared(chosen, rejected)
+        start = _num_common_messages(chosen, rejected)
         if not start:
-            raise UserError(f"chosen and rejected do not begin with the same message, and {_no_prompt(row)}")
+            raise UserError(
+                f"chosen and rejected do not begin with the same message, and {_describe_missing_prompt(row)}"
+            )
         before = chosen[:start]
     elif isinstance(prompt, str):
-        # Some files hold the prompt twice: as a string, and as the first messages of both completions.
-        start = 0 if _replies_only(chosen, rejected) else _shared(chosen, rejected)
+        # Some files write the prompt twice: as a string, and as the first messages of both completions.
+        start = 0 if are_replies_only else _num_common_messages(chosen, rejected)
         before = chosen[:start] if start else [{"role": "user", "content": prompt}]
-        if start and not any(text_of(message.get("content", "")).strip() == prompt.strip() for message in before):
+        if start and not _has_message_with_text(before, prompt):
             raise UserError(
-                "prompt is a string that is none of the messages which chosen and rejected begin with; "
-                "remove prompt, or these messages"
+                "prompt is a string that is none of the messages which chosen and rejected begin with. "
+                "Remove prompt, or these messages"
             )
     else:
-        before = read_messages(prompt, "prompt")[0]
-        repeated = chosen[: len(before)] == before == rejected[: len(before)]
-        start = len(before) if repeated else 0
-    for messages, marks, key in ((chosen, chosen_marks, "chosen"), (rejected, rejected_marks, "rejected")):
-        _check_completion(messages, marks, start, key)
+        before, _ = read_messages(prompt, "prompt")
+        is_repeated = chosen[: len(before)] == before and rejected[: len(before)] == before
+        start = len(before) if is_repeated else 0
+    _check_completion(chosen, chosen_marks, start, "chosen")
+    _check_completion(rejected, rejected_marks, start, "rejected")
     before = with_system(before, row.get("system"))
     if image_parts([*chosen[start:], *rejected[start:]]):
-        raise UserError("chosen or rejected has an image of its own; images of a pair stand in its prompt")
+        raise UserError("chosen or rejected has an image of its own. The images of a pair must be in its prompt")
     return ChatPair(with_images(row, before), chosen[start:], rejected[start:], read_tools(row))
 
 
-def _completion(value: Any, key: str) -> tuple[list[Message], list[bool | None]]:
+def _read_completion(value: Any, key: str) -> tuple[list[Message], list[bool | None]]:
+    """Return the messages of a completion, and whether each is marked as trained."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}], [None]
     return read_messages(value, key)
 
 
-def _replies_only(chosen: list[Message], rejected: list[Message]) -> bool:
-    return chosen[0]["role"] == rejected[0]["role"] == "assistant"
-
-
-def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Return the number of messages that both begin with; each keeps one of its own."""
+def _num_common_messages(chosen: list[Message], rejected: list[Message]) -> int:
+    """Return the number of messages that both begin with. Each keeps at least one message as its completion."""
     return min(common_prefix_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
 
 
+def _has_message_with_text(messages: list[Message], text: str) -> bool:
+    return any(text_of(message.get("content", "")).strip() == text.strip() for message in messages)
+
+
 def _check_completion(messages: list[Message], marks: list[bool | None], start: int, key: str) -> None:
+    """Raise UserError if messages[start:] is not a completion."""
     if len(messages) <= start:
-        raise UserError(f"{key} has no message beyond the prompt's; give it a reply")
-    if messages[start]["role"] != "assistant":
+        raise UserError(f"{key} has no message beyond the prompt's. Give it a reply")
+    role = messages[start]["role"]
+    if role != "assistant":
         raise UserError(
-            f"{key}[{start}] is a {messages[start]['role']} message, and a completion begins with an assistant "
-            "message: chosen and rejected may differ from a reply on, not before"
+            f"{key}[{start}] is a {role} message, but a completion begins with an assistant message. chosen and "
+            "rejected may differ from a reply on, not before it"
         )
     if False in marks[start:]:
+        index = start + marks[start:].index(False)
         raise UserError(
-            f"{key}[{start + marks[start:].index(False)}] asks not to be trained, which pairs cannot: all of a "
-            "completion counts; remove the mark"
+            f"{key}[{index}] asks not to be trained, but in a pair the whole completion counts. Remove the mark"
         )
 
 
 class PairEncoder(RowEncoder):
-    """Encoder of preferences to samples of two documents, chosen and rejected."""
+    """Encoder of preference rows to samples of two documents, chosen and rejected.
+
+    Attributes:
+        keeps_ends: Whether documents keep their end: what a template writes behind the last turn, and the end of a
+            completion that is too long.
+    """
 
     documents = 2
     accepts_images = True
     noun = "pairs"
-    marks: Sequence[str] = ("pairs",)
-    keeps_ends = False  # of the documents: what a template writes behind the last turn, and of what is too long
+    fingerprint_marks: Sequence[str] = ("pairs",)
+    keeps_ends = False
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
-        pair = self._pair(row, name)
+        pair = self._read_pair(row, name)
         if not isinstance(pair, ChatPair):
             return [pair.prompt, pair.chosen, pair.rejected, None]
         prompt = without_images(pair.prompt)
         return [prompt, pair.chosen, pair.rejected, pair.tools, *self.image_content(pair.prompt)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        pair = self._pair(row, name)
+        pair = self._read_pair(row, name)
         images = self.read_images(pair.prompt) if isinstance(pair, ChatPair) else []
-        whole, chosen, rejected = self.encode(pair, images)
-        prompt = whole
-        full = len(prompt) + len(chosen), len(prompt) + len(rejected)
-        if self.is_dropped(max(full)):
+        full = self.encode(pair, images)
+        full_lengths = (len(full.prompt) + len(full.chosen), len(full.prompt) + len(full.rejected))
+        if self.is_dropped(max(full_lengths)):
             return TOO_LONG
-        if chosen == rejected:
-            texts = self._texts(pair) if isinstance(pair, ChatPair) else []
-            dropped = sum(text.dropped for text in texts)
-            return (
-                f"{SAME_TOKENS}, since the chat template leaves out {dropped} characters of them"
-                if dropped
-                else SAME_TOKENS
-            )
-        prompt, chosen, rejected = truncate_pair(prompt, chosen, rejected, self.max_length, self.keeps_ends)
-        kept = self.images_in_range(whole, images, range(len(whole) - len(prompt), len(whole)))
-        if kept is None:
+        if full.chosen == full.rejected:
+            texts = self._completion_texts(pair) if isinstance(pair, ChatPair) else []
+            num_dropped = sum(text.dropped for text in texts)
+            if num_dropped:
+                return f"{SAME_TOKENS}, since the chat template leaves out {num_dropped} characters of them"
+            return SAME_TOKENS
+        cut = truncate_pair(full.prompt, full.chosen, full.rejected, self.max_length, self.keeps_ends)
+        num_full, num_kept = len(full.prompt), len(cut.prompt)
+        kept_images = self.images_in_range(full.prompt, images, range(num_full - num_kept, num_full))
+        if kept_images is None:
             return IMAGE_CUT
-        if chosen == rejected:
+        if cut.chosen == cut.rejected:
             return SAME_TOKENS_CUT
-        texts = self._texts(pair) if isinstance(pair, ChatPair) else [DroppedText(), DroppedText()]
+        texts = self._completion_texts(pair) if isinstance(pair, ChatPair) else [DroppedText(), DroppedText()]
         documents = []
-        for completion, length, text in zip((chosen, rejected), full, texts, strict=True):
-            trained = bytearray(len(prompt)) + b"\1" * len(completion)
-            documents.append(Document([*prompt, *completion], trained, length, images=kept, text=text))
+        for completion, full_length, text in zip((cut.chosen, cut.rejected), full_lengths, texts, strict=True):
+            trained = bytearray(len(cut.prompt)) + b"\1" * len(completion)
+            documents.append(Document([*cut.prompt, *completion], trained, full_length, images=kept_images, text=text))
         return documents
 
-    def _texts(self, pair: ChatPair) -> list[DroppedText]:
-        """Return the text of the two completions, and what of it the chat template leaves out."""
+    def _completion_texts(self, pair: ChatPair) -> list[DroppedText]:
+        """Count the text of the two completions, and the part of it that the chat template leaves out."""
         texts = []
         for completion in (pair.chosen, pair.rejected):
             messages = [*pair.prompt, *completion]
-            replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            completed = [index for index in replies if index >= len(pair.prompt)]
-            texts.append(self.count_text(messages, pair.tools, completed))
+            replies = []
+            for index in range(len(pair.prompt), len(messages)):
+                if messages[index]["role"] == "assistant":
+                    replies.append(index)
+            texts.append(self.count_text(messages, pair.tools, replies))
         return texts
 
-    def _pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
+    def _read_pair(self, row: Mapping[str, Any], name: str) -> ChatPair | TextPair | TokenPair:
         pair = normalise_pair(self.as_messages(row, name), name)
         if isinstance(pair, TextPair) and self.prompts_as == USER:
             raise UserError(
-                "data.prompts_as=user makes the prompt a user's message, and the row has no prompt of its own: chosen "
-                "and rejected are strings that begin alike. Give it one, named prompt, or set data.prompts_as=text"
+                "data.prompts_as=user makes the prompt a user message, but the row has no explicit prompt: chosen and "
+                "rejected are strings with a common beginning. Add a column prompt, or set data.prompts_as=text"
             )
         return pair
 
-    def encode(
-        self, pair: ChatPair | TextPair | TokenPair, images: "Sequence[LaidOutImage]" = ()
-    ) -> tuple[Ids, Ids, Ids]:
-        """Return the ids of the prompt and of the two completions, none empty, not yet truncated. images: those of the
-        prompt's parts, in order. Raises UserError."""
+    def encode(self, pair: ChatPair | TextPair | TokenPair, images: "Sequence[LaidOutImage]" = ()) -> PairIds:
+        """Encode a pair without truncating it.
+
+        Args:
+            pair: The pair.
+            images: Images of the prompt's parts, in order.
+
+        Raises:
+            UserError: If the pair is wrong, for example because its prompt has no token.
+        """
         if isinstance(pair, TokenPair):
-            for ids, key in ((pair.prompt, "prompt_ids"), (pair.chosen, "chosen_ids"), (pair.rejected, "rejected_ids")):
-                self.check_ids(ids, key)
-            return pair.prompt, pair.chosen, pair.rejected
+            self.check_ids(pair.prompt, "prompt_ids")
+            self.check_ids(pair.chosen, "chosen_ids")
+            self.check_ids(pair.rejected, "rejected_ids")
+            return PairIds(pair.prompt, pair.chosen, pair.rejected)
+        prompt: Ids | None
         if isinstance(pair, ChatPair):
-            prompt: Ids | None = self.tokenizer.encode(self.render(pair.prompt, pair.tools, True, images=images))
-            chosen, rejected = (
-                self._chat([*pair.prompt, *more], pair.tools, images) for more in (pair.chosen, pair.rejected)
-            )
+            prompt = self.tokenizer.encode(self.render(pair.prompt, pair.tools, True, images=images))
+            chosen = self._encode_chat([*pair.prompt, *pair.chosen], pair.tools, images)
+            rejected = self._encode_chat([*pair.prompt, *pair.rejected], pair.tools, images)
         else:
             prompt = None if pair.prompt is None else self.encode_text(pair.prompt, ends=False)
-            chosen, rejected = (self.encode_text((pair.prompt or "") + text) for text in (pair.chosen, pair.rejected))
-        limit = min(len(chosen), len(rejected)) - 1  # of chosen and rejected, each keeps a token
-        at = min(common_prefix_length(chosen, rejected), limit)
+            chosen = self.encode_text((pair.prompt or "") + pair.chosen)
+            rejected = self.encode_text((pair.prompt or "") + pair.rejected)
+        # The completions begin at `start`; the module's docstring has an example.
+        limit = min(len(chosen), len(rejected)) - 1  # each completion keeps one token
+        start = min(common_prefix_length(chosen, rejected), limit)
         if prompt is not None:
-            at = min(at, common_prefix_length(prompt, chosen))
-        if at < 1:
+            start = min(start, common_prefix_length(prompt, chosen))
+        if start < 1:
             raise UserError(
-                "the prompt has no token, so that there is nothing to predict a completion's first token from; "
-                "give the row a prompt that is not empty"
+                "the prompt has no token, so there is nothing to predict a completion's first token from. "
+                "Give the row a prompt that is not empty"
             )
-        self.check_image_tokens(chosen[:at], images)
-        return chosen[:at], chosen[at:], rejected[at:]
+        self.check_image_tokens(chosen[:start], images)
+        return PairIds(chosen[:start], chosen[start:], rejected[start:])
 
-    def _chat(self, messages: Messages, tools: Messages | None, images: "Sequence[LaidOutImage]") -> Ids:
+    def _encode_chat(self, messages: Messages, tools: Messages | None, images: "Sequence[LaidOutImage]") -> Ids:
         """Return the ids of a prompt with its completion."""
         text = self.render(messages, tools, images=images)
         return self.tokenizer.encode(text if self.keeps_ends else text.rstrip())
 
 
-def truncate_pair(
-    prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False
-) -> tuple[Ids, Ids, Ids]:
-    """Cut the three so that the prompt (never empty) and either completion have at most `max_length` tokens.
-    keeps_ends: a completion loses its beginning, not its end."""
-    kept = min(len(prompt), max(1, max_length - max(len(chosen), len(rejected))))
-    left = max_length - kept
-    chosen, rejected = (ids[max(0, len(ids) - left) :] if keeps_ends else ids[:left] for ids in (chosen, rejected))
-    return prompt[len(prompt) - kept :], chosen, rejected
+def truncate_pair(prompt: Ids, chosen: Ids, rejected: Ids, max_length: int, keeps_ends: bool = False) -> PairIds:
+    """Cut a pair so that the prompt and either completion together have at most `max_length` tokens.
+
+    Args:
+        prompt: Ids of the prompt. It loses its beginning, but keeps at least one token.
+        chosen: Ids of the better completion.
+        rejected: Ids of the worse completion.
+        max_length: Maximum number of tokens of a document.
+        keeps_ends: Whether a completion that is still too long loses its beginning instead of its end.
+
+    Example:
+        >>> truncate_pair([1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 18)), max_length=6)
+        PairIds(prompt=[5], chosen=[6, 7, 8], rejected=[10, 11, 12, 13, 14])
+        >>> truncate_pair([1, 2, 3, 4, 5], [6, 7, 8], [9, 10], max_length=6)
+        PairIds(prompt=[3, 4, 5], chosen=[6, 7, 8], rejected=[9, 10])
+    """
+    longest = max(len(chosen), len(rejected))
+    kept = min(len(prompt), max(1, max_length - longest))
+    left = max_length - kept  # for each completion
+    if keeps_ends:
+        chosen = chosen[max(0, len(chosen) - left) :]
+        rejected = rejected[max(0, len(rejected) - left) :]
+    else:
+        chosen = chosen[:left]
+        rejected = rejected[:left]
+    return PairIds(prompt[len(prompt) - kept :], chosen, rejected)

@@ -1,23 +1,30 @@
-"""Rows of prompts: the text that the model answers, and the columns by which answers are scored. Torch is not imported.
+"""Rows of prompts: the text that the model completes, and the columns that rewards score completions with.
 
-    messages, sharegpt      the conversation through its last user (or tool) message; the answer after it is a column
-    prompt                  a list of messages, or a string, which is the beginning of a text, or a user's message
-                            (encoder.py); `completion` is a column
-    question                a user's message, as in GSM8K's files (question, answer)
-    instruction, input      a user's message, as in Alpaca's files; `output` is a column
+    messages, sharegpt      the conversation up to its last user (or tool) message; the reply after it is the answer
+    prompt                  a list of messages, or a string, which is the beginning of a text or a user message
+                            (encoder.py); `completion` is the answer
+    question                a user message, as in GSM8K's files (question, answer)
+    instruction, input      a user message, as in Alpaca's files; `output` is the answer
     prompt_ids              token ids, used as they are
 
-Every other column is kept for the rewards, `system` and `tools`, which the template reads, among them. Where a row has
-no column `answer`, the answer that the format holds (the last assistant message, `completion`, `output`) becomes it. A
-prompt of messages is rendered with the generation prompt; a string begins with what the tokenizer's post-processor puts
-there. A prompt that is too long loses its beginning.
+All other columns are stored for the rewards, also `system` and `tools`, which the template reads. If a row has no
+column `answer`, the answer of its format becomes that column. For example,
+
+    {"messages": [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}], "level": 1}
+
+gives the prompt [{"role": "user", "content": "2 + 2"}] and the columns {"level": 1, "answer": "4"}.
+
+A prompt of messages is rendered with the generation prompt. A string begins with what the tokenizer's post-processor
+adds. A prompt that is too long loses its beginning.
+
+This module does not import torch.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.json_files import json_type
@@ -42,17 +49,24 @@ if TYPE_CHECKING:
     from dtrain.data.images.reader import LaidOutImage
 
 Message = dict[str, Any]
-# What a reward's function is called with beside the columns.
+# Names of a reward function's other arguments; columns with these names are left out.
 RESERVED = ("prompts", "completions", "completion_ids")
-# Marks the end of a message that a completion continues. It ends with a space, so that a template that strips shows.
+# Marks the end of a message that a completion continues. It ends with a space, so that one can see whether a template
+# strips messages.
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of one row. `content`: a conversation, a text, or token ids. `columns`: the row's others, `answer` among
-    them where known. `variables`: for the chat template, beside its own. `continues`: whether the completion goes on
-    with the conversation's last message instead of replying to it."""
+    """The prompt of a row.
+
+    Attributes:
+        content: A conversation, a text, or token ids.
+        columns: The row's other columns, with `answer` if it is known.
+        tools: Tools that the conversation lists.
+        variables: Variables of the chat template for this prompt.
+        continues_last_message: Whether the completion continues the conversation's last message instead of replying.
+    """
 
     content: list[Message] | str | list[int]
     columns: dict[str, Any] = field(default_factory=dict)
@@ -62,19 +76,26 @@ class Prompt:
 
     @property
     def content_without_images(self) -> Any:
-        """The content with bare parts in the place of images, as rewards and records have it."""
+        """The content with image parts that have no image, as rewards and records contain it."""
         return without_images(self.content) if self.is_chat else self.content  # type: ignore[arg-type]
 
     @property
     def is_chat(self) -> bool:
+        """Whether the content is a conversation."""
         return bool(self.content) and isinstance(self.content[0], Mapping)
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options of prompts. room: tokens of the longest prompt. system: the system message of conversations that have
-    none. loss_on: as `data.loss_on`, where the row with its own answer is wanted too; None: the prompt alone. tools:
-    schemas of the tools that every prompt lists. answers: whether something answers calls of the rows' own tools."""
+    """Options for the encoding of prompts.
+
+    Attributes:
+        max_prompt_length: Maximum number of tokens of a prompt.
+        system: System message of conversations that have none.
+        loss_on: If set, a sample has a second document: the row with its own answer, trained as in `data.loss_on`.
+        tools: Schemas of tools that every prompt lists.
+        answers_row_tools: Whether something answers calls of the tools that rows list themselves.
+    """
 
     max_prompt_length: int
     system: str | None = None
@@ -84,91 +105,128 @@ class PromptOptions:
 
     @classmethod
     def for_length(cls, max_length: int, max_new_tokens: int, system: str | None, **options: Any) -> "PromptOptions":
-        """Return options with the room that a completion leaves in a sequence of `max_length`, one token at least."""
+        """Return options for prompts that leave room for a completion in a sequence of `max_length` tokens."""
         return cls(max(1, max_length - max_new_tokens), system, **options)
 
 
+class _ChatAndColumns(NamedTuple):
+    messages: list[Message]
+    columns: dict[str, Any]
+
+
 def normalise_prompt(row: Mapping[str, Any], name: str, system: str | None = None) -> Prompt:
-    """Return `row` of format `name` (a key of formats.PROMPT_FORMATS) in its one shape. Raises UserError."""
+    """Convert a row to a prompt.
+
+    Args:
+        row: The row.
+        name: Its format, a key of `formats.PROMPT_FORMATS`.
+        system: System message of conversations that have none.
+
+    Raises:
+        UserError: If the row is wrong.
+
+    Example:
+        >>> prompt = normalise_prompt({"question": "What is 2 + 2?", "answer": "#### 4"}, "question")
+        >>> prompt.content, prompt.columns
+        ([{'role': 'user', 'content': 'What is 2 + 2?'}], {'answer': '#### 4'})
+    """
     require_keys(row, name, "prompts")
     if name == "tokenized":
         refuse_images(row, "token ids")
         ids = read_integers(row["prompt_ids"], "prompt_ids")
         if not ids or min(ids) < 0:
-            raise UserError("prompt_ids must hold one id at least, and none below 0")
-        return Prompt(ids, _columns(row, "prompt_ids"))
+            raise UserError("prompt_ids must hold at least one id, and no negative id")
+        return Prompt(ids, _other_columns(row, ["prompt_ids"]))
     if name == "prompt_completion" and isinstance(row["prompt"], str):
         refuse_images(row, "plain prompts")
-        return Prompt(row["prompt"], _columns(row, "prompt", answer=row.get("completion")))
-    messages, columns = _chat(row, name)
+        return Prompt(row["prompt"], _other_columns(row, ["prompt"], answer=row.get("completion")))
+    messages, columns = _read_chat(row, name)
     messages = with_system(messages, row.get("system") or system)
     columns.pop(COLUMN, None)
     return Prompt(with_images(row, messages), columns, read_tools(row))
 
 
-def _chat(row: Mapping[str, Any], name: str) -> tuple[list[Message], dict[str, Any]]:
+def _read_chat(row: Mapping[str, Any], name: str) -> _ChatAndColumns:
     if name == "question":
         messages = [{"role": "user", "content": read_string(row["question"], "question")}]
-        return messages, _columns(row, "question")
+        return _ChatAndColumns(messages, _other_columns(row, ["question"]))
     if name == "alpaca":
         messages = [{"role": "user", "content": read_instruction(row)}]
-        return messages, _columns(row, "instruction", "input", answer=row.get("output"))
+        return _ChatAndColumns(messages, _other_columns(row, ["instruction", "input"], answer=row.get("output")))
     if name == "prompt_completion":
         messages, _ = read_messages(row["prompt"], "prompt")
-        _check_end(messages, "prompt")
+        _check_ends_with_question(messages, "prompt")
         answer = row.get("completion")
-        return messages, _columns(row, "prompt", answer=_text_of(answer) if isinstance(answer, list | dict) else answer)
+        if isinstance(answer, list | dict):
+            answer = _text_of_last_message(answer)
+        return _ChatAndColumns(messages, _other_columns(row, ["prompt"], answer=answer))
     (key,) = PROMPT_FORMATS[name]
     messages, _ = read_messages(row[key], key)
-    end = max((index + 1 for index, message in enumerate(messages) if message["role"] != "assistant"), default=0)
-    _check_end(messages[:end], key)
-    return messages[:end], _columns(row, key, answer=_text_of(messages[end:]))
+    # The assistant messages at the end are the answer.
+    end = len(messages)
+    while end > 0 and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    _check_ends_with_question(messages[:end], key)
+    columns = _other_columns(row, [key], answer=_text_of_last_message(messages[end:]))
+    return _ChatAndColumns(messages[:end], columns)
 
 
-def _check_end(messages: Sequence[Message], key: str) -> None:
-    if not messages or messages[-1]["role"] in ("system", "developer", "assistant"):
-        role = messages[-1]["role"] if messages else "assistant"
+def _check_ends_with_question(messages: Sequence[Message], key: str) -> None:
+    role = messages[-1]["role"] if messages else "assistant"
+    if role in ("system", "developer", "assistant"):
         raise UserError(f"{key}: there is no user message for the model to answer; the last is of role {role}")
 
 
-def _text_of(answer: Any) -> str | None:
-    if isinstance(answer, list) and answer and isinstance(answer[-1], Mapping):
-        answer = answer[-1].get("content")
-    return answer if isinstance(answer, str) else None
+def _text_of_last_message(messages: Any) -> str | None:
+    if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping):
+        messages = messages[-1].get("content")
+    return messages if isinstance(messages, str) else None
 
 
-def _columns(row: Mapping[str, Any], *taken: str, answer: str | None = None) -> dict[str, Any]:
-    columns = {str(key): value for key, value in row.items() if key not in (*taken, *RESERVED)}
+def _other_columns(row: Mapping[str, Any], prompt_columns: Sequence[str], answer: str | None = None) -> dict[str, Any]:
+    """Return the columns that are not part of the prompt, with `answer` if the row has no such column."""
+    columns = {}
+    for key, value in row.items():
+        if key not in prompt_columns and key not in RESERVED:
+            columns[str(key)] = value
     if columns.get("answer") is None and answer is not None:
         columns["answer"] = answer
     return columns
 
 
 class PromptEncoder(RowEncoder):
-    """Encoder of prompts to samples of one document without a trained token, the prompt and the columns as JSON beside
-    it, images as bare parts; with `options.loss_on` a second document, that of `encoder.Encoder`."""
+    """Encoder of prompts.
+
+    A sample is one document without a trained token. The prompt (without images) and the row's other columns are stored
+    with it as JSON. If `options.loss_on` is set, a second document is that of `encoder.Encoder`.
+
+    Attributes:
+        options: The options.
+    """
 
     noun = "prompts"
     accepts_images = True
     stores_columns = True
-    marks = ("prompts, all columns",)
+    fingerprint_marks = ("prompts, all columns",)
     string_columns: Mapping[str, Sequence[str]] = MappingProxyType({"prompt_completion": ("prompt",)})
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, options: PromptOptions | None, **limits: Any
     ):
         super().__init__(tokenizer, template, **limits)
-        self.options = options = options or PromptOptions(self.max_length)
-        self.decides = [[options.max_prompt_length, options.system]]
+        options = options or PromptOptions(self.max_length)
+        self.options = options
+        fingerprint: list[Any] = [options.max_prompt_length, options.system]
         if options.tools:
-            learn_tool_format(template, options.tools)
-            self.decides[0].append(options.tools)
-        self._template, self._knows_calls = template, bool(options.tools)
+            learn_tool_format(template, options.tools)  # raises if the template cannot write calls of these tools
+            fingerprint.append(options.tools)
+        self._has_checked_template = bool(options.tools)
         self._examples: Encoder | None = None
         if options.loss_on is not None:
             self._examples = Encoder(tokenizer, template, loss_on=options.loss_on, **limits)
-            self.decides[0].append(options.loss_on)
+            fingerprint.append(options.loss_on)
             self.documents = 2
+        self.fingerprint_options = [fingerprint]
 
     def row_content(self, row: Mapping[str, Any], name: str) -> Any:
         prompt = normalise_prompt(self.as_messages(row, name), name)
@@ -176,54 +234,80 @@ class PromptEncoder(RowEncoder):
         return [prompt.content_without_images, prompt.tools, *self.image_content(messages)]
 
     def encode_row(self, row: Mapping[str, Any], name: str) -> list[Document] | str:
-        prompt = normalise_prompt(self.as_messages(row, name), name, self.options.system)
-        if self.options.tools:
+        options = self.options
+        prompt = normalise_prompt(self.as_messages(row, name), name, options.system)
+        if options.tools:
             prompt = self._with_tools(prompt)
-        has_tools = bool(self.options.tools or (self.options.answers_row_tools and prompt.tools))
-        if has_tools and not self._knows_calls:
-            learn_tool_format(self._template, prompt.tools or [])
-            self._knows_calls = True
+        has_answered_tools = bool(options.tools or (options.answers_row_tools and prompt.tools))
+        if has_answered_tools and not self._has_checked_template:
+            learn_tool_format(self.template, prompt.tools or [])
+            self._has_checked_template = True
         images = self.images_of(prompt)
-        ids, is_dropped = self.encode(prompt, images), self.too_long == "drop"
-        if len(ids) > self.options.max_prompt_length and (self.too_long == "error" or (has_tools and not is_dropped)):
-            others = "drop, since a cut would take its tools" if has_tools else "truncate or drop"
-            raise UserError(
-                f"the prompt has {len(ids)} tokens, and beside sampling.max_new_tokens there is room for "
-                f"{self.options.max_prompt_length} within data.max_length={self.max_length}; raise it, or set "
-                f"data.too_long to {others}"
-            )
-        if len(ids) > self.options.max_prompt_length and is_dropped:
-            return TOO_LONG
+        ids = self.encode(prompt, images)
+        if len(ids) > options.max_prompt_length:
+            self._refuse_too_long(len(ids), has_answered_tools)
+            if self.too_long == "drop":
+                return TOO_LONG
         try:
             columns = json.dumps({"prompt": prompt.content_without_images, "columns": prompt.columns}).encode()
         except TypeError as problem:
-            raise UserError(f"a column is neither text, number, list nor object ({problem}); drop it") from problem
-        kept = ids[-self.options.max_prompt_length :]
-        own_images = self.images_in_range(ids, images, range(len(ids) - len(kept), len(ids)))
-        if own_images is None:
+            raise UserError(f"a column is neither text, number, list nor object ({problem}). Remove it") from problem
+        kept_ids = ids[-options.max_prompt_length :]
+        kept_images = self.images_in_range(ids, images, range(len(ids) - len(kept_ids), len(ids)))
+        if kept_images is None:
             return IMAGE_CUT
-        own = [] if self._examples is None else self._examples.encode_row(row, name)
-        if isinstance(own, str):
-            return own
-        return [Document(kept, bytearray(len(kept)), len(ids), columns, own_images), *own]
+        documents = [Document(kept_ids, bytearray(len(kept_ids)), len(ids), columns, kept_images)]
+        if self._examples is not None:
+            own_answer = self._examples.encode_row(row, name)
+            if isinstance(own_answer, str):
+                return own_answer
+            documents += own_answer
+        return documents
+
+    def _refuse_too_long(self, length: int, has_answered_tools: bool) -> None:
+        """Raise UserError if a prompt that is too long may be neither cut nor dropped."""
+        # A prompt with tools must not be cut, because its beginning lists the tools.
+        must_not_be_cut = has_answered_tools and self.too_long != "drop"
+        if self.too_long != "error" and not must_not_be_cut:
+            return
+        choices = "drop, since a cut would take its tools" if has_answered_tools else "truncate or drop"
+        raise UserError(
+            f"the prompt has {length} tokens, but data.max_length={self.max_length} less sampling.max_new_tokens "
+            f"leaves room for {self.options.max_prompt_length}. Raise data.max_length, or set "
+            f"data.too_long to {choices}"
+        )
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
-        """Add the options' tools to a prompt. Raises UserError where it cannot list tools, or has some of its own."""
+        """Add the options' tools to a prompt. Raises UserError if it cannot list tools, or has some of its own."""
         if not isinstance(prompt.content[0], Mapping):
-            raise UserError("grpo.tools: the template tells the model of tools in a conversation, and this prompt is a "
-                            "text or token ids; give it messages, or set data.prompts_as=user for texts")  # fmt: skip
+            raise UserError(
+                "grpo.tools: the template lists tools in a conversation, but this prompt is a text or token ids. Give "
+                "it messages, or set data.prompts_as=user for texts"
+            )
         if prompt.tools is not None:
-            raise UserError("the row has tools of its own, and the run those of grpo.tools, which alone can be called: "
-                            "take the column away, or name its tools in grpo.tools")  # fmt: skip
+            raise UserError(
+                "the row has tools of its own, but in this run only those of grpo.tools can be called. Remove the "
+                "column, or name its tools in grpo.tools"
+            )
         return replace(prompt, tools=[dict(tool) for tool in self.options.tools])
 
     def images_of(self, prompt: Prompt) -> "list[LaidOutImage]":
-        """Return the images of a prompt, laid out from their headers. Raises UserError."""
+        """Return the images of a prompt, with layouts from their headers. Raises UserError."""
         return self.read_images(prompt.content) if prompt.is_chat else []  # type: ignore[arg-type]
 
     def encode(self, prompt: Prompt, images: "Sequence[LaidOutImage]" = ()) -> list[int]:
-        """Return the prompt's token ids, not yet cut, one at least. images: those of its parts, in order. Raises
-        UserError."""
+        """Encode a prompt without cutting it.
+
+        Args:
+            prompt: The prompt.
+            images: Images of the prompt's parts, in order.
+
+        Returns:
+            Token ids, at least one.
+
+        Raises:
+            UserError: If the prompt is empty, or the template refuses it.
+        """
         content: Any = prompt.content
         if isinstance(content, str):
             ids = self.encode_text(content, ends=False)
@@ -232,7 +316,8 @@ class PromptEncoder(RowEncoder):
             ids = list(content)
         elif content and isinstance(content[0], Mapping):
             if prompt.continues_last_message:
-                text = _through_tag(self.render(_tagged(content), prompt.tools, False, prompt.variables, images))
+                tagged = self.render(_add_continue_tag(content), prompt.tools, False, prompt.variables, images)
+                text = _cut_at_continue_tag(tagged)
             else:
                 text = self.render(content, prompt.tools, True, prompt.variables, images)
             ids = self.tokenizer.encode(text)
@@ -240,11 +325,11 @@ class PromptEncoder(RowEncoder):
         else:
             raise UserError(f"a prompt must be messages, a text or token ids, not {json_type(content)}")
         if not ids:
-            raise UserError("the prompt has no token, so that there is nothing to answer; give the row a prompt")
+            raise UserError("the prompt has no token, so there is nothing to answer. Give the row a prompt")
         return ids
 
 
-def _tagged(messages: Sequence[Message]) -> list[Message]:
+def _add_continue_tag(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation with a tag at the end of its last message. Raises UserError if that has no text."""
     *others, last = messages
     content = last.get("content")
@@ -258,11 +343,11 @@ def _tagged(messages: Sequence[Message]) -> list[Message]:
     raise UserError("the last message has no text that could be continued")
 
 
-def _through_tag(text: str) -> str:
+def _cut_at_continue_tag(text: str) -> str:
     """Return a rendered conversation up to the tag in its last message.
 
-    As transformers' `apply_chat_template(continue_final_message=True)`: a template that strips messages drops the space
-    of the tag. Without the tag it would strip the end of the message too.
+    This is the method of transformers' `apply_chat_template(continue_final_message=True)`. A template that strips
+    messages drops the space of the tag. Without the tag, it would strip the end of the message too.
 
     Raises:
         UserError: If the template did not write the tag.

@@ -1,9 +1,9 @@
-"""Images of rows: their bytes, the record that a cache keeps of each, and their sizes and pixels, read by Pillow.
+"""Images of rows: their bytes, the record that a cache stores of each, and their sizes and pixels, read by Pillow.
 
 Formats are JPEG, PNG, GIF, WebP, BMP, TIFF and AVIF. A row writes an image as a path, a `file://` or data URI, a URL,
 bytes, or `{"bytes", "path"}`. An image is identified by the SHA-256 of its bytes, never by its path.
 
-A data set's images are first only opened, which reads their headers, and decoded when a batch needs them.
+When a data set is opened, only the headers of its images are read. An image is decoded when a batch needs it.
 `read_image_header` and `verify_image` find the mistakes that Pillow can see without decoding (an unknown format, too
 many pixels, a PNG whose checksums are wrong); a file that is cut short elsewhere is found by `decode_image`. Torch and
 Pillow are imported when they are used, because both are optional for a run without images.
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 MAX_STORED_PIXELS = 64_000_000
 MAX_STORED_PIXELS_KEY = "data.image_most_pixels"
-MAX_ASPECT_RATIO = 200  # of the longer side to the shorter, as Qwen's processors have it
+MAX_ASPECT_RATIO = 200  # of the longer side to the shorter one; the limit of Qwen's processors
+# Notes on images.
 ANIMATED = "an image has several frames: the first is used"
 CMYK = "a CMYK image becomes RGB without its colour profile"
 DEEP = "a grey image has more than 8 bits: values above 255 become white; save it with 8 bits to keep its shades"
@@ -61,7 +62,7 @@ _DAMAGED = (
     struct.error,
     zlib.error,
 )
-# First bytes of files that people have in the place of an image, with the explanation and the fix.
+# First bytes of other files that people name as images, with an explanation and a fix.
 _OTHER_FILES = (
     (b"version https://git-lfs", "it is a pointer of Git LFS; `git lfs pull` fetches the image"),
     (b"<svg", "it is an SVG drawing; save it as PNG"),
@@ -71,12 +72,18 @@ _OTHER_FILES = (
     (b"%pdf", "it is a PDF; save its page as PNG"),
 )
 
-MAX_FILE_BYTES = 1 << 30  # of one image's file; 64 megapixels of four channels of 16 bits are half of it
-LONGEST_NAME = 80  # characters of an image's name in a message
+MAX_FILE_BYTES = 1 << 30  # 64 megapixels with four channels of 16 bits are half of it
+MAX_NAME = 80  # characters of an image's name in a message
 
 
 class ImageHeader(NamedTuple):
-    """Height and width of the upright image in pixels, and notes that are printed once for all images."""
+    """Size of an image.
+
+    Attributes:
+        height: Height of the upright image in pixels.
+        width: Width of the upright image in pixels.
+        notes: Sentences that are printed once for all images that have them.
+    """
 
     height: int
     width: int
@@ -87,9 +94,10 @@ class ImageHeader(NamedTuple):
 class ImageBytes:
     """The bytes of an image's file.
 
-    name    what messages call it: the path or URL, as it was written
-    data    the file's bytes, not decoded
-    path    the file that they were read from; None: they stood in the row itself
+    Attributes:
+        name: Name in messages: the path or URL as the row writes it.
+        data: Bytes of the file, not decoded.
+        path: The file; None if the bytes are in the row itself.
     """
 
     name: str
@@ -102,22 +110,25 @@ class ImageBytes:
         return hashlib.sha256(self.data).hexdigest()
 
     def header(self, max_stored_pixels: int = MAX_STORED_PIXELS) -> ImageHeader:
-        """Return the size of the upright image, from its header alone; see `decoding.header`."""
+        """Return the size of the upright image from its header; see `read_image_header`."""
         return read_image_header(self.data, self.name, max_stored_pixels)
 
     def decode(self, max_stored_pixels: int = MAX_STORED_PIXELS) -> "Tensor":
-        """Return the upright image as RGB, uint8 [3, H, W]; see `decoding.decode`."""
+        """Return the upright image as RGB, uint8 [3, H, W]; see `decode_image`."""
         return decode_image(self.data, self.name, max_stored_pixels)
 
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """Image of a sample.
+    """An image of a sample, as a cache stores it.
 
-    name    as messages call it
-    digest  SHA-256 of its bytes, in hex
-    path    its file, absolute; None: the bytes are in `data`
-    origin  file and line of its row, where they are known
+    Attributes:
+        name: Name in messages.
+        digest: SHA-256 of its bytes, in hex.
+        layout: Its patches and tokens.
+        path: Absolute path of its file; None if the bytes are in `data`.
+        data: Its bytes if it has no file.
+        origin: Data file and line of its row, if they are known.
     """
 
     name: str
@@ -129,49 +140,57 @@ class ImageRecord:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Name, path and digest, as samples.jsonl and the answers of evaluations have them."""
+        """Name, path and digest, as in samples.jsonl and the answers of evaluations."""
         return {"name": self.name, "path": self.path, "digest": self.digest}
 
     @property
     def key(self) -> int:
-        """Number of 63 bits that equal images share."""
+        """A number of 63 bits, equal for equal images."""
         return int(self.digest[:16], 16) >> 1
 
     def image(self) -> ImageBytes:
-        """Return the image, its file read again; named by its row and its whole path. Raises UserError where that is
-        another one, or gone."""
-        name = ": ".join(part for part in (self.origin, self.path or self.name) if part)
+        """Read the image again. Its name contains the row and the full path.
+
+        Raises:
+            UserError: If the file was deleted or has another content.
+        """
+        name = self.path or self.name
+        if self.origin:
+            name = f"{self.origin}: {name}"
         if self.data is not None:
             return ImageBytes(name, self.data)
         path = Path(str(self.path))
         try:
             image = ImageBytes(name, path.read_bytes(), path)
         except OSError as error:
-            raise UserError(f"{name}: the image cannot be read: {error.strerror}; put it back") from error
+            raise UserError(f"{name}: the image cannot be read: {error.strerror}. Put it back") from error
         if image.digest != self.digest:
-            raise UserError(f"{name}: the image is not the one that the run began with; start again")
+            raise UserError(f"{name}: the image is not the one that the run began with. Start again")
         return image
 
 
 def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None) -> ImageBytes:
-    """Return the bytes of an image of a row.
+    """Read the bytes of an image.
 
-    value: a path, which is relative to `directory`; a `file://` URI; a `data:` URI in base64; a URL, which is copied
-        into `cache_dir` once; bytes; or an object with `bytes` or `path`, as in the files of the datasets library.
-    directory: the directory of the file that names the image; None: no path is taken, as where a stranger asks.
-    cache_dir: None: no URL is taken.
-    Raises UserError that names the image: no file, no regular file, empty, larger than 1 GiB, no base64.
+    Args:
+        value: A path relative to `directory`, a `file://` URI, a `data:` URI in base64, a URL, bytes, or an object with
+            `bytes` or `path`, as in the files of the datasets library.
+        directory: Directory of the file that names the image. None refuses paths, for requests to a server.
+        cache_dir: Directory to which URLs are copied once; None refuses URLs.
+
+    Raises:
+        UserError: If there is no such file, or it is empty, larger than 1 GiB, no regular file or no base64. The error
+            names the image.
     """
     if isinstance(value, Mapping):
-        data, path = value.get("bytes"), value.get("path")
+        data = value.get("bytes")
+        path = value.get("path")
         if data is None and path is None:
-            raise UserError("an image has neither bytes nor a path; give it one of them")
+            raise UserError("an image has neither bytes nor a path. Give it one of them")
         if data is None:
             return read_image(path, directory, cache_dir)
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise UserError(
-                f"an image's bytes must be bytes, not {json_type(data)}; in JSON write a data URI or a path"
-            )
+            raise UserError(f"an image's bytes must be bytes, not {kind_of(data)}. In JSON write a data URI or a path")
         return _image_bytes(_shortened(path) if isinstance(path, str) else "an image", bytes(data))
     if isinstance(value, bytes | bytearray | memoryview):
         return _image_bytes("an image", bytes(value))
@@ -180,7 +199,7 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
     if not isinstance(value, str):
         raise UserError(f"an image must be a path, a URL, a data URI or an object with bytes, not {json_type(value)}")
     if not value:
-        raise UserError("an image's path is empty; give it one")
+        raise UserError("an image's path is empty. Give it one")
     if value[:5].lower() == "data:":
         return _image_bytes(_shortened(value), _data_of_uri(value))
     if value[:7].lower() == "file://":
@@ -192,7 +211,7 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
 
 def _image_bytes(name: str, data: bytes, path: Path | None = None) -> ImageBytes:
     if not data:
-        raise UserError(f"{name}: the image is empty, 0 bytes; replace it")
+        raise UserError(f"{name}: the image is empty, 0 bytes. Replace it")
     return ImageBytes(name, data, path)
 
 
@@ -206,7 +225,7 @@ def _image_of_path(path: Path, written: str, directory: Path | None) -> ImageByt
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{name}: this is a directory or a device, not the file of an image")
         if status.st_size > MAX_FILE_BYTES:
-            raise UserError(f"{name}: the file is larger than {MAX_FILE_BYTES >> 30} GiB; is it an image?")
+            raise UserError(f"{name}: the file is larger than {MAX_FILE_BYTES >> 30} GiB. Is it an image?")
         return _image_bytes(name, full.read_bytes(), full.absolute())
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         hint = "; an image in base64 begins with data:image/png;base64," if len(written) > 255 else ""
@@ -216,13 +235,13 @@ def _image_of_path(path: Path, written: str, directory: Path | None) -> ImageByt
 
 
 def _data_of_uri(uri: str) -> bytes:
-    kind, comma, text = uri.partition(",")
-    if not comma or not kind.lower().endswith(";base64"):
+    header, comma, text = uri.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
         raise UserError(f"{_shortened(uri)}: a data URI of an image begins with data:image/png;base64,")
     try:
         return base64.b64decode("".join(unquote(text).split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{_shortened(uri)}: the data URI is not whole base64 ({error}); write it anew") from error
+        raise UserError(f"{_shortened(uri)}: the data URI is not whole base64 ({error}). Write it again") from error
 
 
 def _copy_of_url(url: str, cache_dir: Path | None) -> Path:
@@ -237,7 +256,7 @@ def _copy_of_url(url: str, cache_dir: Path | None) -> Path:
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 3]}..."
 
 
 def read_image_header(data: bytes, name: str, max_stored_pixels: int = MAX_STORED_PIXELS) -> ImageHeader:
@@ -262,7 +281,7 @@ def read_image_header(data: bytes, name: str, max_stored_pixels: int = MAX_STORE
     if width * height > max_stored_pixels:
         raise UserError(
             f"{name}: the image is {width} × {height}, {width * height / 1e6:,.1f} megapixels, more than the "
-            f"{max_stored_pixels / 1e6:g} that are allowed; shrink it, or allow more with {MAX_STORED_PIXELS_KEY}"
+            f"{max_stored_pixels / 1e6:g} that are allowed. Shrink it, or allow more with {MAX_STORED_PIXELS_KEY}"
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise UserError(
@@ -350,7 +369,7 @@ def _open_image(data: bytes, name: str) -> "ImageFile":
 
 
 def _other_file(data: bytes) -> str:
-    """Return what a file that is not an image is, and the fix, by its first bytes; "" if they are unknown."""
+    """Return an explanation and a fix for a file that is not an image, by its first bytes; "" if they are unknown."""
     start = data[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     for beginning, explanation in _OTHER_FILES:
         if start.startswith(beginning):
@@ -361,7 +380,7 @@ def _other_file(data: bytes) -> str:
 
 
 def _orientation(image: "ImageFile", data: bytes) -> int:
-    """Return EXIF's orientation, 1 to 8; 1 if there is none that can be read."""
+    """Return the orientation in the EXIF data, 1 to 8; 1 (upright) if there is none that can be read."""
     if image.format == "TIFF":
         value = image.tag_v2.get(_ORIENTATION, 1)  # type: ignore[attr-defined]
     elif image.format == "PNG" and not any(chunk in data for chunk in _PNG_EXIF_CHUNKS):
@@ -372,6 +391,7 @@ def _orientation(image: "ImageFile", data: bytes) -> int:
 
 
 def _on_white(image: "Image") -> "Image":
+    """Return a transparent image on a white background, in RGB."""
     from PIL import Image
 
     white = Image.new("RGBA", image.size, "white")

@@ -1,7 +1,18 @@
-"""Tensors that a model reads of images: pixels as its tower takes them, and the streams of a document's tokens.
+"""Tensors that a model reads of images: the pixels of its vision tower, and the streams of a document's tokens.
 
-The bits of pixels are those of torchvision's functions, as transformers' processors call them (its backend
+Pixels have the same bits as with torchvision's functions, as transformers' image processors call them (its backend
 "torchvision").
+
+A stream is a tensor with one entry per token, like `position_ids`. It travels with `input_ids` through packing and
+micro-batches, and tells the decoder which tokens are images. For example, a document has two text tokens, an image of
+2 × 3 tokens, and one text token:
+
+    tokens            t   t   i   i   i   i   i   i   t
+    image_features   -1  -1   0   1   2   3   4   5  -1      row of the tower's output that replaces the embedding
+    rotary_ids  time  0   1   2   2   2   2   2   2   5      `rotary_positions` (Qwen): 2 + (0, row, column);
+              height  0   1   2   2   2   3   3   3   5      the text after it continues at 2 + max(2, 3) = 5
+               width  0   1   2   3   4   2   3   4   5
+    image_ends        0   1   7   7   7   7   7   7   8      `image_ends` (Gemma): an image token sees up to here
 """
 
 from collections.abc import Sequence
@@ -12,10 +23,17 @@ from torch.nn.functional import interpolate
 
 
 def resize(image: Tensor, height: int, width: int, mode: str) -> Tensor:
-    """Return an image, uint8 [3, H, W], resized to uint8 [3, height, width].
+    """Resize an image as torchvision's `resize` does.
 
-    mode: bilinear or bicubic, both antialiased and rounded to whole values, as torchvision's `resize` has them on CPUs
-    with AVX2 or NEON; on others its bilinear goes through float32.
+    Args:
+        image: The image, uint8 [3, H, W].
+        height: New height in pixels.
+        width: New width in pixels.
+        mode: bilinear or bicubic. Both are antialiased and rounded to integers, as in torchvision on CPUs with AVX2 or
+            NEON. On other CPUs, torchvision's bilinear goes through float32.
+
+    Returns:
+        The image, uint8 [3, height, width].
     """
     if image.shape[1:] == (height, width):
         return image
@@ -23,31 +41,60 @@ def resize(image: Tensor, height: int, width: int, mode: str) -> Tensor:
 
 
 def rescale(image: Tensor, factor: float) -> Tensor:
-    """Return `image`, uint8 [3, H, W], times `factor`, float32 [3, H, W]."""
+    """Multiply an image, uint8 [3, H, W], by `factor`. Returns float32 [3, H, W]."""
     return image.to(torch.float32).mul_(factor)
 
 
 def normalise_pixels(image: Tensor, factor: float, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return (`image` · factor − mean) ÷ std, float32 [3, H, W], of an `image`, uint8 [3, H, W], and a mean and std for
-    each channel. As in transformers the factor divides mean and std instead, so that the values are rounded twice."""
+    """Compute (image · factor - mean) / std.
+
+    As in transformers, mean and std are divided by the factor instead of multiplying the image, so values are rounded
+    twice.
+
+    Args:
+        image: The image, uint8 [3, H, W].
+        factor: Factor of the values, such as 1/255.
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
+
+    Returns:
+        float32 [3, H, W].
+    """
     scale = 1.0 / factor
-    shift = torch.tensor(mean, dtype=torch.float32) * scale  # [3]
-    spread = torch.tensor(std, dtype=torch.float32) * scale  # [3]
-    return image.to(torch.float32).sub_(shift.view(3, 1, 1)).div_(spread.view(3, 1, 1))
+    scaled_mean = torch.tensor(mean, dtype=torch.float32) * scale  # [3]
+    scaled_std = torch.tensor(std, dtype=torch.float32) * scale  # [3]
+    return image.to(torch.float32).sub_(scaled_mean.view(3, 1, 1)).div_(scaled_std.view(3, 1, 1))
 
 
 def cut_patches(image: Tensor, size: int) -> Tensor:
-    """Return the patches of an image, [3, H, W], row after row: [H/size · W/size, size · size · 3], channels last."""
+    """Cut an image into patches, row after row.
+
+    Args:
+        image: The image, [3, H, W].
+        size: Pixels of a patch's side.
+
+    Returns:
+        The patches, [H/size · W/size, size · size · 3]. Within a patch the channels are last.
+    """
     rows, columns = image.shape[1] // size, image.shape[2] // size
     cut = image.reshape(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)  # [rows, columns, size, size, 3]
     return cut.reshape(rows * columns, -1)
 
 
 def cut_merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Tensor:
-    """Return the patches of an image, [3, H, W], those that merge into one token side by side.
+    """Cut an image into patches, with those that merge into one token next to each other.
 
-    The result is [H/size · W/size, 3 · frames · size · size]: squares of merge × merge patches row after row, the
-    patches of a square row after row, and in each the channels first; a still image is repeated for all frames.
+    With merge=2, a token consists of 2 × 2 patches. The patches of the first token come first, row after row, then
+    those of the token to its right.
+
+    Args:
+        image: The image, [3, H, W].
+        size: Pixels of a patch's side.
+        merge: Patches of a token's side.
+        frames: Frames of a patch. A still image is repeated for each frame.
+
+    Returns:
+        The patches, [H/size · W/size, 3 · frames · size · size]. Within a patch the channels are first.
     """
     rows, columns = image.shape[1] // size // merge, image.shape[2] // size // merge
     cut = image.reshape(3, rows, merge, size, columns, merge, size)
@@ -57,49 +104,96 @@ def cut_merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Ten
 
 
 def feature_index(is_image: Tensor) -> Tensor:
-    """Return the feature of each token, int64 [S], -1 for text: images stand in a row in the order of their features.
-    is_image: [S] bool."""
+    """Return the number of the image feature of each token.
+
+    Args:
+        is_image: Whether each token is an image token, bool [S].
+
+    Returns:
+        int64 [S]: the image tokens are numbered in order; -1 for text.
+
+    Example:
+        >>> feature_index(torch.tensor([False, True, True, False, True])).tolist()
+        [-1, 0, 1, -1, 2]
+    """
     return torch.where(is_image, is_image.long().cumsum(0) - 1, -1)
 
 
 def rotary_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Return the positions in time, height and width of the tokens of one document, int64 [S, 3] on the CPU (M-RoPE,
-    arXiv:2409.12191, section 2.1).
+    """Return the positions in time, height and width of a document's tokens (M-RoPE).
 
-    is_image: [S] bool; sizes: frames, rows and columns of the tokens of each image, in order. A text's tokens count on
-    alike on all axes; those of an image stand at its own places, from where the text before it ends, and the text
-    behind it goes on after its longer side. Raises ValueError where sizes and image tokens disagree.
+    Text tokens count on equally in all three dimensions. An image token has its own frame, row and column, counted from
+    the position after the text before it. The text after an image continues after the longer side of the image.
+
+    Args:
+        is_image: Whether each token is an image token, bool [S].
+        sizes: Frames, rows and columns of the tokens of each image, in order.
+
+    Returns:
+        int64 [S, 3], on the CPU.
+
+    Raises:
+        ValueError: If the sizes and the image tokens disagree.
+
+    Reference:
+        Qwen2-VL, arXiv:2409.12191, section 2.1.
+
+    Example:
+        >>> is_image = torch.tensor([False, True, True, False])
+        >>> rotary_positions(is_image, [(1, 1, 2)]).tolist()
+        [[0, 0, 0], [1, 1, 1], [1, 1, 2], [3, 3, 3]]
     """
     _check_count(is_image, sum(frames * rows * columns for frames, rows, columns in sizes))
     positions = torch.empty(len(is_image), 3, dtype=torch.int64)
-    places = is_image.nonzero().flatten().tolist()
-    at = position = taken = 0
+    image_tokens = is_image.nonzero().flatten().tolist()
+    next_token = 0  # first token without a position
+    next_position = 0
+    num_done = 0  # image tokens that have a position
     for frames, rows, columns in sizes:
         length = frames * rows * columns
-        first = places[taken]
-        if places[taken + length - 1] != first + length - 1:
-            raise ValueError("the tokens of an image do not stand together")
-        positions[at:first] = torch.arange(position, position + first - at)[:, None]
-        position += first - at
+        first = image_tokens[num_done]
+        if image_tokens[num_done + length - 1] != first + length - 1:
+            raise ValueError("the tokens of an image are not next to each other")
+        num_text = first - next_token
+        positions[next_token:first] = torch.arange(next_position, next_position + num_text)[:, None]
+        next_position += num_text
         grid = torch.cartesian_prod(torch.arange(frames), torch.arange(rows), torch.arange(columns)).view(-1, 3)
-        positions[first : first + length] = position + grid
-        position, at, taken = position + max(rows, columns), first + length, taken + length
-    positions[at:] = torch.arange(position, position + len(is_image) - at)[:, None]
+        positions[first : first + length] = next_position + grid
+        next_position += max(rows, columns)
+        next_token = first + length
+        num_done += length
+    num_text = len(is_image) - next_token
+    positions[next_token:] = torch.arange(next_position, next_position + num_text)[:, None]
     return positions
 
 
 def image_ends(is_image: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return for an image token the position of its image's last token, for text its own, int64 [S] on the CPU.
+    """Return the last token that each token sees in its own image.
 
-    is_image: [S] bool, of one document; lengths: of its images, in tokens and in order. Raises ValueError where
-    lengths and image tokens disagree."""
+    Args:
+        is_image: Whether each token of a document is an image token, bool [S].
+        lengths: Tokens of each image, in order.
+
+    Returns:
+        int64 [S], on the CPU: for an image token the position of its image's last token, for text its own position.
+
+    Raises:
+        ValueError: If the lengths and the image tokens disagree.
+
+    Example:
+        >>> image_ends(torch.tensor([False, True, True, True, False]), [2, 1]).tolist()
+        [0, 2, 2, 3, 4]
+    """
     _check_count(is_image, sum(lengths))
-    ends, places = torch.arange(len(is_image)), is_image.nonzero().flatten()
-    last = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
-    ends[places] = places[last.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))]
+    ends = torch.arange(len(is_image))
+    image_tokens = is_image.nonzero().flatten()
+    num_tokens = torch.tensor(lengths, dtype=torch.int64)
+    last_of_images = num_tokens.cumsum(0) - 1  # index into image_tokens
+    ends[image_tokens] = image_tokens[last_of_images.repeat_interleave(num_tokens)]
     return ends
 
 
-def _check_count(is_image: Tensor, tokens: int) -> None:
-    if (count := int(is_image.sum())) != tokens:
-        raise ValueError(f"{count} image tokens for images of {tokens}")
+def _check_count(is_image: Tensor, expected: int) -> None:
+    count = int(is_image.sum())
+    if count != expected:
+        raise ValueError(f"{count} image tokens for images of {expected}")

@@ -1,23 +1,32 @@
-"""Tokenised samples on disk, memory-mapped: made once, by one process, whole or not at all.
+"""Tokenised samples on disk, memory-mapped.
 
-A cache is a directory `<cache_dir>/<key>/`, where the key is a hash of what the data files hold, their names and
-formats, the tokenizer, the template and the options. A sample is one document or, of preferences, two neighbours,
-chosen and rejected; n counts documents:
+A cache is a directory `<cache_dir>/<key>/`. The key is a hash of the contents and names of the data files, their
+formats, the tokenizer, the chat template and the options, so a run never reads a cache of other data. A sample is one
+document, or two neighbouring ones for a preference pair (chosen, rejected). With n documents, the files are
 
-    tokens.bin    int32   the ids of all documents, one behind the other
-    trained.bin   uint8   1 where the token is a target
-    offsets.bin   int64   n + 1 offsets of the documents into both
-    origins.bin   int64   n × 3: number of the file in meta.json, line, length before truncation
-    columns.bin   uint8   where an encoder keeps them: columns of each row as JSON, one behind the other
-    column_offsets.bin    int64, n + 1 offsets of them
-    image*.*              of a model that takes images: see image_cache.py
-    left_out.txt          every row that is no sample, and why
-    meta.json             counts, sizes, digests of all files, the cache's name, a checksum of itself; written last
+    tokens.bin            int32  [tokens]  the ids of all documents, one after the other
+    trained.bin           uint8  [tokens]  1 if the token is a target
+    offsets.bin           int64  [n + 1]   where each document begins in these two
+    origins.bin           int64  [n, 3]    number of the data file (in meta.json), line, length before truncation
+    columns.bin           uint8            if the encoder stores columns: columns of each row as JSON
+    column_offsets.bin    int64  [n + 1]   where each document's columns begin in columns.bin
+    image*.*                               for a model with images: see image_cache.py
+    left_out.txt                           every row that gave no sample, with the reason
+    meta.json                              counts, sizes, digests of all files, the key, a checksum of itself
 
-It is built beside its place, synced and renamed, so that a kill leaves no half cache; a lock file, held by flock and so
-released with its holder, lets one process build while others wait. Every run reads it, and the files of its images,
-against their digests first: what is damaged, or of other images, is made anew. Building streams: memory does not grow
-with the set. Old caches are not removed; the directory may be deleted whenever no run uses it.
+For example, with the documents [5, 6, 7] and [8, 9], of which the last two tokens and the last token are trained:
+
+    tokens.bin    5 6 7 8 9
+    trained.bin   0 1 1 0 1
+    offsets.bin   0 3 5                    sample 1 is tokens[3:5]
+    origins.bin   (0, 1, 3) (0, 2, 10)     line 2 of file 0 had 10 tokens and was truncated to 2
+
+Writing: the files are written to a temporary directory next to the final one, synced, and renamed. meta.json is written
+last. So a killed run leaves no half-written cache. A file lock lets one process write while the others wait; it is
+released when its process ends. Rows are streamed, so memory does not grow with the data.
+
+Reading: each run first compares the files, and the files of the images, with their digests. A damaged cache is deleted
+and made again. Old caches are never deleted otherwise; a user may delete the directory when no run uses it.
 """
 
 import copy
@@ -59,21 +68,49 @@ if TYPE_CHECKING:
     from dtrain.data.rows.pool import Job
 
 META = "meta.json"
-VERSION = 10
-MIN_PARALLEL_BYTES = 2 << 20  # bytes of data below which starting processes costs more than they save
-MAX_LISTED_ROWS = 20  # rows left out that messages name; left_out.txt has all
+LEFT_OUT = "left_out.txt"
+VERSION = 10  # of the files' layout; part of the key
+MIN_PARALLEL_BYTES = 2 << 20  # with less data, starting processes costs more than they save
+MAX_LISTED_ROWS = 20  # left-out rows that are listed in meta.json, for messages; left_out.txt lists all
+MAX_EXAMPLE_ROWS = 256  # rows that `Samples.example_row` reads
+
+# The files of arrays and their dtypes.
 ARRAYS = {"tokens.bin": torch.int32, "trained.bin": torch.uint8, "offsets.bin": torch.int64, "origins.bin": torch.int64}
-COUNTS = "rows truncated too_long untrained trained_tokens tokens_cut others plain_prompts".split()
-COUNTS += ["escaped", "kept", "images_too_long"]
-# Of the text that should be trained: its characters, those that the chat template leaves out, and the rows of these.
-TEXT_COUNTS = "text_characters dropped_characters dropping_rows".split()
-IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
 COLUMNS = {"columns.bin": torch.uint8, "column_offsets.bin": torch.int64}
+IMAGES = {"images.bin": torch.uint8, "image_offsets.bin": torch.int64, "image_bytes.bin": torch.uint8}
+
+# Counters in meta.json.
+COUNTS = (
+    "rows",
+    "truncated",
+    "too_long",
+    "untrained",
+    "trained_tokens",
+    "tokens_cut",
+    "others",  # rows of the other side of a validation split
+    "plain_prompts",  # rows whose prompt is a string
+    "escaped",  # rows that spell a special token that is read as characters
+    "kept",  # rows that spell a special token that is read as a token
+    "images_too_long",
+)
+# Characters that should be trained, those that the chat template leaves out, and the number of rows that lose some.
+TEXT_COUNTS = ("text_characters", "dropped_characters", "dropping_rows")
 
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """A source's samples, `first` and `count` of them, and the times that each appears in an epoch."""
+    """The samples of one source, a contiguous range, and how often each appears in an epoch.
+
+    Attributes:
+        first: Number of the first sample.
+        count: Number of samples.
+        weight: How often each sample appears in an epoch.
+
+    Example:
+        >>> source = SourceSamples(first=0, count=4, weight=2.5)
+        >>> source.copies, source.extra, source.total
+        (2, 2, 10)
+    """
 
     first: int
     count: int
@@ -81,6 +118,7 @@ class SourceSamples:
 
     @property
     def copies(self) -> int:
+        """How often every sample appears."""
         return int(self.weight)
 
     @property
@@ -90,12 +128,20 @@ class SourceSamples:
 
     @property
     def total(self) -> int:
+        """Number of appearances in an epoch."""
         return self.copies * self.count + self.extra
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files, the format of each, their weight in an epoch (`rows.Order`), and their names of our columns."""
+    """Data files that are read in the same way.
+
+    Attributes:
+        files: The files.
+        formats: The format of each file.
+        weight: How often each of their samples appears in an epoch; see `rows.EpochOrder`.
+        columns: dtrain's names of columns, each with the name that the files use.
+    """
 
     files: tuple[Path, ...]
     formats: tuple[str, ...]
@@ -105,59 +151,77 @@ class Source:
     @property
     def reading(self) -> list[Any]:
         """Format, number and columns of the files, for the cache's key."""
-        name = self.formats[0] if len(set(self.formats)) == 1 else self.formats
-        return [name, len(self.files), *([dict(self.columns)] if self.columns else ())]
+        has_one_format = len(set(self.formats)) == 1
+        reading: list[Any] = [self.formats[0] if has_one_format else self.formats, len(self.files)]
+        if self.columns:
+            reading.append(dict(self.columns))
+        return reading
 
 
 class Samples:
-    """Samples of a cache. `samples[i]` is the list of its documents, each (ids int32 [s], trained bool [s]).
+    """The samples of a cache.
 
-    documents_per_sample   1, or 2 for preferences: chosen, rejected
-    noun                   name of the samples, in the plural
-    meta                   content of meta.json: rows, samples, truncated, too_long, untrained, tokens, left_out ...
-    shares                 the samples of each source, with its weight
-    fingerprint            a hash of ids, masks, weights and documents per sample
-    file_digests           digest of the content of each file, by its path
+    `samples[i]` is a list of documents. Each document is a pair (token ids, int32 [s]; whether each is trained,
+    bool [s]).
+
+    Attributes:
+        directory: The cache's directory.
+        documents_per_sample: 2 for preference pairs (chosen, rejected), otherwise 1.
+        noun: Name of the samples in the plural, such as "pairs".
+        meta: Content of meta.json.
+        sources: The range of samples of each source, with its weight.
+        weights: The weight of each source.
+        fingerprint: Hash of the ids, masks, weights and documents per sample.
+        file_digests: Digest of the content of each data file, by its path.
     """
 
     def __init__(self, directory: Path, weights: Sequence[float], file_digests: Mapping[str, str]):
-        self.directory, self.weights, self.file_digests = directory, tuple(weights), dict(file_digests)
+        self.directory = directory
+        self.weights = tuple(weights)
+        self.file_digests = dict(file_digests)
         self.meta: dict[str, Any] = json.loads((directory / META).read_text())
-        self._tokens, self._trained, self._offsets, origins = self._mapped(ARRAYS)
-        self._columns, self._images = self._mapped(COLUMNS), self._mapped(IMAGES)
+        self._tokens, self._trained, self._offsets, origins = self._map_files(ARRAYS)
+        self._columns = self._map_files(COLUMNS)
+        self._images = self._map_files(IMAGES)
         self._origins = origins.view(-1, 3)
         self.noun: str = self.meta["noun"]
         self.documents_per_sample: int = self.meta["documents_per_sample"]
         counts = self.meta["per_source"]
         starts = accumulate(counts[:-1], initial=0)
-        self.sources = tuple(SourceSamples(*share) for share in zip(starts, counts, self.weights, strict=True))
+        self.sources = tuple(
+            SourceSamples(first, count, weight)
+            for first, count, weight in zip(starts, counts, self.weights, strict=True)
+        )
         self.fingerprint = digest(self.meta["fingerprint"], self.weights, self.documents_per_sample)[:16]
 
-    def _mapped(self, kinds: Mapping[str, torch.dtype]) -> list[Tensor]:
-        """Return the arrays of these files, memory-mapped; none of files that the cache has not."""
+    def _map_files(self, dtypes: Mapping[str, torch.dtype]) -> list[Tensor]:
+        """Memory-map these files; files that this cache does not have are left out."""
         sizes = self.meta["sizes"]
-        return [
-            torch.from_file(str(self.directory / name), shared=False, size=sizes[name] // kind.itemsize, dtype=kind)
-            if sizes[name]
-            else torch.empty(0, dtype=kind)
-            for name, kind in kinds.items()
-            if name in sizes
-        ]
+        arrays = []
+        for name, dtype in dtypes.items():
+            if name not in sizes:
+                continue
+            if sizes[name] == 0:  # an empty file cannot be mapped
+                arrays.append(torch.empty(0, dtype=dtype))
+                continue
+            num_elements = sizes[name] // dtype.itemsize
+            arrays.append(torch.from_file(str(self.directory / name), shared=False, size=num_elements, dtype=dtype))
+        return arrays
 
     @property
     def identity(self) -> str:
-        """A digest of the samples and of the source that each is of."""
+        """Digest of the samples and of the source that each belongs to."""
         return digest(self.fingerprint, self.meta["per_source"])[:16]
 
     @property
     def text(self) -> DroppedText:
-        """The text that should be trained, and what of it the chat template leaves out."""
+        """Amount of text that should be trained, and how much of it the chat template leaves out."""
         example = self.meta["dropped_example"]
-        shown = "" if example is None else example[2]
-        return DroppedText(self.meta["text_characters"], self.meta["dropped_characters"], shown)
+        example_text = "" if example is None else example[2]
+        return DroppedText(self.meta["text_characters"], self.meta["dropped_characters"], example_text)
 
     def describe_dropped_text(self) -> str:
-        """Return a sentence on the text that the chat template leaves out, of which there is some."""
+        """Return a sentence on the text that the chat template leaves out. There must be some."""
         file, line, _ = self.meta["dropped_example"]
         rows = self.meta["dropping_rows"]
         return describe_dropped_text(self.text, f"{rows:,} {plural(rows, 'row')}", f"{file}:{line}")
@@ -177,10 +241,18 @@ class Samples:
         return [(self._tokens[start:end], self._trained[start:end].bool()) for start, end in pairwise(bounds)]
 
     def __reduce__(self):
+        # A worker process maps the files again instead of receiving their content.
         return Samples, (self.directory, self.weights, self.file_digests)
 
     def lengths(self, indices: Tensor) -> Tensor:
-        """Return the number of tokens of the samples `indices`, all documents of each. Both int64 [n]."""
+        """Return the number of tokens of each sample, all of its documents together.
+
+        Args:
+            indices: Samples, int64 [n].
+
+        Returns:
+            Tokens, int64 [n].
+        """
         first = indices * self.documents_per_sample
         return self._offsets[first + self.documents_per_sample] - self._offsets[first]
 
@@ -189,7 +261,10 @@ class Samples:
         return self._origins[start * self.documents_per_sample : stop * self.documents_per_sample, 2]
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return {"columns": the kept columns of the row}; of prompts all others, and "prompt", as the data has it."""
+        """Return the stored columns of a sample's row, as {"columns": {...}}.
+
+        For prompts, these are all columns but the prompt, which is stored under "prompt" as the data file writes it.
+        """
         content, offsets = self._columns
         first = index * self.documents_per_sample
         start, end = offsets[first : first + 2].tolist()
@@ -197,20 +272,20 @@ class Samples:
 
     def images(self, index: int) -> "list[list[ImageRecord]]":
         """Return the images of each document of a sample, in the order of their tokens."""
-        from dtrain.data.rows.image_cache import read_image_records  # rows of text alone load nothing of images
+        from dtrain.data.rows.image_cache import read_image_records  # text-only data loads nothing of images
 
         first = index * self.documents_per_sample
         return read_image_records(self._images, first, self.documents_per_sample, self.origin(index))
 
     def example_row(self) -> dict[str, Any]:
-        """Return a row with every column kept of up to 256 rows, which are evenly spread over the samples."""
+        """Return a row that has every stored column of up to 256 rows, evenly spread over the samples."""
         if not self._columns:
             return {}
-        indices = range(0, len(self), -(-len(self) // 256))
-        return example_row(self.row(index)["columns"] for index in indices)
+        stride = -(-len(self) // MAX_EXAMPLE_ROWS)
+        return example_row(self.row(index)["columns"] for index in range(0, len(self), stride))
 
     def origin(self, index: int) -> tuple[str, int]:
-        """Return file and line of a sample."""
+        """Return the data file and line of a sample."""
         file, line, _ = self._origins[index * self.documents_per_sample].tolist()
         return self.meta["files"][file], line
 
@@ -225,57 +300,88 @@ def open_cache(
     label: str = "data",
     say: Callable[[str], None] = print,
 ) -> Samples:
-    """Open the samples of `sources`, cached or made now by `num_workers` processes (None or 0: as many as cores).
+    """Open the samples of some sources, and tokenise them first if they are not cached.
 
-    Without a `cache_dir` they are made in a temporary file that vanishes with the process. Processes that open the
-    same cache at once wait for the one that makes it. A damaged one is made anew, which goes to `say`. Collective where
-    a process group is up: the ranks share out the reading that checks whether the files are those of the cache, and the
-    cache is what was written. Raises UserError for a row that is wrong, with file and line, for a file that changes
-    meanwhile, and where no sample is left.
+    Args:
+        sources: The data files.
+        encoder: Encoder of their rows.
+        cache_dir: Directory of the caches. None: the samples are written to a temporary directory, which is deleted at
+            once; the process keeps its mapping of the files.
+        num_workers: Processes that tokenise; None or 0 for one per core.
+        progress: Whether a progress bar is shown.
+        label: Name of the data in messages.
+        say: Prints a line if a damaged cache is made again.
+
+    Returns:
+        The samples.
+
+    Raises:
+        UserError: If a row is wrong (with file and line), a data file changes meanwhile, or no sample is left.
+
+    Collectives:
+        If a process group is up: the ranks share the reading of the data files and of the cache's files, whose digests
+        they exchange. One process writes the cache while the others wait at a file lock.
     """
     weights = [source.weight for source in sources]
-    file_digests = _digests_of_files(sources, Ranks())
+    file_digests = _digest_data_files(sources, Ranks())
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as scratch:
-            meta = _build(Path(scratch), sources, encoder, num_workers, progress, label)
+            meta = _write_samples(Path(scratch), sources, encoder, num_workers, progress, label)
             (Path(scratch) / META).write_text(json.dumps(meta))
             return Samples(Path(scratch), weights, file_digests)
-    root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk where nothing is yet
-    place = root / _key(sources, encoder, file_digests)
-    for damage in delete_damaged_cache(place, Ranks()):
-        say(f"{label}: {damage}; it is made anew")
+    root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk on which nothing exists yet
+    directory = root / _cache_key(sources, encoder, file_digests)
+    for damage in delete_damaged_cache(directory, Ranks()):
+        say(f"{label}: {damage}; it is made again")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if not is_complete(place):
-            with lock(place):
-                if not is_complete(place):
-                    for rest in root.glob(f"{place.name}.tmp-*"):  # a killed builder's: no other can be at it now
-                        shutil.rmtree(rest)
-                    shutil.rmtree(place, ignore_errors=True)
-                    beside = Path(tempfile.mkdtemp(prefix=f"{place.name}.tmp-", dir=root))
-                    try:
-                        seal(beside, place.name, _build(beside, sources, encoder, num_workers, progress, label))
-                        if _digests_of_files(sources, Ranks(single_process=True)) != file_digests:
-                            raise UserError(f"a file of the {label} changed while it was tokenised: start again")
-                        publish(beside, place)
-                    finally:
-                        shutil.rmtree(beside, ignore_errors=True)
+        if not is_complete(directory):
+            with lock(directory):
+                # Another process may have finished it while this one waited for the lock.
+                if not is_complete(directory):
+                    _make_cache(directory, sources, encoder, file_digests, num_workers, progress, label)
     except OSError as problem:
         raise UserError(
-            f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}; "
-            "mend that, or set data.cache_dir to another place"
+            f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}. "
+            "Fix this, or set data.cache_dir to another directory"
         ) from problem
-    return Samples(place, weights, file_digests)
+    return Samples(directory, weights, file_digests)
 
 
-def _digests_of_files(sources: Sequence[Source], ranks: Ranks) -> dict[str, str]:
-    """Return a digest of the content of each file, by its path. Collective over `ranks`."""
+def _make_cache(
+    directory: Path,
+    sources: Sequence[Source],
+    encoder: RowEncoder,
+    file_digests: Mapping[str, str],
+    num_workers: int | None,
+    progress: bool,
+    label: str,
+) -> None:
+    """Write the cache `directory`. The caller has its lock."""
+    root = directory.parent
+    # Temporary directories of killed runs: with the lock, no other process can be writing to one.
+    for leftover in root.glob(f"{directory.name}.tmp-*"):
+        shutil.rmtree(leftover)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial_cache = Path(tempfile.mkdtemp(prefix=f"{directory.name}.tmp-", dir=root))
+    try:
+        meta = _write_samples(partial_cache, sources, encoder, num_workers, progress, label)
+        seal(partial_cache, directory.name, meta)
+        if _digest_data_files(sources, Ranks(alone=True)) != file_digests:
+            raise UserError(f"a file of the {label} changed while it was tokenised. Start the run again")
+        publish(partial_cache, directory)
+    finally:
+        shutil.rmtree(partial_cache, ignore_errors=True)
+
+
+def _digest_data_files(sources: Sequence[Source], ranks: Ranks) -> dict[str, str]:
+    """Return a digest of the content of each data file, by its path. Collective over `ranks`."""
     files = [file for source in sources for file in source.files]
     return dict(zip(map(str, files), file_digests(files, ranks=ranks), strict=True))
 
 
-def _key(sources: Sequence[Source], encoder: RowEncoder, file_digests: Mapping[str, str]) -> str:
-    """Return the cache's key, by the files' content and their names, which messages use."""
+def _cache_key(sources: Sequence[Source], encoder: RowEncoder, file_digests: Mapping[str, str]) -> str:
+    """Return the cache's key. The files' names are part of it, because messages about rows use them."""
     files = [file for source in sources for file in source.files]
     readings = [source.reading for source in sources]
     names = [str(file.resolve()) for file in files]
@@ -283,46 +389,68 @@ def _key(sources: Sequence[Source], encoder: RowEncoder, file_digests: Mapping[s
     return digest(VERSION, readings, names, contents, encoder.fingerprint)[:16]
 
 
-class _Writer:
-    """Writer of samples to the files of a cache, which counts on the way."""
+class _CacheWriter:
+    """Writer of samples to the files of a cache. It counts rows, tokens and characters on the way."""
 
     def __init__(self, directory: Path, stack: ExitStack, encoder: RowEncoder):
-        self.documents = encoder.documents
-        names = [*ARRAYS, *(COLUMNS if encoder.stores_columns else ()), *(IMAGES if encoder.images else ())]
+        self.documents_per_sample = encoder.documents
+        names = list(ARRAYS)
+        if encoder.stores_columns:
+            names += COLUMNS
+        if encoder.images:
+            names += IMAGES
         self.streams = {name: stack.enter_context(open(directory / name, "wb")) for name in names}
-        self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}
+        self.ends = {name: 0 for name in names if name.endswith("offsets.bin")}  # last offset of each file of offsets
         for name in self.ends:
             self.streams[name].write(array("q", [0]).tobytes())
-        self.list = stack.enter_context(open(directory / "left_out.txt", "w", encoding="utf-8"))
-        self.hash = hashlib.blake2b(digest_size=16)
-        self.samples = 0
+        self.left_out_list = stack.enter_context(open(directory / LEFT_OUT, "w", encoding="utf-8"))
+        self.hash = hashlib.blake2b(digest_size=16)  # of all samples: their fingerprint
+        self.num_samples = 0
         self.counts = Counter(dict.fromkeys([*COUNTS, *TEXT_COUNTS], 0))
         self.dropped_example: list[Any] | None = None  # file, line and text
-        self.named: list[list[Any]] = []
-        self.special_tokens: dict[str, tuple[str, int, str]] = {}  # escaped, kept: file, line and text of the first row
+        self.listed_rows: list[list[Any]] = []  # file, line and reason of the first rows that are left out
+        # For "escaped" and "kept": file, line and text of the first row with such a special token.
+        self.special_tokens: dict[str, tuple[str, int, str]] = {}
         self.images: ImageWriter | None = None
         if encoder.images is not None:
             from dtrain.data.rows import image_cache
 
-            self.images = image_cache.ImageWriter(self.streams, self._advance)
+            self.images = image_cache.ImageWriter(self.streams, self._write_offsets)
 
     def add(self, number: int, file: str, chunk: EncodedChunk) -> None:
-        self._write("tokens.bin", chunk.tokens.tobytes())
-        self._write("trained.bin", bytes(chunk.trained))
+        """Write the samples of a chunk of rows.
+
+        Args:
+            number: Number of the data file.
+            file: Path of the data file.
+            chunk: The encoded rows.
+        """
+        # The fingerprint is a hash of these parts in this order.
+        self._write_hashed("tokens.bin", chunk.tokens.tobytes())
+        self._write_hashed("trained.bin", bytes(chunk.trained))
         self.hash.update(array("q", chunk.lengths).tobytes())
-        self._advance("offsets.bin", chunk.lengths)
+        self._write_offsets("offsets.bin", chunk.lengths)
         origins = array("q")
-        for line, full in zip(chunk.lines, chunk.full_lengths, strict=True):
-            origins.extend((number, line, full))
+        for line, full_length in zip(chunk.lines, chunk.full_lengths, strict=True):
+            origins.extend((number, line, full_length))
         self.streams["origins.bin"].write(origins.tobytes())
         if "columns.bin" in self.streams:
-            self._write("columns.bin", b"".join(chunk.columns))
-            self._advance("column_offsets.bin", map(len, chunk.columns))
+            self._write_hashed("columns.bin", b"".join(chunk.columns))
+            self._write_offsets("column_offsets.bin", [len(columns) for columns in chunk.columns])
         if self.images is not None:
             self.hash.update(self.images.add(chunk.images, chunk.image_notes))
-        cut = [full - length for full, length in zip(chunk.full_lengths, chunk.lengths, strict=True)]
-        firsts = range(0, len(cut), self.documents)
-        self.samples += len(firsts)
+        self._count(chunk)
+        self._collect_examples(file, chunk)
+        self._list_left_out_rows(file, chunk)
+
+    def _count(self, chunk: EncodedChunk) -> None:
+        num_cut = [full - length for full, length in zip(chunk.full_lengths, chunk.lengths, strict=True)]
+        first_documents = range(0, len(num_cut), self.documents_per_sample)  # of each sample
+        num_truncated = 0
+        for first in first_documents:
+            if any(num_cut[first : first + self.documents_per_sample]):
+                num_truncated += 1
+        self.num_samples += len(first_documents)
         self.counts.update(
             rows=chunk.rows,
             others=chunk.num_other_rows,
@@ -331,89 +459,104 @@ class _Writer:
             kept=len(chunk.kept),
             images_too_long=chunk.num_image_rows_too_long,
             trained_tokens=chunk.trained.count(1),
-            tokens_cut=sum(cut),
-            truncated=sum(any(cut[first : first + self.documents]) for first in firsts),
+            tokens_cut=sum(num_cut),
+            truncated=num_truncated,
             text_characters=chunk.text.characters,
             dropped_characters=chunk.text.dropped,
             dropping_rows=len(chunk.dropping_rows),
         )
-        for kind, written in (("escaped", chunk.escaped), ("kept", chunk.kept)):
-            if written and kind not in self.special_tokens:
-                self.special_tokens[kind] = (file, *written[0])
+
+    def _collect_examples(self, file: str, chunk: EncodedChunk) -> None:
+        for kind, tokens in (("escaped", chunk.escaped), ("kept", chunk.kept)):
+            if tokens and kind not in self.special_tokens:
+                self.special_tokens[kind] = (file, tokens[0].line, tokens[0].text)
         if chunk.dropping_rows and self.dropped_example is None:
-            self.dropped_example = [file, *chunk.dropping_rows[0]]
+            line, text = chunk.dropping_rows[0]
+            self.dropped_example = [file, line, text]
+
+    def _list_left_out_rows(self, file: str, chunk: EncodedChunk) -> None:
         for line, reason in chunk.left_out:
             self.counts["too_long" if reason in TOO_LONG_REASONS else "untrained"] += 1
-            self.list.write(f"{file}:{line}: {reason}\n")
-            if len(self.named) < MAX_LISTED_ROWS:
-                self.named.append([file, line, reason])
+            self.left_out_list.write(f"{file}:{line}: {reason}\n")
+            if len(self.listed_rows) < MAX_LISTED_ROWS:
+                self.listed_rows.append([file, line, reason])
 
-    def _write(self, name: str, content: bytes) -> None:
-        """Write a part of the samples themselves, which counts in the fingerprint."""
+    def _write_hashed(self, name: str, content: bytes) -> None:
+        """Write content that is part of the fingerprint."""
         self.hash.update(content)
         self.streams[name].write(content)
 
-    def _advance(self, name: str, lengths: Iterable[int]) -> None:
-        """Write the offsets of pieces of these lengths, behind those before."""
-        _, *offsets = accumulate(lengths, initial=self.ends[name])
-        self.streams[name].write(array("q", offsets).tobytes())
-        self.ends[name] = offsets[-1] if offsets else self.ends[name]
+    def _write_offsets(self, name: str, lengths: Iterable[int]) -> None:
+        """Write the end of each piece with these lengths, counted from the last offset that was written."""
+        offsets = array("q")
+        end = self.ends[name]
+        for length in lengths:
+            end += length
+            offsets.append(end)
+        self.streams[name].write(offsets.tobytes())
+        self.ends[name] = end
 
 
-def _build(
+def _write_samples(
     directory: Path, sources: Sequence[Source], encoder: RowEncoder, num_workers: int | None, progress: bool, label: str
 ) -> dict[str, Any]:
+    """Tokenise the rows of `sources` into files of `directory`, and return the content of meta.json."""
     encoder = with_split_threshold(sources, encoder)
     files = [(number, file) for number, source in enumerate(sources) for file in source.files]
-    size = sum(file.stat().st_size for _, file in files)
-    per_source = [0] * len(sources)
+    formats = [name for source in sources for name in source.formats]
+    num_bytes = sum(file.stat().st_size for _, file in files)
+    has_gzip = any(file.suffix == ".gz" for _, file in files)
+    samples_per_source = [0] * len(sources)
     with ExitStack() as stack:
-        writer = _Writer(directory, stack, encoder)
+        writer = _CacheWriter(directory, stack, encoder)
         encode: Callable[[Iterable[Job]], Iterator[EncodedChunk]] = partial(starmap, encoder.encode_chunk)
-        if size > MIN_PARALLEL_BYTES and (workers := num_workers or num_cores()) > 1:
-            from dtrain.data.rows.pool import Pool
+        if num_bytes > MIN_PARALLEL_BYTES:
+            workers = num_workers or num_cores()
+            if workers > 1:
+                from dtrain.data.rows.pool import Pool
 
-            encode = stack.enter_context(Pool(encoder, workers)).encode
+                encode = stack.enter_context(Pool(encoder, workers)).encode
         bar = stack.enter_context(
             tqdm(
-                total=None if any(file.suffix == ".gz" for _, file in files) else size,
+                total=None if has_gzip else num_bytes,  # chunks of a gzipped file count its uncompressed bytes
                 desc=f"tokenising {label}",
                 unit="B",
                 unit_scale=True,
-                disable=None if progress else True,  # None: only where a terminal shows it
+                disable=None if progress else True,  # None: shown only on a terminal
                 leave=False,
             )
         )
-        at: deque[int] = deque()  # number of the file of each chunk on its way
+        # Results arrive in the order of the jobs, so a queue tells which file each result belongs to.
+        file_numbers: deque[int] = deque()
 
         def jobs() -> Iterator["Job"]:
-            formats = (name for source in sources for name in source.formats)
             for number, ((source, file), name) in enumerate(zip(files, formats, strict=True)):
                 for chunk in read_chunks(file):
-                    at.append(number)
+                    file_numbers.append(number)
                     yield chunk, name, sources[source].columns
 
         for chunk in encode(jobs()):
-            number = at.popleft()
+            number = file_numbers.popleft()
             source, file = files[number]
             writer.add(number, str(file), chunk)
-            per_source[source] += len(chunk.lengths) // encoder.documents
+            samples_per_source[source] += len(chunk.lengths) // encoder.documents
             bar.update(chunk.size)
         if writer.images is not None:
             writer.images.close(directory)
-    _refuse_nothing(writer, files, label, encoder)
+    if writer.num_samples == 0:
+        raise _no_samples_error(writer, [file for _, file in files], label, encoder)
     return {
         "version": VERSION,
         "documents_per_sample": encoder.documents,
         "noun": encoder.noun,
         "fingerprint": writer.hash.hexdigest(),
         "files": [str(file) for _, file in files],
-        "per_source": per_source,
-        "samples": writer.samples,
+        "per_source": samples_per_source,
+        "samples": writer.num_samples,
         "tokens": writer.ends["offsets.bin"],
         **writer.counts,
         **(writer.images.meta if writer.images else {"images": 0}),
-        "left_out": writer.named,
+        "left_out": writer.listed_rows,
         "special_tokens": writer.special_tokens,
         "dropped_example": writer.dropped_example,
         "max_length": encoder.max_length,
@@ -422,61 +565,75 @@ def _build(
 
 
 def with_split_threshold(sources: Sequence[Source], encoder: RowEncoder) -> RowEncoder:
-    """Return `encoder`, or a copy that knows which rows are validated where `data.val` is a number of rows.
+    """Return the encoder with the threshold of its validation split; a copy if the threshold was not known.
 
-    The validation rows are those that draw the smallest numbers. Finding them takes one more reading of all rows, but
-    only while a cache is made. Raises UserError for a row that is wrong.
+    If `data.val` is a number of rows, the validation rows are those with the smallest hash numbers. For example, with
+    data.val=2 and the numbers 0.7, 0.1, 0.4, 0.2, the threshold is just above 0.2. Finding it takes one more reading of
+    all rows, but only while a cache is made.
+
+    Raises:
+        UserError: If a row is wrong.
     """
-    part = encoder.split
-    if part is None or part.threshold is not None:
+    split = encoder.split
+    if split is None or split.threshold is not None:
         return encoder
-    draws = (
-        draw
-        for source in sources
-        for file, name in zip(source.files, source.formats, strict=True)
-        for chunk in read_chunks(file)
-        for draw in encoder.split_numbers(chunk, name, source.columns)
-    )
-    smallest = heapq.nsmallest(int(part.size), draws)
+    numbers = _split_numbers(sources, encoder)
+    smallest = heapq.nsmallest(int(split.size), numbers)
+    threshold = math.nextafter(smallest[-1], 2.0) if smallest else 0.0
     encoder = copy.copy(encoder)
-    encoder.split = part._replace(threshold=math.nextafter(smallest[-1], 2.0) if smallest else 0.0)
+    encoder.split = split._replace(threshold=threshold)
     return encoder
 
 
-def _refuse_nothing(writer: _Writer, files: Sequence[tuple[int, Path]], label: str, encoder: RowEncoder) -> None:
-    if writer.samples:
-        return
-    names = ", ".join(str(file) for _, file in files[:3]) + (", ..." if len(files) > 3 else "")
-    rows, others, part, noun = writer.counts["rows"], writer.counts["others"], encoder.split, encoder.noun
-    if part is not None and others and not rows:
-        raise UserError(
-            f"{label}: data.val={part.size} leaves it without a row: all of the {others} in {names} fall to the other "
-            f"side. Set data.val {'higher' if part.is_validation else 'lower'}, or to a file of its own (data.val.path)"
+def _split_numbers(sources: Sequence[Source], encoder: RowEncoder) -> Iterator[float]:
+    """Yield the hash number of each row of `sources`."""
+    for source in sources:
+        for file, name in zip(source.files, source.formats, strict=True):
+            for chunk in read_chunks(file):
+                yield from encoder.split_numbers(chunk, name, source.columns)
+
+
+def _no_samples_error(writer: _CacheWriter, files: Sequence[Path], label: str, encoder: RowEncoder) -> UserError:
+    """Return the error for data that gave no sample, with the reason and a fix."""
+    names = ", ".join(str(file) for file in files[:3])
+    if len(files) > 3:
+        names += ", ..."
+    num_rows = writer.counts["rows"]
+    num_other_rows = writer.counts["others"]
+    split = encoder.split
+    if split is not None and num_other_rows and not num_rows:
+        direction = "higher" if split.is_validation else "lower"
+        return UserError(
+            f"{label}: data.val={split.size} leaves it without a row: all of the {num_other_rows} rows in {names} are "
+            f"on the other side of the split. Set data.val {direction}, or name a validation file with data.val.path"
         )
-    if not rows:
-        raise UserError(f"{label}: the dataset is empty: there is no row in {names}")
-    file, line, reason = writer.named[0]
-    is_pair = noun == "pairs"
-    if writer.counts["too_long"] == rows:
-        limit = f"data.max_length={encoder.max_length}"
-        truncate = "" if encoder.too_long == "truncate" else ", or set data.too_long=truncate"
-        pixels = ", or lower data.image_max_pixels" if writer.counts["images_too_long"] else ""
-        raise UserError(
-            f"{label}: all {rows} rows are left out, longer than {limit} ({names}); {file}:{line}, for one: {reason}. "
-            f"Raise data.max_length{truncate}{pixels}"
+    if not num_rows:
+        return UserError(f"{label}: the dataset is empty: there is no row in {names}")
+    file, line, reason = writer.listed_rows[0]
+    example = f"for example {file}:{line}: {reason}"
+    if writer.counts["too_long"] == num_rows:
+        fixes = ["Raise data.max_length"]
+        if encoder.too_long != "truncate":
+            fixes.append("set data.too_long=truncate")
+        if writer.counts["images_too_long"]:
+            fixes.append("lower data.image_max_pixels")
+        return UserError(
+            f"{label}: all {num_rows} rows are left out, longer than data.max_length={encoder.max_length} ({names}), "
+            f"{example}. {', or '.join(fixes)}"
         )
+    is_pair = encoder.noun == "pairs"
     if "max_length" in reason:
-        fix = "raise data.max_length: what each row teaches lies beyond it"
+        fix = "Raise data.max_length, because the trained tokens are beyond it"
     elif is_pair:
-        fix = "chosen and rejected must differ; `dtrain preview` shows them"
+        fix = "chosen and rejected must differ. `dtrain preview` shows them"
     else:
-        fix = "data.loss_on and the roles of the messages say what is trained; `dtrain preview` shows it"
+        fix = "data.loss_on and the roles of the messages decide what is trained. `dtrain preview` shows it"
     what = "teaches a preference" if is_pair else "has a trained token"
-    raise UserError(f"{label}: not one of {rows} rows {what} ({names}); {file}:{line}, for one: {reason}. Fix: {fix}")
+    return UserError(f"{label}: not one of {num_rows} rows {what} ({names}), {example}. {fix}")
 
 
 def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
-    """Sync the files of `directory` to disk, and write `meta` there with their digests and the cache's `key`."""
+    """Sync the files of `directory` to disk, and write meta.json with their digests and the cache's `key`."""
     files = sorted(directory.iterdir())
     for file in files:
         sync(file)
@@ -485,78 +642,96 @@ def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
     write_synced(directory / META, json.dumps({**meta, "checksum": digest(meta)}, indent=1))
 
 
-def is_complete(place: Path) -> bool:
-    """Return whether the cache is there, by its meta.json and the sizes of its files; their content is not read."""
+def is_complete(directory: Path) -> bool:
+    """Return whether the cache exists, by its meta.json and the sizes of its files. Their content is not read."""
     try:
-        _read_meta(place)
+        _read_meta(directory)
     except UserError:
         return False
     return True
 
 
-def delete_damaged_cache(place: Path, ranks: Ranks) -> list[str]:
-    """Delete the cache at `place` where a file is not as it was written; return the damage, a line for each machine.
+def delete_damaged_cache(directory: Path, ranks: Ranks) -> list[str]:
+    """Delete the cache `directory` if one of its files was changed.
 
-    Every file is read, once on each machine. Raises UserError on every rank where a damaged cache cannot be deleted.
-    Collective over `ranks`: six to nine all-gathers of objects.
+    Every file is read, once on each machine.
+
+    Returns:
+        A sentence on the damage, for each machine on which the cache was deleted.
+
+    Raises:
+        UserError: On every rank, if a damaged cache cannot be deleted.
+
+    Collectives:
+        Six to nine all-gathers of objects over `ranks`.
     """
-    damage = _damage(place, ranks)
-    views = ranks.gather_results(lambda: None if damage is None else file_identity([place.parent]))
-    is_first = views.index(views[ranks.rank]) == ranks.rank  # of those that see this directory
+    damage = _find_damage(directory, ranks)
+    # Ranks that see the same directory have equal views. The first of them deletes it.
+    views = ranks.every(lambda: None if damage is None else files_as_seen([directory.parent]))
+    deletes = damage is not None and views.index(views[ranks.rank]) == ranks.rank
 
-    def drop() -> str | None:
-        if damage is None or not is_first:
+    def delete() -> str | None:
+        if not deletes:
             return None
         try:
-            with lock(place):
-                problem = _damage(place, Ranks(single_process=True))  # again, for another run may have made it anew
-                if problem is not None:
-                    shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
-                return None if problem is None else f"the cache {place} is damaged ({problem})"
+            with lock(directory):
+                # Looked at again with the lock, because another run may have made the cache again meanwhile.
+                problem = _find_damage(directory, Ranks(alone=True))
+                if problem is None:
+                    return None
+                if directory.is_dir() and not directory.is_symlink():
+                    shutil.rmtree(directory)
+                else:
+                    directory.unlink()
+                return f"the cache {directory} is damaged ({problem})"
         except OSError as error:
             raise UserError(
-                f"the cache {place} is damaged ({damage}), and cannot be deleted ({error.strerror}): delete it, or "
-                "set data.cache_dir to another place"
+                f"the cache {directory} is damaged ({damage}) and cannot be deleted ({error.strerror}). Delete it, or "
+                "set data.cache_dir to another directory"
             ) from error
 
-    return [line for line in ranks.gather_results(drop) if line is not None]
+    return [line for line in ranks.every(delete) if line is not None]
 
 
-def _damage(place: Path, ranks: Ranks) -> str | None:
-    """Return the damage of the cache at `place` on this machine; None where it is whole or absent. Collective."""
-    damage, written, has_images = None, {}, False
-    if os.path.lexists(place):
+def _find_damage(directory: Path, ranks: Ranks) -> str | None:
+    """Return the damage of a cache as this machine sees it; None if it is intact or absent. Collective over `ranks`."""
+    damage: str | None = None
+    expected: dict[str, str] = {}
+    has_images = False
+    if os.path.lexists(directory):
         try:
-            meta = _read_meta(place)
-            written, has_images = meta["digests"], meta["images"] > 0
+            meta = _read_meta(directory)
+            expected = meta["digests"]
+            has_images = meta["images"] > 0
         except UserError as error:
             damage = str(error)
     try:
-        contents = file_digests([place / name for name in written], ranks=ranks)
-    except UserError as error:  # raised on every rank: a disk may fail to read what it has
+        contents = digests([directory / name for name in expected], ranks=ranks)
+    except UserError as error:  # raised on every rank: a disk may fail to read a file
         return damage or str(error)
-    for (name, content), actual in zip(written.items(), contents, strict=True):
+    for (name, content), actual in zip(expected.items(), contents, strict=True):
         if content != actual:
-            damage = damage or f"{place / name}: its content is not what was written"
-    if any(ranks.gather_results(lambda: has_images)):
+            damage = damage or f"{directory / name}: its content is not what was written"
+    if any(ranks.every(lambda: has_images)):
         from dtrain.data.rows.image_cache import find_image_damage
 
-        damage = find_image_damage(place, ranks) or damage
+        damage = find_image_damage(directory, ranks) or damage
     return damage
 
 
-def _read_meta(place: Path) -> dict[str, Any]:
-    """Return meta.json of the cache at `place`. Raises UserError where it, or a file's size, is not as written."""
-    file = place / META
-    meta = read_json(file, max_bytes=OWN_FILE_BYTES, allow_nan=True)
+def _read_meta(directory: Path) -> dict[str, Any]:
+    """Return meta.json of a cache. Raises UserError if it was changed, or if a file has another size."""
+    file = directory / META
+    meta = read_json(file, most=OWN, constants=True)
     if meta.pop("checksum", None) != digest(meta):
         raise UserError(f"{file}: its content is not what was written")
-    if meta["key"] != place.name:
-        raise UserError(f"{file}: it is of the cache {meta['key']}")
+    if meta["key"] != directory.name:
+        raise UserError(f"{file}: it belongs to the cache {meta['key']}")
     for name, size in meta["sizes"].items():
-        path = place / name
+        path = directory / name
         if not path.is_file():
             raise UserError(f"{path}: there is no such file")
-        if (actual := path.stat().st_size) != size:
-            raise UserError(f"{path}: it has {actual} bytes instead of {size}")
+        actual_size = path.stat().st_size
+        if actual_size != size:
+            raise UserError(f"{path}: it has {actual_size} bytes instead of {size}")
     return meta

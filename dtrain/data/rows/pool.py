@@ -1,8 +1,8 @@
-"""Chunks of rows to samples in parallel processes, in order, with bounded memory.
+"""Processes that tokenise chunks of rows in parallel. Results keep the order of the jobs, and memory is bounded.
 
-The workers are plain child processes that read jobs from a pipe and write results to another. Unlike those of
-`multiprocessing` they need neither a guarded main module nor a fork of a process full of threads, and they end when
-their parent does, however it ends, since their pipe then does.
+The workers are plain child processes that read jobs from one pipe and write results to another. `multiprocessing` would
+need a guarded main module, or a fork of a process with running threads. These workers need neither. They end when their
+parent ends for any reason, because their pipe is then closed.
 """
 
 import collections
@@ -18,8 +18,8 @@ from dtrain.base.errors import UserError
 from dtrain.data.formats.encoder import EncodedChunk, RowEncoder
 from dtrain.data.sources.files import Chunk
 
-AHEAD = 4  # chunks in flight per worker
-Job = tuple[Chunk, str, Mapping[str, str]]  # rows, their format, their names of our columns
+MAX_PENDING = 4  # chunks per worker that may be in progress; bounds the memory
+Job = tuple[Chunk, str, Mapping[str, str]]  # the arguments of `RowEncoder.encode_chunk`
 
 
 class _Process(subprocess.Popen[bytes]):
@@ -34,17 +34,23 @@ class _Process(subprocess.Popen[bytes]):
             raise self.died() from problem
 
     def died(self) -> RuntimeError:
-        return RuntimeError(f"a tokenising process died with exit status {self.wait()}; its own error stands above")
+        return RuntimeError(f"a tokenising process died with exit status {self.wait()}. Its own error is above")
 
 
 class Pool:
-    """`workers` processes that encode chunks; a context manager."""
+    """A context manager of processes that encode chunks.
+
+    Attributes:
+        encoder: The encoder that each process gets a copy of.
+        workers: Number of processes.
+    """
 
     def __init__(self, encoder: RowEncoder, workers: int):
-        self.encoder, self.workers = encoder, workers
+        self.encoder = encoder
+        self.workers = workers
 
     def __enter__(self) -> "Pool":
-        # The child finds this package where the parent did, wherever it was started, and no device.
+        # The child imports this package from where the parent did, whatever its working directory is. It sees no GPU.
         start = "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
         start += f"sys.path[:] = {sys.path!r}; from dtrain.data.rows.pool import serve; serve()"
         self._processes = [
@@ -53,7 +59,8 @@ class Pool:
         ]
         for process in self._processes:
             process.send(self.encoder)
-        self._idle = list(self._processes)  # one for each thread
+        # There are as many threads as processes, so a thread that starts a job always finds an idle process.
+        self._idle = list(self._processes)
         self._threads = ThreadPoolExecutor(self.workers)
         return self
 
@@ -66,16 +73,21 @@ class Pool:
             process.stdout.close()
 
     def encode(self, jobs: Iterable[Job]) -> Iterator[EncodedChunk]:
-        """Yield the result of each job, in the order of the jobs. Raises the UserError of the first row with one."""
+        """Yield the result of each job, in the order of the jobs.
+
+        Raises:
+            UserError: The error of the first row that is wrong.
+        """
         pending: collections.deque[Future[EncodedChunk]] = collections.deque()
         for job in jobs:
             pending.append(self._threads.submit(self._call, job))
-            if len(pending) >= AHEAD * self.workers:
+            if len(pending) >= MAX_PENDING * self.workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
 
     def _call(self, job: Job) -> EncodedChunk:
+        """Encode a job in an idle process, and wait for the result."""
         process = self._idle.pop()
         try:
             process.send(job)
@@ -90,8 +102,8 @@ class Pool:
 
 
 def serve() -> None:
-    """Serve as a worker: read an encoder, then jobs until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    """Run a worker process: read an encoder from stdin, then encode jobs until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the group; the parent decides
     jobs, results = sys.stdin.buffer, sys.stdout.buffer
     encoder: RowEncoder = pickle.load(jobs)
     while True:
@@ -100,8 +112,8 @@ def serve() -> None:
         except EOFError:
             return
         try:
-            answer: EncodedChunk | UserError = encoder.encode_chunk(*job)
+            result: EncodedChunk | UserError = encoder.encode_chunk(*job)
         except UserError as problem:
-            answer = UserError(str(problem))
-        pickle.dump(answer, results, protocol=pickle.HIGHEST_PROTOCOL)
+            result = UserError(str(problem))
+        pickle.dump(result, results, protocol=pickle.HIGHEST_PROTOCOL)
         results.flush()

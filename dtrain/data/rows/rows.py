@@ -1,19 +1,41 @@
 """The endless sequence of training rows, a cursor for a position in it, and its global batches.
 
-Rows are a function of the samples, the seed, the epoch and max_length alone: no rank, mesh or batch size enters.
-Epochs follow one another, each in an order of its own and packed anew. A data-parallel rank takes its share of a global
-batch by arithmetic; torchdata moves and prefetches it. The only state is the cursor that each batch carries.
+Rows depend only on the samples, the seed, the epoch and `max_length`. No rank, mesh or batch size enters, so every mesh
+trains on the same rows in the same order. Four steps lead from samples to the batches of a rank:
 
-The order of an epoch is a function of (seed, epoch, position) that needs no memory: a permutation of [0, n) is a
-Feistel network over the next power of four, walked until it lands inside ("cycle walking"; Black and Rogaway, Ciphers
-with Arbitrary Finite Domains, 2002). Its round function is SplitMix64's mixer.
+1. `EpochOrder` permutes the samples of an epoch. The permutation is computed from (seed, epoch, position) and needs no
+   memory, so a run can start at any position.
+2. `pack` fills rows with samples, one window of 4096 samples at a time.
+3. `build_row` concatenates the documents of a row.
+4. `Batches` cuts the sequence into global batches, and each data-parallel rank builds its own part of each batch.
+
+For example, five samples have 5, 3, 4, 2 and 2 tokens, `max_length` is 8, and the order is the order of the file.
+
+    pack([5, 3, 4, 2, 2], 8) = [[0, 1], [2, 3, 4]]                           two full rows instead of five padded ones
+
+    row 0   input_ids       a0 a1 a2 a3 a4 b0 b1 b2
+            position_ids     0  1  2  3  4  0  1  2                          restart with each document
+            seq_ids          0  0  0  0  0  1  1  1                          attention stays within a document
+            labels          a1 a2 a3 a4  - b1 b2  -                          "-" is -100: no next token in the document
+
+    cursor  (epoch 0, row 0) -> row 0 -> (0, 1) -> row 1 -> (1, 0) -> the first row of epoch 1, packed anew
+
+    with global_batch=2 on two ranks, rank 0 builds row 0 and rank 1 builds row 1 of each batch
+
+The cursor is the only state. It is saved with a checkpoint, and a run that resumes on another number of ranks continues
+with the same rows.
+
+Reference:
+    The permutation of 0 ... n - 1 is a Feistel network over the next power of four, applied again while a value is not
+    below n ("cycle walking"; Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its round function is the
+    mixer of SplitMix64.
 """
 
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,99 +51,156 @@ if TYPE_CHECKING:
     from dtrain.data.images.reader import ImageReader
 
 ROUNDS = 8
-WINDOW = 4096  # samples packed together; bounds what packing holds in memory
+WINDOW = 4096  # samples that are packed together; bounds the memory of packing
 
 Row = dict[str, Tensor]
 
 
 def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
-    """Map `positions` by the permutation of 0 ... size - 1 with that key. Both int64 [n], each below `size`."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
+    """Apply a pseudo-random permutation of 0 ... size - 1.
 
-    def once(values: Tensor) -> Tensor:
-        left, right = values >> half, values & mask
+    Args:
+        positions: Values below `size`, int64 [n].
+        size: Number of values that are permuted.
+        permutation: Key of the permutation; another key gives another order.
+
+    Returns:
+        The permuted values, int64 [n].
+
+    Example:
+        >>> values = permute(torch.arange(6), 6, key("order", 0, 0))
+        >>> sorted(values.tolist())
+        [0, 1, 2, 3, 4, 5]
+    """
+    # A Feistel network permutes numbers of 2 * half_bits bits: the smallest power of four that is at least `size`.
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+
+    def apply_network(values: Tensor) -> Tensor:
+        left, right = values >> half_bits, values & mask
         for number in range(ROUNDS):
-            left, right = right, left ^ (mix(right + random_key(permutation, number)) & mask)
-        return (left << half) | right
+            left, right = right, left ^ (mix(right + key(permutation, number)) & mask)
+        return (left << half_bits) | right
 
-    result = once(positions)
+    result = apply_network(positions)
+    # Cycle walking: a value outside the range is permuted again until it is inside. The result is still one-to-one.
     outside = result >= size
     while bool(outside.any()):
-        result[outside] = once(result[outside])
+        result[outside] = apply_network(result[outside])
         outside = result >= size
     return result
 
 
 class EpochOrder:
-    """The samples of one epoch.
+    """The order of the samples in one epoch.
 
-    A source of weight w gives every sample ⌊w⌋ times, and round((w − ⌊w⌋) · count) of them once more: the next so many
-    of one order drawn from the seed, around and around, so that after any number of epochs no sample is more than one
-    visit ahead of another. Shuffled, all of these are permuted together; else they come source by source.
+    A source of weight w contributes each of its samples ⌊w⌋ times, and round((w - ⌊w⌋) · count) of them once more. For
+    example, a source of 4 samples and weight 2.5 contributes 4 · 2 + 2 = 10 positions. The additional samples are taken
+    from one shuffled list, which the epochs go through round and round, so no sample is ever more than one visit ahead
+    of another. With `shuffle` all positions are permuted together. Otherwise the sources follow one another.
+
+    Attributes:
+        sources: The samples of each source, with the source's weight.
+        seed: Seed of the order.
+        epoch: Number of the epoch, from 0.
+        shuffle: Whether the positions are permuted.
+        total: Number of positions in the epoch.
     """
 
-    def __init__(self, shares: Sequence[SourceSamples], *, seed: int, epoch: int, shuffle: bool):
-        self.shares, self.seed, self.epoch, self.shuffle = tuple(shares), seed, epoch, shuffle
-        self.total = sum(share.total for share in self.shares)
+    def __init__(self, sources: Sequence[SourceSamples], *, seed: int, epoch: int, shuffle: bool):
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.epoch = epoch
+        self.shuffle = shuffle
+        self.total = sum(source.total for source in self.sources)
 
     def samples(self, start: int, stop: int) -> Tensor:
-        """Return the sample at each position in [start, stop), int64 [stop - start], fewer where the epoch ends."""
+        """Return the sample at each position in [start, stop), int64 [stop - start]; fewer at the end of the epoch."""
         positions = torch.arange(start, min(stop, self.total))
         if self.shuffle:
             positions = permute(positions, self.total, random_key("order", self.seed, self.epoch))
         result = torch.empty_like(positions)
-        base = 0
-        for number, share in enumerate(self.shares):
-            inside = (positions >= base) & (positions < base + share.total)
-            local = positions[inside] - base
-            chosen = local >= share.copies * share.count
-            sample = local % max(1, share.count)
-            if bool(chosen.any()):
-                drawn = local[chosen] - share.copies * share.count
-                drawn = (drawn + self.epoch * share.extra) % share.count
-                sample[chosen] = permute(drawn, share.count, random_key("choice", self.seed, number))
-            result[inside] = share.first + sample
-            base += share.total
+        first_position = 0  # of the source
+        for number, source in enumerate(self.sources):
+            is_in_source = (positions >= first_position) & (positions < first_position + source.total)
+            local = positions[is_in_source] - first_position
+            # The first copies * count positions are the complete copies, those after them the additional samples.
+            num_complete = source.copies * source.count
+            is_extra = local >= num_complete
+            sample = local % max(1, source.count)
+            if bool(is_extra.any()):
+                # Each epoch continues in the shuffled list where the epoch before it stopped.
+                extra = local[is_extra] - num_complete
+                extra = (extra + self.epoch * source.extra) % source.count
+                sample[is_extra] = permute(extra, source.count, key("choice", self.seed, number))
+            result[is_in_source] = source.first + sample
+            first_position += source.total
         return result
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit-decreasing bin packing: bins of indices into `lengths`, every index in one bin, no bin above `capacity`.
+    """Pack samples into rows by best-fit decreasing.
 
-    The longest first, each into the fullest bin that still has room for it (of equals, the first opened), else into
-    a new one. Within a bin the indices ascend; the bins stand in the order of their first index.
+    The longest sample comes first. Each sample goes into the fullest row that still has room for it (of equally full
+    rows, the one that was opened first), or into a new row.
 
-    Raises ValueError for a length above `capacity`.
+    Args:
+        lengths: Tokens of each sample.
+        capacity: Tokens of a row.
+
+    Returns:
+        The rows as lists of indices into `lengths`. The indices of a row ascend, and the rows are sorted by their first
+        index.
+
+    Raises:
+        ValueError: If a sample is longer than `capacity`.
+
+    Example:
+        >>> pack([5, 3, 4, 2, 2], capacity=8)
+        [[0, 1], [2, 3, 4]]
     """
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (room left, bin), ascending
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    room: list[tuple[int, int]] = []  # (free tokens, bin), ascending
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for index in longest_first:
         length = lengths[index]
         if length > capacity:
             raise ValueError(f"a sample of {length} tokens does not fit into a row of {capacity}")
-        place = bisect_left(room, (length, -1))
-        if place < len(room):
-            left, number = room.pop(place)
+        # The first entry with enough room is the fullest such bin. No bin has the number -1, so that (length, -1) comes
+        # before all bins with exactly `length` free tokens.
+        entry = bisect_left(room, (length, -1))
+        if entry < len(room):
+            free, number = room.pop(entry)
             bins[number].append(index)
         else:
-            left, number = capacity, len(bins)
+            free, number = capacity, len(bins)
             bins.append([index])
-        insort(room, (left - length, number))
+        insort(room, (free - length, number))
     for members in bins:
         members.sort()
     return sorted(bins)
 
 
 class Cursor(NamedTuple):
-    """The next row: `row` counts within `epoch`, both from 0. As JSON a list of two, which `Cursor(*pair)` reads."""
+    """Position of the next row. In JSON it is a list of two numbers, which `Cursor(*pair)` reads.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        row: The row within the epoch, from 0.
+    """
 
     epoch: int = 0
     row: int = 0
 
 
 class SampleGroup(NamedTuple):
-    """The samples that stand together, the cursor after them, and how many epochs are then done, as a fraction."""
+    """The samples of one packed row, or one sample if rows are not packed.
+
+    Attributes:
+        samples: Indices into `Rows.samples`.
+        next_cursor: Position after this group.
+        epochs: Epochs that are complete after this group, as a fraction.
+    """
 
     samples: list[int]
     next_cursor: Cursor
@@ -130,15 +209,21 @@ class SampleGroup(NamedTuple):
 
 @dataclass(eq=False)
 class Rows:
-    """The rows of `samples`. Counts, cursors and batches count placements: packed rows, or samples.
+    """The rows of `samples`, one epoch after the other.
 
-    packing     a row holds as many whole samples as fit into it (best fit, within a window of 4096 samples of the
-                epoch's order), else one document
-    capacity    tokens that a packed row has room for: max_length for each document of one sample
-    shuffle     False: the order of the files, and rows in the order of their first sample within a window
-    epochs      passes over the samples, such as 2 or 2.5; None: without end
-    images      reader of the samples' images, where they have any
-    fingerprint a hash of the tokens that these rows are made of: another one means other data
+    Counts, cursors and batches count sample groups: packed rows, or samples without packing. For example, a preference
+    pair that is not packed is one group, but two rows (chosen and rejected).
+
+    Attributes:
+        samples: The tokenised samples.
+        max_length: Maximum number of tokens of a document.
+        packing: Whether a row has as many samples as fit into it. Otherwise each document is a row.
+        shuffle: Whether the samples of an epoch are shuffled, and the rows within each window of 4096 samples.
+        seed: Seed of the order.
+        epochs: Passes over the samples, such as 2 or 2.5; None for an endless sequence.
+        images: Reader of the samples' images, if they have any.
+        fingerprint: Hash of the tokens. Different data have a different one.
+        capacity: Tokens of a packed row: `max_length` for each document of a sample.
     """
 
     samples: Samples
@@ -153,135 +238,186 @@ class Rows:
     def __post_init__(self) -> None:
         self.fingerprint = self.samples.fingerprint
         self.capacity = self.max_length * self.samples.documents_per_sample
-        self._counts: dict[tuple[int, int], int] = {}  # (epoch, window) → its rows, as far as known
+        self._num_rows: dict[tuple[int, int], int] = {}  # of each (epoch, window) that has been packed
         if self._order(0).total == 0:
-            raise UserError("the weights of data.train.sources leave no row in an epoch; raise them")
+            raise UserError(
+                "the weights of data.train.sources leave no row in an epoch. Set at least one weight high enough that "
+                "the source gives a sample"
+            )
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """Return the number of placements in `epoch`. Packed, this packs the whole epoch by its lengths, once."""
+        """Return the number of sample groups in an epoch. With packing, the whole epoch is packed once to find out."""
         if not self.packing:
             return self._order(epoch).total
-        return sum(self._window_rows(epoch, window) for window in range(self._windows(epoch)))
+        return sum(self._rows_in_window(epoch, window) for window in range(self._num_windows(epoch)))
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Return the number of samples in `epoch`, those of its rows all together."""
+        """Return the number of samples in an epoch."""
         return self._order(epoch).total
 
     def total_rows(self) -> int | None:
-        """Return the number of placements in all epochs together; None where they do not end."""
+        """Return the number of sample groups in all epochs; None if the sequence is endless."""
         if self.epochs is None:
             return None
-        begun = math.ceil(self.epochs)
-        return sum(self._rows_taken(epoch, self.epochs) for epoch in range(begun))
+        num_begun_epochs = math.ceil(self.epochs)
+        return sum(self._rows_used(epoch, self.epochs) for epoch in range(num_begun_epochs))
 
-    def _rows_taken(self, epoch: int, epochs: float) -> int:
-        """Return how many placements of `epoch` belong to the first `epochs` passes: all, or those of its begun part.
+    def _rows_used(self, epoch: int, epochs: float) -> int:
+        """Return how many sample groups of `epoch` belong to the first `epochs` passes.
 
-        For example, the third pass of 10 rows has 5 that belong to 2.5 passes.
+        For example, with 10 rows an epoch and `epochs=2.5`, 5 rows of epoch 2 are used.
         """
-        count, part = self.rows_in_epoch(epoch), epochs - epoch
-        return count if part >= 1 else math.ceil(count * part - 1e-9)  # 0.1 * 30 is 3.0000000000000004
+        num_rows = self.rows_in_epoch(epoch)
+        fraction = epochs - epoch
+        if fraction >= 1:
+            return num_rows
+        return math.ceil(num_rows * fraction - 1e-9)  # 0.1 * 30 is 3.0000000000000004
 
     def rows_before(self, cursor: Cursor) -> int:
-        """Return the number of placements before `cursor`."""
+        """Return the number of sample groups before `cursor`."""
         return sum(self.rows_in_epoch(epoch) for epoch in range(cursor.epoch)) + cursor.row
 
     def tokens_in_epoch(self, epoch: int) -> int:
-        """Return the number of tokens in `epoch`, padding not counted."""
-        return sum(int(self._lengths(epoch, window)[1].sum()) for window in range(self._windows(epoch)))
+        """Return the number of tokens in an epoch, without padding."""
+        total = 0
+        for window in range(self._num_windows(epoch)):
+            _, lengths = self._samples_of_window(epoch, window)
+            total += int(lengths.sum())
+        return total
 
     def iterate(self, cursor: Cursor = Cursor()) -> Iterator[Row]:  # noqa: B008 (immutable)
-        """Yield the rows from `cursor` on."""
-        return (row for placement in self.sample_groups(cursor) for row in self.build(placement.samples))
+        """Yield the rows from `cursor` on; see `build` for their tensors."""
+        for group in self.sample_groups(cursor):
+            yield from self.build(group.samples)
 
     def sample_groups(self, cursor: Cursor = Cursor()) -> Iterator[SampleGroup]:  # noqa: B008 (immutable)
-        """Yield the samples that each row from `cursor` on holds; much cheaper than the rows.
+        """Yield the samples of each row from `cursor` on. This is much cheaper than building the rows.
 
-        Raises UserError for a cursor beyond its epoch: the data is not what it was.
+        Raises:
+            UserError: If the epoch of `cursor` has fewer rows, so the data has changed.
         """
-        epoch, skip = cursor
+        epoch, num_to_skip = cursor
         epochs = math.inf if self.epochs is None else self.epochs
         while epoch < epochs:
-            windows, total, row = self._windows(epoch), self._order(epoch).total, 0
-            end_row = self._rows_taken(epoch, epochs) if epochs - epoch < 1 else None
-            for window in range(windows):
-                count = self._window_rows(epoch, window) if skip else 0
-                if skip and count <= skip:
-                    skip, row = skip - count, row + count
-                    continue
-                packed = self._window(epoch, window)
-                begin, end = window * WINDOW, min(total, (window + 1) * WINDOW)
-                for number in range(skip, len(packed)):
-                    if end_row is not None and row + number >= end_row:
+            num_windows = self._num_windows(epoch)
+            total = self._order(epoch).total
+            is_cut_short = epochs - epoch < 1
+            end_row = self._rows_used(epoch, epochs) if is_cut_short else None
+            first_row = 0  # of the window, within the epoch
+            for window in range(num_windows):
+                if num_to_skip:
+                    # Windows before the cursor are only counted. Most of them have been packed before.
+                    num_rows = self._rows_in_window(epoch, window)
+                    if num_rows <= num_to_skip:
+                        num_to_skip -= num_rows
+                        first_row += num_rows
+                        continue
+                groups = self._pack_window(epoch, window)
+                first_sample = window * WINDOW
+                num_samples = min(total, (window + 1) * WINDOW) - first_sample
+                for number in range(num_to_skip, len(groups)):
+                    if end_row is not None and first_row + number >= end_row:
                         return
-                    last = window == windows - 1 and number == len(packed) - 1
-                    after = Cursor(epoch + 1, 0) if last else Cursor(epoch, row + number + 1)
-                    done = begin + (end - begin) * (number + 1) / len(packed)
-                    yield SampleGroup(packed[number], after, epoch + done / total)
-                skip, row = 0, row + len(packed)
-            if skip:
+                    is_last_of_epoch = window == num_windows - 1 and number == len(groups) - 1
+                    next_cursor = Cursor(epoch + 1, 0) if is_last_of_epoch else Cursor(epoch, first_row + number + 1)
+                    samples_done = first_sample + num_samples * (number + 1) / len(groups)
+                    yield SampleGroup(groups[number], next_cursor, epoch + samples_done / total)
+                num_to_skip = 0
+                first_row += len(groups)
+            if num_to_skip:
                 raise UserError(
-                    f"the data position to resume at is row {cursor.row} of epoch {cursor.epoch}, which has only "
-                    f"{self.rows_in_epoch(epoch)} rows: the data or data.max_length is not what it was"
+                    f"the data position to resume at is row {cursor.row} of epoch {cursor.epoch}, but that epoch has "
+                    f"only {self.rows_in_epoch(epoch)} rows. The data or data.max_length has changed since the "
+                    "checkpoint was saved"
                 )
             epoch += 1
 
     def build(self, samples: list[int]) -> list[Row]:
-        """Build the rows of these samples: packed, one with all of their documents, else one for each document.
+        """Build the rows of some samples: one row with packing, otherwise one for each document.
 
-        A row is input_ids, labels, position_ids and seq_ids, int64, all [s], s the tokens in it. labels[t] is the token
-        after input_ids[t] within its document, where that one is trained, else -100; position_ids restart and seq_ids
-        count up with each document, so that the chosen documents of pairs have the even seq_ids of a packed row.
-        Where the samples have images, they are decoded here, and a row has what `ImageReader.rows_of` gives too.
+        A row of s tokens has these int64 tensors of shape [s]:
+
+        - `input_ids`: The documents, one after the other.
+        - `labels`: `labels[t]` is the token after `input_ids[t]` in its document if that token is trained, else -100.
+        - `position_ids`: Restart at 0 with each document.
+        - `seq_ids`: Number of the document. In a packed row of pairs, the chosen documents have the even numbers.
+
+        If the samples have images, they are decoded here, and a row also has the tensors that
+        `ImageReader.image_streams_of_rows` returns.
         """
-        documents = [document for index in samples for document in self.samples[index]]
-        members = [range(len(documents))] if self.packing else [[number] for number in range(len(documents))]
-        rows = [build_row([documents[number] for number in some]) for some in members]
+        documents = []
+        for index in samples:
+            documents.extend(self.samples[index])
+        if self.packing:
+            documents_of_rows = [list(range(len(documents)))]
+        else:
+            documents_of_rows = [[number] for number in range(len(documents))]
+        rows = [build_row([documents[number] for number in numbers]) for numbers in documents_of_rows]
         if self.images is None:
             return rows
-        records = [images for index in samples for images in self.samples.images(index)]
-        with_images = [[(documents[number][0], records[number]) for number in some] for some in members]
-        return [row | more for row, more in zip(rows, self.images.image_streams_of_rows(with_images), strict=True)]
+        images = []  # of each document
+        for index in samples:
+            images.extend(self.samples.images(index))
+        documents_with_images = []
+        for numbers in documents_of_rows:
+            documents_with_images.append([(documents[number][0], images[number]) for number in numbers])
+        image_streams = self.images.image_streams_of_rows(documents_with_images)
+        return [row | streams for row, streams in zip(rows, image_streams, strict=True)]
 
     def _order(self, epoch: int) -> EpochOrder:
         return EpochOrder(self.samples.sources, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
-    def _windows(self, epoch: int) -> int:
+    def _num_windows(self, epoch: int) -> int:
         return -(-self._order(epoch).total // WINDOW)
 
-    def _lengths(self, epoch: int, window: int) -> tuple[Tensor, Tensor]:
+    def _samples_of_window(self, epoch: int, window: int) -> tuple[Tensor, Tensor]:
+        """Return the samples of a window and the tokens of each, both int64 [n]."""
         samples = self._order(epoch).samples(window * WINDOW, (window + 1) * WINDOW)
         return samples, self.samples.lengths(samples)
 
-    def _window(self, epoch: int, window: int) -> list[list[int]]:
-        samples, lengths = self._lengths(epoch, window)
+    def _pack_window(self, epoch: int, window: int) -> list[list[int]]:
+        """Return the samples of each row of a window."""
+        samples, lengths = self._samples_of_window(epoch, window)
         if not self.packing:
             return [[index] for index in samples.tolist()]
         bins = pack(lengths.tolist(), self.capacity)
-        if self.shuffle:  # packing puts what it opened first, the long samples, in front
-            order = permute(torch.arange(len(bins)), len(bins), random_key("rows", self.seed, epoch, window))
+        if self.shuffle:
+            # `pack` opens rows with the longest samples first, so without this the rows would be sorted by length.
+            order = permute(torch.arange(len(bins)), len(bins), key("rows", self.seed, epoch, window))
             bins = [bins[index] for index in order.tolist()]
-        identity = samples.tolist()
-        self._counts[epoch, window] = len(bins)
-        return [[identity[index] for index in members] for members in bins]
+        self._num_rows[epoch, window] = len(bins)
+        sample_indices = samples.tolist()
+        return [[sample_indices[index] for index in members] for members in bins]
 
-    def _window_rows(self, epoch: int, window: int) -> int:
+    def _rows_in_window(self, epoch: int, window: int) -> int:
         if not self.packing:
             return min(WINDOW, self._order(epoch).total - window * WINDOW)
-        if (epoch, window) not in self._counts:
-            self._window(epoch, window)
-        return self._counts[epoch, window]
+        if (epoch, window) not in self._num_rows:
+            self._pack_window(epoch, window)
+        return self._num_rows[epoch, window]
 
 
 def build_row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
-    """Build the row of documents (ids, trained), one behind the other; see `Rows.build`."""
+    """Build one row of documents; `Rows.build` describes its tensors.
+
+    Args:
+        documents: Token ids (any integer dtype) and whether each is trained (bool), both [tokens of the document].
+
+    Example:
+        >>> first = (torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
+        >>> second = (torch.tensor([8, 9]), torch.tensor([True, True]))
+        >>> row = build_row([first, second])
+        >>> row["labels"].tolist(), row["position_ids"].tolist(), row["seq_ids"].tolist()
+        ([6, 7, -100, 9, -100], [0, 1, 2, 0, 1], [0, 0, 0, 1, 1])
+    """
     input_ids = torch.cat([ids for ids, _ in documents]).to(torch.int64)  # [s]
     trained = torch.cat([mask for _, mask in documents])  # [s]
     lengths = torch.tensor([ids.shape[0] for ids, _ in documents])
     ends = lengths.cumsum(0)
-    labels = torch.full_like(input_ids, IGNORE_INDEX)
-    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE_INDEX)
-    labels[ends - 1] = IGNORE_INDEX
+    labels = torch.full_like(input_ids, IGNORE)
+    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE)
+    # The last token of a document must not predict the first token of the next one.
+    labels[ends - 1] = IGNORE
     starts = (ends - lengths).repeat_interleave(lengths)
     return {
         "input_ids": input_ids,
@@ -293,14 +429,14 @@ def build_row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Rows of a step. Placements are dealt out: packed rows, or samples (a pair that is not packed is two rows).
+    """One data-parallel rank's part of a global batch.
 
-    rows      those of this data-parallel rank's placements, in the global batch's order; may be none in a short last
-              batch
-    samples   the samples that these rows hold, in the rows' order
-    size      placements of the whole global batch
-    cursor    where the next batch begins
-    epoch     how many epochs are done after this batch, as a fraction
+    Attributes:
+        rows: The rows of this rank, in the order of the global batch. There may be none in a short last batch.
+        samples: The samples of these rows, in the same order.
+        size: Number of sample groups in the whole global batch.
+        cursor: Position of the next batch.
+        epoch: Epochs that are complete after this batch, as a fraction.
     """
 
     rows: list[Row]
@@ -312,13 +448,21 @@ class GlobalBatch:
 
 @dataclass(eq=False)
 class Batches:
-    """The global batches from `cursor` on; iterable, each time from there.
+    """The global batches from `cursor` on. Each iteration starts there again.
 
-    A batch may span epochs; where `rows` ends, the last one may be short. With num_workers > 0 that many processes
-    make rows ahead of time; the sequence is the same.
+    A batch may span two epochs. If `rows` ends, the last batch may be short.
 
-    balance_lengths: False: a rank takes placement i of the global batch with i % dp_size == dp_rank. True: for
-    samples; the ranks' placements are alike in tokens, and at most as many as before on the fullest rank.
+    Attributes:
+        rows: The rows.
+        global_batch: Sample groups in a global batch.
+        dp_rank: This data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        cursor: Position of the first batch.
+        num_workers: Processes that build rows ahead of time. With 0, rows are built in this process. The sequence of
+            batches is the same.
+        balance_lengths: False: sample group i of the batch belongs to rank i % dp_size. True: for rows without packing,
+            the groups are assigned so that the ranks have about the same number of tokens. No rank gets more groups
+            than the fullest rank would get otherwise, so the number of micro-batches does not grow.
     """
 
     rows: Rows
@@ -332,31 +476,40 @@ class Batches:
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if self.num_workers == 0:
-            yield from self._local()
+            yield from self._build_batches()
             return
-        from dtrain.data.rows.workers import load_with_workers  # only where it is used: its import is slow
+        from dtrain.data.rows.workers import load_with_workers  # torchdata takes long to import
 
-        for rows, batch in load_with_workers(self._parts, self.num_workers):
+        for rows, batch in load_with_workers(self._batches_of_worker, self.num_workers):
             yield replace(batch, rows=rows)
 
-    def _parts(self, first: int, step: int) -> Iterator[tuple[list[Row], GlobalBatch]]:
-        return ((batch.rows, replace(batch, rows=[])) for batch in self._local(first, step))
+    def _batches_of_worker(self, worker: int, num_workers: int) -> Iterator[tuple[list[Row], GlobalBatch]]:
+        """Yield the batches of one worker process, with the rows separate from the rest."""
+        for batch in self._build_batches(worker, num_workers):
+            yield batch.rows, replace(batch, rows=[])
 
-    def _local(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
-        """Yield batches number first, first + step, ..."""
-        placements = self.rows.sample_groups(self.cursor)
+    def _build_batches(self, first: int = 0, step: int = 1) -> Iterator[GlobalBatch]:
+        """Yield the batches number first, first + step, ... The batches between them are counted but not built."""
+        groups = self.rows.sample_groups(self.cursor)
         number = 0
-        while group := list(islice(placements, self.global_batch)):
+        while True:
+            batch_groups = list(islice(groups, self.global_batch))
+            if not batch_groups:
+                return
             if number % step == first:
-                mine = [placement.samples for placement in self._share(group)]
-                rows = [row for samples in mine for row in self.rows.build(samples)]
-                yield GlobalBatch(rows, list(chain(*mine)), len(group), group[-1].next_cursor, group[-1].epochs)
+                rows: list[Row] = []
+                samples: list[int] = []
+                for group in self._groups_of_rank(batch_groups):
+                    rows.extend(self.rows.build(group.samples))
+                    samples.extend(group.samples)
+                last = batch_groups[-1]
+                yield GlobalBatch(rows, samples, len(batch_groups), last.next_cursor, last.epochs)
             number += 1
 
-    def _share(self, group: list[SampleGroup]) -> list[SampleGroup]:
+    def _groups_of_rank(self, groups: list[SampleGroup]) -> list[SampleGroup]:
         if not self.balance_lengths:
-            return group[self.dp_rank :: self.dp_size]
-        samples = torch.tensor([placement.samples[0] for placement in group])
-        most = -(-len(group) // self.dp_size)  # so that it makes no more micro-batches than fixed ones would be
-        dealt = balance_by_cost(self.rows.samples.lengths(samples).tolist(), self.dp_size, most)
-        return [group[index] for index in dealt[self.dp_rank]]
+            return groups[self.dp_rank :: self.dp_size]
+        samples = torch.tensor([group.samples[0] for group in groups])
+        max_groups = -(-len(groups) // self.dp_size)  # of the fullest rank without balancing
+        indices_of_ranks = deal(self.rows.samples.lengths(samples).tolist(), self.dp_size, max_groups)
+        return [groups[index] for index in indices_of_ranks[self.dp_rank]]

@@ -1,11 +1,21 @@
-"""Data files: the files of a path, the format of each by its first row, and their rows in order, with their lines.
+"""Data files: finding the files of a path, the format of each by its first row, and reading their rows in chunks.
 
-JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs pyarrow); the first
-three may be gzipped (`.gz`). No file is read at once: rows of bounded size come in chunks. Torch is not imported.
+Kinds of files: JSON Lines (one object a line), a JSON array of objects, CSV with a header, and parquet (needs
+pyarrow). All but parquet may be gzipped (`.gz`). No file is read completely at once: a chunk has at most 256 rows and
+about 1 MiB. For example, chat.jsonl with 600 short rows gives
 
-In parquet files a struct column has one set of keys for all rows: each call of a tool gets the arguments of every other
-call, each tool the parameters of every other tool, as nulls. Those keys are left out again. A null that was written
-into an argument cannot be told from them. Nulls of other columns, which rewards may read, and those in lists are kept.
+    Chunk("chat.jsonl", [(1, b'{"messages": ...}'), ..., (256, ...)], size=81920)
+    Chunk("chat.jsonl", [(257, ...), ..., (512, ...)], size=80110)
+    Chunk("chat.jsonl", [(513, ...), ..., (600, ...)], size=27502)
+
+JSON Lines are parsed later (`parse_row`), in the processes that tokenise.
+
+Nulls of parquet. A struct column has the same keys in all rows, so each tool call has the arguments of every other
+call, and each tool the parameters of every other tool, as nulls. These keys are removed. A null that was written into
+an argument cannot be told apart and is removed, too. Nulls in other columns, which rewards may read, and nulls in lists
+are kept.
+
+This module does not import torch.
 """
 
 import csv
@@ -22,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dtrain.base import json_files
 from dtrain.base.errors import UserError
@@ -40,21 +50,38 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
-ROW_BYTES = 1 << 24  # of one row: a million tokens, as text or as ids with labels, are less
+MAX_ROW_BYTES = 1 << 24  # a row of a million tokens, as text or as ids with labels, is smaller
 
-_CALL_COLUMNS = ("tool_calls", "function_call")
+CALL_COLUMNS = ("tool_calls", "function_call")
+TABLE_SUFFIXES = (".tsv", ".tab", ".xlsx", ".xls", ".ods")
 
-_PLAIN_TEXT = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
-NO_SPACE = re.compile(r"\S|\Z")
+NOT_SPACE = re.compile(r"\S|\Z")
 Stream = io.BufferedReader | gzip.GzipFile
 T = TypeVar("T")
 
 
+class SizedRow(NamedTuple):
+    """A row of a file.
+
+    Attributes:
+        line: Line of the file at which it begins.
+        row: The row; bytes for JSON Lines.
+        size: Its bytes or characters in the file.
+    """
+
+    line: int
+    row: Any
+    size: int
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """Neighbouring rows of one file: (line, row) pairs; a row is still bytes where `parse_row` has to read it.
+    """Neighbouring rows of one file.
 
-    `size` is the number of bytes of the file that the chunk stands for: a progress bar adds them up to the file's size.
+    Attributes:
+        file: Path of the file.
+        rows: Line and value of each row. A value may be the bytes of a line, which `parse_row` reads.
+        size: Bytes of the file that the chunk covers. The sizes of all chunks add up to the size of the file.
     """
 
     file: str
@@ -63,12 +90,21 @@ class Chunk:
 
 
 def is_url(path: str) -> bool:
+    """Return whether a path is a URL, such as s3://bucket/rows.jsonl."""
     return "://" in path
 
 
 def is_dataset_id(path: str) -> bool:
-    """Return whether `path` reads as a dataset's id on the hub. A file of that name comes first."""
-    return not any(path.lower().endswith((kind, f"{kind}.gz")) for kind in FILE_KINDS) and is_model_id(path)
+    """Return whether a path looks like the id of a dataset on the hub. A file of that name is used first.
+
+    Example:
+        >>> is_dataset_id("trl-lib/Capybara"), is_dataset_id("data/chat.jsonl")
+        (True, False)
+    """
+    for suffix in FILE_KINDS:
+        if path.lower().endswith((suffix, f"{suffix}.gz")):
+            return False
+    return is_id(path)
 
 
 def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
@@ -81,46 +117,58 @@ def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
 
 
 def source_entries(split: Any, key: str) -> list[tuple[Any, str]]:
-    """Return the sources of data.train or data.val, by its field names as attributes, and the key of each."""
+    """Return the sources of data.train or data.val, each with its key in the recipe."""
     if split.sources:
         return [(source, f"{key}.sources[{number}]") for number, source in enumerate(split.sources)]
     return [(split, key)]
 
 
 def source_paths(source: Any) -> list[str]:
+    """Return the paths of a source of the recipe."""
     return [source.path] if isinstance(source.path, str) else source.path or []
 
 
 def uncached_datasets(source: Any, key: str) -> list[tuple[str, DatasetPart]]:
-    """Return id and wanted part of every dataset of the hub that a source names and that is not in the cache."""
-    absent, pick, names = [], DatasetPart.of(source), [*filter(is_dataset_id, source_paths(source))]
+    """Return the datasets of the hub that a source names and that are not in the cache, with the part that it uses."""
+    names = [path for path in source_paths(source) if is_dataset_id(path)]
     if not names:
         return []
-    from dtrain.data.sources import hub  # files of this machine need none of it
+    from dtrain.data.sources import hub  # local files need nothing of it
 
+    part = DatasetPart.of(source)
+    uncached = []
     for name in names:
-        with suppress(UserError):  # a split that is not there: told where the files are looked at
-            if hub.cached_files(name, pick, key) is None:
-                absent.append((name, pick))
-    return absent
+        with suppress(UserError):  # a split that does not exist is reported where the files are looked up
+            if hub.cached_files(name, part, key) is None:
+                uncached.append((name, part))
+    return uncached
 
 
 def find_files(
     paths: str | Sequence[str], key: str = "data.train.path", source: Any = None, cache_dir: str | Path | None = None
 ) -> list[Path]:
-    """Return the files that `paths` (one or several paths, globs, ids of the hub or URLs) mean, in the order given, a
-    glob's sorted.
+    """Find the files of paths.
 
-    source: the attributes split, subset and revision of a dataset of the hub, which is looked for in its cache alone.
-    cache_dir: where files behind URLs are copied to.
-    Raises UserError, naming `key`, for a path without a file and for a kind of file that dtrain does not read.
+    Args:
+        paths: A path, glob, URL or id of a dataset on the hub, or a list of these.
+        key: Key of `paths` in the recipe, for messages.
+        source: The recipe's source, with split, subset and revision of a dataset on the hub. Only the hub's local cache
+            is searched.
+        cache_dir: Directory to which files behind URLs are copied.
+
+    Returns:
+        The files, in the order of `paths`. Those of a glob are sorted.
+
+    Raises:
+        UserError: If a path has no file, or a file is of a kind that dtrain does not read.
     """
-    listed = [paths] if isinstance(paths, str) else paths
-    files = [file for path in listed for file in _files_of_path(str(path), key, source, cache_dir)]
+    files = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        files += _files_of_path(str(path), key, source, cache_dir)
     for file in files:
         file_kind(file, key)
     if not files:
-        raise UserError(f"{key} names no file; give a path, a glob or a list of them")
+        raise UserError(f"{key} names no file. Give a path, a glob or a list of them")
     return files
 
 
@@ -129,13 +177,13 @@ def _files_of_path(path: str, key: str, source: Any, cache_dir: str | Path | Non
         from dtrain.data.sources import urls  # it loads fsspec
 
         if cache_dir is None:
-            raise UserError(f"{key}: {path} is a URL, and there is no place to copy it to; copy it yourself")
+            raise UserError(f"{key}: {path} is a URL, and there is no directory to copy it to. Copy it yourself")
         return urls.local_copies(path, key, Path(cache_dir).expanduser())
     expanded = Path(path).expanduser()
     if expanded.is_file():
         return [expanded]
     if expanded.is_dir():
-        raise UserError(f"{key}: {path} is a directory; name its files, for example {key}='{path.rstrip('/')}/*.jsonl'")
+        raise UserError(f"{key}: {path} is a directory. Name its files, for example {key}='{path.rstrip('/')}/*.jsonl'")
     if glob.has_magic(path):
         names = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True) if Path(name).is_file())
         if not names:
@@ -144,66 +192,94 @@ def _files_of_path(path: str, key: str, source: Any, cache_dir: str | Path | Non
     if is_dataset_id(path):
         from dtrain.data.sources import hub
 
-        pick = DatasetPart.of(source)
-        files = hub.cached_files(path, pick, key.removesuffix(".path"))
+        part = DatasetPart.of(source)
+        files = hub.cached_files(path, part, key.removesuffix(".path"))
         if files is None:
-            raise UserError(hub.describe_uncached(path, pick, key))
+            raise UserError(hub.describe_uncached(path, part, key))
         return files
+    hint = _list_hint(path) or how_to_make(path) or _near_file_hint(expanded)
+    raise UserError(f"{key}: there is no file {path}{hint}")
+
+
+def _list_hint(path: str) -> str:
+    """Return the hint for several files that are written as one path."""
     parts = re.split(r"[,;\s]+", path)
-    several = f": several are written [{','.join(parts)}]" if len(parts) > 1 and Path(parts[0]).is_file() else ""
-    raise UserError(f"{key}: there is no file {path}{several or how_to_make(path) or _near_file_hint(expanded)}")
+    if len(parts) > 1 and Path(parts[0]).is_file():
+        return f": several are written [{','.join(parts)}]"
+    return ""
 
 
 def _near_file_hint(file: Path) -> str:
-    """Return the hint for a path that leads to no file: the target of a link, or the name that is meant."""
+    """Return the hint for a path without a file: the target of a link, or a similar name in the directory."""
     if file.is_symlink():
         return f": it is a link to {os.readlink(file)}, which is no file"
-    names = [entry.name for entry in islice(file.parent.iterdir(), 1000)] if file.parent.is_dir() else []
-    near = closest_name(file.name, names)
+    names = []
+    if file.parent.is_dir():
+        names = [entry.name for entry in islice(file.parent.iterdir(), 1000)]
+    near = nearest(file.name, names)
     return f"; did you mean {file.parent / near}?" if near else ""
 
 
 def file_kind(file: Path, key: str = "data.train.path") -> str:
-    """Return json, csv or parquet, by the file's ending."""
-    ending = file_suffix(file)
-    kind = FILE_KINDS.get(ending)
-    if kind is None:
-        table = ending in (".tsv", ".tab", ".xlsx", ".xls", ".ods")
-        raise UserError(
-            f"{key}: {file} is none of the files that dtrain reads: {', '.join(FILE_KINDS)}, all but the last also as "
-            ".gz; " + ("save the table as .csv, with commas" if table else _PLAIN_TEXT)
-        )
-    return kind
+    """Return json, csv or parquet, by the file's suffix. Raises UserError for other files."""
+    suffix = file_suffix(file)
+    if suffix in FILE_KINDS:
+        return FILE_KINDS[suffix]
+    if suffix in TABLE_SUFFIXES:
+        fix = "save the table as .csv, with commas"
+    else:
+        fix = 'plain text goes into a .jsonl, a line for each: {"text": "..."}'
+    raise UserError(
+        f"{key}: {file} is none of the files that dtrain reads: {', '.join(FILE_KINDS)}, all but the last also as "
+        f".gz; {fix}"
+    )
 
 
 def read_chunks(file: Path) -> Iterator[Chunk]:
-    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES; blank lines are skipped."""
+    """Yield the rows of a file in chunks of at most CHUNK_ROWS rows and about CHUNK_BYTES. Blank lines are skipped.
+
+    Raises:
+        UserError: If the file is damaged, or a row is too large.
+    """
     kind = file_kind(file)
     if kind == "parquet":
-        for chunk, is_large in read_parquet(file):
-            for line, row in chunk.rows if is_large else ():
-                _refuse_long(file, line, _text_size(row))
+        for chunk, may_have_long_row in read_parquet(file):
+            if may_have_long_row:
+                for line, row in chunk.rows:
+                    _refuse_long(file, line, _text_size(row))
             yield chunk
         return
     stream: Stream
     with gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb") as stream:
         try:
-            rows: Iterator[tuple[int, Any, int]]
             if kind == "csv":
-                rows = _csv(file, stream)
+                rows = _read_csv(file, stream)
             elif _first_character(stream) == b"[":
-                rows = _json_array(file, stream)
+                rows = _JsonArrayReader(file, stream).rows()
             else:
-                rows = _json_lines(file, stream)
+                rows = _read_json_lines(file, stream)
             yield from _bounded_chunks(file, rows)
         except UnicodeDecodeError as problem:
-            raise UserError(f"{file}: the file is not UTF-8 text ({problem}); convert it to UTF-8") from problem
+            raise UserError(f"{file}: the file is not UTF-8 text ({problem}). Convert it to UTF-8") from problem
         except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
             raise UserError(f"{file}: the file is not a whole gzip file ({problem})") from problem
 
 
 def parse_row(file: str, line: int, row: Any) -> dict[str, Any]:
-    """Return a row of a chunk as a dict. Raises UserError with file, line and column of the mistake."""
+    """Parse a row of a chunk.
+
+    Args:
+        file: Path of the data file, for messages.
+        line: Line of the row, for messages.
+        row: Bytes of a line, or a value that is parsed already.
+
+    Raises:
+        UserError: If the row is no JSON object, with file, line and column of the mistake.
+
+    Example:
+        >>> parse_row("chat.jsonl", 1, b'{"text": "Hi"}')
+        {'text': 'Hi'}
+    """
     if isinstance(row, bytes):
         try:
             text = row.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")  # else column 1
@@ -227,38 +303,56 @@ def parse_row(file: str, line: int, row: Any) -> dict[str, Any]:
 def read_rows(
     chunk: Chunk, columns: Mapping[str, str], read: Callable[[Mapping[str, Any]], T]
 ) -> Iterator[tuple[int, Mapping[str, Any], T]]:
-    """Yield the line of each row, the row with our names of its `columns`, and what `read` makes of it. Raises
-    UserError, of `read` too, with file and line in front."""
+    """Read the rows of a chunk.
+
+    Args:
+        chunk: The rows.
+        columns: dtrain's names of columns, each with the name that the file uses.
+        read: Called with each row, with dtrain's names.
+
+    Yields:
+        Line, row and result of `read`, for each row.
+
+    Raises:
+        UserError: If a row is wrong. Errors of `read` get file and line in front.
+    """
     for line, raw in chunk.rows:
         parsed = parse_row(chunk.file, line, raw)
         try:
             row = rename_columns(parsed, columns) if columns else parsed
             value = read(row)
         except UserError as problem:
-            raise UserError(f"{chunk.file}:{line}: {problem}{describe_missing_columns(parsed, columns)}") from problem
+            missing = describe_missing_columns(parsed, columns)
+            raise UserError(f"{chunk.file}:{line}: {problem}{missing}") from problem
         yield line, row, value
 
 
 def _json_mistake_hint(text: str, name: str) -> str:
+    """Return a hint for a line that is no JSON, by frequent mistakes; "" if none of them fits."""
     if text.strip() in ("{", "["):
         return f". If an object goes on over several lines, `jq -c . {name} > rows.jsonl` puts each on one"
-    if text.lstrip("{ ")[:1] in ("\u2018", "\u201c", "\u00ab"):
-        return f'. Its quotes are of a page, {text.lstrip("{ ")[0]}: JSON has "'
-    return ". It looks like Python's own notation: write it with json.dumps" if text.startswith("{'") else ""
+    first_quote = text.lstrip("{ ")[:1]
+    if first_quote and first_quote in "\u2018\u201c\u00ab":
+        return f'. Its quotes are typographic, {first_quote}, but JSON uses "'
+    if text.startswith("{'"):
+        return ". It looks like Python's own notation: write it with json.dumps"
+    return ""
 
 
 def _encoding_hint(row: bytes, problem: UnicodeDecodeError) -> str:
     if row.startswith(b"\x1f\x8b"):
-        return "the file is gzipped; give it a name that ends in .gz"
+        return "the file is gzipped. Give it a name that ends in .gz"
     if row.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "the file is UTF-16 text; `iconv -f UTF-16 -t UTF-8` converts it"
-    return f"this line is not UTF-8 text ({problem}); convert it to UTF-8"
+    return f"this line is not UTF-8 text ({problem}). Convert it to UTF-8"
 
 
 def first_row(file: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return the line and value of the file's first row; None where it has none."""
-    rows = ((line, parse_row(chunk.file, line, row)) for chunk in read_chunks(file) for line, row in chunk.rows)
-    return next(rows, None)
+    """Return the line and value of the file's first row; None if it has none."""
+    for chunk in read_chunks(file):
+        for line, row in chunk.rows:
+            return line, parse_row(chunk.file, line, row)
+    return None
 
 
 def detect_formats(
@@ -282,41 +376,46 @@ def detect_formats(
         raise UserError(f"{files[0]}: {formats.refuse_single(name, kind)}")
     if name != "auto" and not columns:
         return (name,) * len(files)
-    first = [_first_format(file, name, kind, columns, key) for file in files]
-    known = next((detected for detected in first if detected is not None), None)
-    if known is None:
+    found = [_format_of_first_row(file, name, kind, columns, key) for file in files]
+    known = [detected for detected in found if detected is not None]
+    if not known:
         raise UserError(f"the dataset is empty: there is no row in {', '.join(map(str, files[:3]))}")
-    return tuple(detected or known for detected in first)
+    # A file without rows needs a format, too; any one serves.
+    return tuple(detected or known[0] for detected in found)
 
 
-def _first_format(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str | None) -> str | None:
-    """Return the format of the file's first row; None where it has none. UserError, also for a missing column."""
+def _format_of_first_row(file: Path, name: str, kind: str, columns: Mapping[str, str], key: str | None) -> str | None:
+    """Return the format of a file's first row; None if it has none. Raises UserError, also for a missing column."""
     first = first_row(file)
     if first is None:
         return None
     line, row = first
     try:
-        row = rename_columns(row, columns, key, strict=True) if columns else row
+        if columns:
+            row = rename_columns(row, columns, key, strict=True)
         detected = formats.detect_format(row, kind) if name == "auto" else name
         if detected is None:
-            raise UserError(
-                formats.describe_unknown_format(row, kind) + ("" if columns else suggest_mapping(row, kind, key))
-            )
+            hint = "" if columns else suggest_mapping(row, kind, key)
+            raise UserError(formats.describe_unknown_format(row, kind) + hint)
     except UserError as problem:
         raise UserError(f"{file}:{line}: {problem}") from problem
     return detected
 
 
 def _first_character(stream: Stream) -> bytes:
-    """Return the first byte that is neither space nor byte order mark; the stream is back at its start."""
+    """Return the first byte that is neither space nor byte order mark, and seek to the start of the stream."""
     character = b""
-    while not character and (block := stream.read(4096)):
+    while not character:
+        block = stream.read(4096)
+        if not block:
+            break
         character = block.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     stream.seek(0)
     return character
 
 
-def _bounded_chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterator[Chunk]:
+def _bounded_chunks(file: Path, rows: Iterator[SizedRow]) -> Iterator[Chunk]:
+    """Gather rows into chunks."""
     gathered: list[tuple[int, Any]] = []
     size = 0
     for line, row, row_size in rows:
@@ -330,16 +429,16 @@ def _bounded_chunks(file: Path, rows: Iterator[tuple[int, Any, int]]) -> Iterato
 
 
 def _refuse_long(file: Path, line: int, size: int) -> None:
-    """Raise UserError for a row, or what has been read of it, of more than ROW_BYTES."""
-    if size > ROW_BYTES:
+    """Raise UserError if a row, or the part of it that has been read, is larger than MAX_ROW_BYTES."""
+    if size > MAX_ROW_BYTES:
         raise UserError(
-            f"{file}:{line}: this row is larger than {ROW_BYTES >> 20} MiB, more than one row may be: is there a line "
-            "break after each row? Split a longer document into several rows"
+            f"{file}:{line}: this row is larger than {MAX_ROW_BYTES >> 20} MiB, more than one row may be. Is there a "
+            "line break after each row? Split a longer document into several rows"
         )
 
 
 def _text_size(value: Any) -> int:
-    """Return about how many characters a value of a table has as text, images not counted."""
+    """Return roughly how many characters a value of a table has as text, without images."""
     if isinstance(value, dict):
         return sum(len(str(name)) + _text_size(item) for name, item in value.items())
     if isinstance(value, list):
@@ -347,94 +446,136 @@ def _text_size(value: Any) -> int:
     return 0 if isinstance(value, bytes) else len(str(value))
 
 
-def _json_lines(file: Path, stream: Stream) -> Iterator[tuple[int, bytes, int]]:
-    for line, text in enumerate(iter(lambda: stream.readline(ROW_BYTES + 1), b""), start=1):
+def _read_json_lines(file: Path, stream: Stream) -> Iterator[SizedRow]:
+    line = 0
+    while True:
+        text = stream.readline(MAX_ROW_BYTES + 1)
+        if not text:
+            return
+        line += 1
         _refuse_long(file, line, len(text))
         if text.strip():
-            yield line, text, len(text)
+            yield SizedRow(line, text, len(text))
 
 
-def _json_array(file: Path, stream: Stream) -> Iterator[tuple[int, Any, int]]:
-    """Yield the objects of one JSON array, decoded one after the other from a sliding piece of the file."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    buffer, position, line = text.read(CHUNK_BYTES), 0, 1
+class _JsonArrayReader:
+    """Reader of the objects of one JSON array, decoded one after the other.
 
-    def more() -> bool:
-        nonlocal buffer, position
-        block = text.read(max(CHUNK_BYTES, len(buffer) - position))
-        buffer, position = buffer[position:] + block, 0
+    Only a piece of the file is in memory: `_buffer` from `_position` on. If an object does not end in it, more is read.
+    """
+
+    def __init__(self, file: Path, stream: Stream):
+        self._file = file
+        self._text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        self._buffer = self._text.read(CHUNK_BYTES)
+        self._position = 0  # of the next character in the buffer
+        self._line = 1  # of this character
+
+    def rows(self) -> Iterator[SizedRow]:
+        """Yield the rows. Raises UserError with the line of the mistake."""
+        self._skip_spaces()
+        self._position += 1  # the opening bracket
+        is_closed = self._skip_spaces() == "]"
+        if is_closed:
+            self._position += 1
+        while not is_closed:
+            self._skip_spaces()
+            row, end = self._decode_row()
+            yield SizedRow(self._line, row, end - self._position)
+            self._move_to(end)
+            separator = self._skip_spaces()
+            if separator not in ",]":
+                raise UserError(
+                    f"{self._file}:{self._line}: a comma or a ] must follow a row of a JSON array, not {separator!r}"
+                )
+            self._position += 1
+            is_closed = separator == "]"
+        self._check_end()
+
+    def _read_more(self) -> bool:
+        """Read more into the buffer. Returns False at the end of the file."""
+        # At least as much as is in the buffer, so that a long row is not decoded again for every MiB.
+        block = self._text.read(max(CHUNK_BYTES, len(self._buffer) - self._position))
+        self._buffer = self._buffer[self._position :] + block
+        self._position = 0
         return bool(block)
 
-    def next_character() -> str:
-        nonlocal position, line
-        while True:
-            match = NO_SPACE.search(buffer, position)
-            end = match.start() if match else len(buffer)
-            line += buffer.count("\n", position, end)
-            position = end
-            if position < len(buffer):
-                return buffer[position]
-            if not more():
-                raise UserError(f"{file}:{line}: the JSON array never ends: a ] is missing; is the file whole?")
+    def _move_to(self, position: int) -> None:
+        self._line += self._buffer.count("\n", self._position, position)
+        self._position = position
 
-    next_character()
-    position += 1
-    closed = next_character() == "]"
-    position += closed
-    while not closed:
-        next_character()
+    def _skip_spaces(self) -> str:
+        """Move to the next character that is no space, and return it."""
+        while True:
+            match = NOT_SPACE.search(self._buffer, self._position)
+            self._move_to(match.start() if match else len(self._buffer))
+            if self._position < len(self._buffer):
+                return self._buffer[self._position]
+            if not self._read_more():
+                raise UserError(
+                    f"{self._file}:{self._line}: the JSON array never ends: a ] is missing. Is the file complete?"
+                )
+
+    def _decode_row(self) -> tuple[Any, int]:
+        """Return the value that begins at the position, and its end in the buffer."""
         while True:
             try:
-                row, end = json_files.DECODER.raw_decode(buffer, position)
-                json_files.check_json_size(row)
-                _refuse_long(file, line, end - position)
-                break
+                row, end = json_files.decoder.raw_decode(self._buffer, self._position)
+                json_files.check_shape(row)
+                _refuse_long(self._file, self._line, end - self._position)
+                return row, end
             except json.JSONDecodeError as problem:
-                _refuse_long(file, line, len(buffer) - position)
-                at, character = line + buffer.count("\n", position, problem.pos), buffer[problem.pos : problem.pos + 1]
-                if not more():
-                    after = " (a comma before the ] is one too many)" if character == "]" else ""
-                    raise UserError(f"{file}:{at}: this is not JSON: {problem.msg}{after}") from problem
+                _refuse_long(self._file, self._line, len(self._buffer) - self._position)
+                line = self._line + self._buffer.count("\n", self._position, problem.pos)
+                character = self._buffer[problem.pos : problem.pos + 1]
+                # The row may only be cut off at the end of the buffer.
+                if not self._read_more():
+                    hint = " (a comma before the ] is one too many)" if character == "]" else ""
+                    raise UserError(f"{self._file}:{line}: this is not JSON: {problem.msg}{hint}") from problem
             except (ValueError, RecursionError) as problem:
-                raise UserError(f"{file}:{line}: this row cannot be read: {problem}") from problem
-        yield line, row, end - position
-        line += buffer.count("\n", position, end)
-        position = end
-        separator = next_character()
-        if separator not in ",]":
-            raise UserError(f"{file}:{line}: a comma or a ] must follow a row of a JSON array, not {separator!r}")
-        position += 1
-        closed = separator == "]"
-    while not (rest := buffer[position:].strip()) and more():
-        pass
-    if rest:
-        raise UserError(
-            f"{file}:{line}: the JSON array ends here, but {rest[:20]!r} follows; a file holds one array, "
-            "or JSON Lines: one object a line"
-        )
+                raise UserError(f"{self._file}:{self._line}: this row cannot be read: {problem}") from problem
+
+    def _check_end(self) -> None:
+        """Raise UserError if something follows the array."""
+        rest = self._buffer[self._position :].strip()
+        while not rest and self._read_more():
+            rest = self._buffer[self._position :].strip()
+        if rest:
+            raise UserError(
+                f"{self._file}:{self._line}: the JSON array ends here, but {rest[:20]!r} follows. A file contains one "
+                "array, or JSON Lines: one object a line"
+            )
 
 
-def _csv(file: Path, stream: Stream) -> Iterator[tuple[int, dict[str, str], int]]:
-    csv.field_size_limit(ROW_BYTES)  # the csv module's own 128 KiB is less than one long document
+def _read_csv(file: Path, stream: Stream) -> Iterator[SizedRow]:
+    csv.field_size_limit(MAX_ROW_BYTES)  # the csv module's own limit of 128 KiB is less than one long document
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(text, strict=True)
-    line = 1
+    last_line = 1  # of the row before
     try:
         # A spreadsheet's empty columns have empty names, which nothing reads.
         refuse_duplicate_names(f"{file}:1", [name for name in reader.fieldnames or () if name])
         for row in reader:
-            start, line = line + 1 if reader.line_num > line else line, reader.line_num
+            # A cell may have line breaks, so a row may have several lines. `line_num` is the last of them.
+            line = last_line + 1 if reader.line_num > last_line else last_line
+            last_line = reader.line_num
             if None in row:
-                raise UserError(f"{file}:{start}: this row has more cells than the header has names")
+                raise UserError(f"{file}:{line}: this row has more cells than the header has names")
             cells = {name: cell for name, cell in row.items() if cell is not None}
-            yield start, cells, sum(map(len, cells.values())) + len(cells)
+            yield SizedRow(line, cells, sum(map(len, cells.values())) + len(cells))
     except csv.Error as problem:
         raise UserError(f"{file}:{reader.line_num}: this is not CSV: {problem}") from problem
 
 
 def read_parquet(file: Path) -> Iterator[tuple[Chunk, bool]]:
-    """Yield the rows of `file` in chunks of at most CHUNK_ROWS rows and about ROW_BYTES, each with a flag: one of its
-    rows may have more. Raises UserError."""
+    """Read a parquet file.
+
+    Yields:
+        Chunks of at most CHUNK_ROWS rows and about MAX_ROW_BYTES, each with whether it may have a row that is larger.
+
+    Raises:
+        UserError: If pyarrow is not installed, or the file is damaged.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -442,37 +583,41 @@ def read_parquet(file: Path) -> Iterator[tuple[Chunk, bool]]:
         raise UserError(f"{file}: parquet files need pyarrow: pip install 'dtrain[datasets]'") from problem
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            columns = list(table.schema_arrow)
-            _refuse_doubled_fields(file, columns)
-            tools = {column.name for column in columns if _holds_tools(column)}
-            nested = {*tools, *(column.name for column in columns if _holds_calls(column))}
-            line, total, size = 1, max(1, table.metadata.num_rows), file.stat().st_size
-            rows_at_once = max(1, min(CHUNK_ROWS, ROW_BYTES * total // max(1, size)))  # images make rows large
-            for batch in table.iter_batches(batch_size=rows_at_once):
+            fields = list(table.schema_arrow)
+            _refuse_duplicate_fields(file, fields)
+            tool_columns = {field.name for field in fields if _is_list_of_tools(field)}
+            call_columns = {field.name for field in fields if _contains_calls(field)}
+            num_rows = max(1, table.metadata.num_rows)
+            num_bytes = file.stat().st_size
+            # Images make rows large, so a batch may have few rows.
+            batch_size = max(1, min(CHUNK_ROWS, MAX_ROW_BYTES * num_rows // max(1, num_bytes)))
+            line = 1
+            for batch in table.iter_batches(batch_size=batch_size):
                 rows = batch.to_pylist()
-                if nested:
-                    for row in rows:
-                        row |= {name: _without_filled(row[name], name in tools) for name in nested}
-                chunk = Chunk(str(file), list(enumerate(rows, start=line)), size * len(rows) // total)
-                yield chunk, batch.nbytes > ROW_BYTES
+                for row in rows:
+                    for name in tool_columns | call_columns:
+                        row[name] = _without_filled_nulls(row[name], is_inside=name in tool_columns)
+                chunk = Chunk(str(file), list(enumerate(rows, start=line)), num_bytes * len(rows) // num_rows)
+                yield chunk, batch.nbytes > MAX_ROW_BYTES
                 line += len(rows)
     except pyarrow.ArrowException as problem:
         raise UserError(f"{file}: the file is not readable as parquet: {problem}") from problem
 
 
 def _inner_fields(field: Any) -> list[Any]:
-    """Return the fields of a field's type: of a struct its keys, of a list its element."""
+    """Return the fields inside a field's type: the keys of a struct, or the element of a list."""
     return [field.type.field(index) for index in range(field.type.num_fields)]
 
 
-def _holds_calls(field: Any) -> bool:
-    """Return whether `field` is, or has anywhere within it, the calls of a message."""
-    return field.name in _CALL_COLUMNS or any(map(_holds_calls, _inner_fields(field)))
+def _contains_calls(field: Any) -> bool:
+    """Return whether a field is the tool calls of a message, or has them anywhere inside."""
+    return field.name in CALL_COLUMNS or any(_contains_calls(inner) for inner in _inner_fields(field))
 
 
-def _holds_tools(field: Any) -> bool:
-    """Return whether the column `field` lists tools: objects with a function, or with a name and parameters."""
-    if not hasattr(field.type, "value_type"):  # not a list
+def _is_list_of_tools(field: Any) -> bool:
+    """Return whether a column lists tools: objects with a function, or with a name and parameters."""
+    is_list = hasattr(field.type, "value_type")  # pyarrow's lists have no common base class
+    if not is_list:
         return False
     names: set[str] = set()
     for element in _inner_fields(field):
@@ -480,26 +625,34 @@ def _holds_tools(field: Any) -> bool:
     return "function" in names or {"name", "parameters"} <= names
 
 
-def _without_filled(value: Any, within: bool) -> Any:
-    """Return `value` without the nulls of the structs in the calls that it holds; within: of all of its structs."""
-    if isinstance(value, dict):
-        return {
-            name: _without_filled(item, within or name in _CALL_COLUMNS)
-            for name, item in value.items()
-            if item is not None or not within
-        }
-    return [_without_filled(item, within) for item in value] if isinstance(value, list) else value
+def _without_filled_nulls(value: Any, is_inside: bool) -> Any:
+    """Return a value without the nulls that parquet added to the structs of tool calls.
+
+    Args:
+        value: A value of a row.
+        is_inside: Whether the value is inside a tool call. Otherwise only the calls inside of it are changed.
+    """
+    if isinstance(value, list):
+        return [_without_filled_nulls(item, is_inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for name, item in value.items():
+        if item is None and is_inside:
+            continue
+        result[name] = _without_filled_nulls(item, is_inside or name in CALL_COLUMNS)
+    return result
 
 
-def _refuse_doubled_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
-    """Raise UserError where a name stands twice among the columns of a parquet file, or in a struct of one."""
+def _refuse_duplicate_fields(file: Path, fields: Sequence[Any], parent: str = "") -> None:
+    """Raise UserError if a name is used twice among the columns of a parquet file, or in a struct of one."""
     refuse_duplicate_names(str(file), [f"{parent}{field.name}" for field in fields])
     for field in fields:
-        _refuse_doubled_fields(file, _inner_fields(field), f"{parent}{field.name}.")
+        _refuse_duplicate_fields(file, _inner_fields(field), f"{parent}{field.name}.")
 
 
-def refuse_duplicate_names(place: str, names: Sequence[str]) -> None:
-    """Raise UserError where a name stands twice among the columns of a table."""
-    doubled = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
-    if doubled:
-        raise UserError(f"{place}: several columns have the same name: {', '.join(doubled)}; keep one of each")
+def refuse_duplicate_names(location: str, names: Sequence[str]) -> None:
+    """Raise UserError if a name is used twice among the columns of a table. `location` names the table."""
+    duplicates = [repr(name[:80]) for name, count in Counter(names).items() if count > 1]
+    if duplicates:
+        raise UserError(f"{location}: several columns have the same name: {', '.join(duplicates)}. Keep one of each")

@@ -4,9 +4,10 @@ The README.md of a repository may list its subsets (configs) and their splits. O
 decide, as in the `datasets` library. For example, `data/test-00000-of-00001.parquet` belongs to the split `test`, and
 `dev/rows.jsonl` to `validation`.
 
-Only README.md and the files of one split are downloaded, into huggingface_hub's cache. Token, endpoint,
-offline mode and the cache's place are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
-Torch is not imported.
+Only README.md and the files of one split are downloaded, into huggingface_hub's cache. Token, endpoint, offline mode
+and the cache's directory are huggingface_hub's settings (HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME).
+
+This module does not import torch.
 """
 
 import glob
@@ -24,13 +25,13 @@ from dtrain.base.errors import UserError, first_line
 from dtrain.base.hub import cached_listing, cached_snapshot, hub_errors, incomplete_download_message
 from dtrain.data.formats.formats import FILE_KINDS, file_suffix
 
-# Words for the splits in names of files and folders.
-WORDS = {
+# Words in names of files and folders that mean a split.
+SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
+SPLIT_OF = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 _SHARD = re.compile(r"(.+?)-\d{5}-of-(\d{5})(-[0-9a-f]+)?")
 _NOT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 
@@ -38,7 +39,17 @@ README = "README.md"
 
 
 class DatasetPart(NamedTuple):
-    """A part of a dataset: `split` of `subset` (None: its default) at `revision` (None: its main branch)."""
+    """A part of a dataset.
+
+    Attributes:
+        split: Name of the split.
+        subset: Name of the subset; None for the default one.
+        revision: Branch, tag or commit; None for the main branch.
+
+    Example:
+        >>> DatasetPart("test", revision="v2").options()
+        ' --split test --revision v2'
+    """
 
     split: str = "train"
     subset: str | None = None
@@ -46,15 +57,20 @@ class DatasetPart(NamedTuple):
 
     @classmethod
     def of(cls, source: Any) -> "DatasetPart":
-        """Return the part that a source of the recipe names."""
-        default = cls()
-        split, subset, revision = (getattr(source, name, getattr(default, name)) for name in cls._fields)
-        return cls(str(split), subset, revision)
+        """Return the part that a source of the recipe names. Attributes that it lacks have their defaults."""
+        return cls(
+            split=str(getattr(source, "split", "train")),
+            subset=getattr(source, "subset", None),
+            revision=getattr(source, "revision", None),
+        )
 
     def options(self) -> str:
         """Return the options of `dtrain download` for this part."""
-        options = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-        return "".join(f" --{name} {value}" for name, value in options.items())
+        options = ""
+        for name, value in self._asdict().items():
+            if value != self._field_defaults[name]:
+                options += f" --{name} {value}"
+        return options
 
 
 @dataclass(frozen=True)
@@ -62,9 +78,9 @@ class Subset:
     """A subset of a dataset.
 
     Attributes:
-        patterns: Patterns of the files of each split, relative to `folder`; None if the files' names decide.
+        patterns: Patterns of the files of each split, relative to `folder`; None if the names of the files decide.
         folder: Folder of the subset's files; "" for the repository itself.
-        is_default: Whether it is used if the recipe names no subset.
+        is_default: Whether this subset is used if the recipe names none.
     """
 
     patterns: Mapping[str, Sequence[str]] | None
@@ -86,28 +102,34 @@ def choose_files(
         key: Key of the source in the recipe, such as data.train.
 
     Raises:
-        UserError: If there is no such split or subset; the message names those that exist.
+        UserError: If there is no such split or subset. The error names those that exist.
+
+    Example:
+        >>> listing = ["README.md", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"]
+        >>> choose_files("owner/name", listing, card={}, split="test", subset=None, key="data.train")
+        ['data/test-00000-of-00001.parquet']
     """
     files = sorted(path for path in listing if _is_rows(path))
     if not files:
-        kinds = ", ".join(sorted({PurePosixPath(path).suffix for path in listing if "." in path})) or "none"
+        suffixes = sorted({PurePosixPath(path).suffix for path in listing if "." in path})
         raise UserError(
-            f"{key}.path={name} holds no file that dtrain reads ({', '.join(FILE_KINDS)}; it has {kinds}); "
-            f"{key}.revision=refs/convert/parquet is the hub's own copy in parquet, where it has made one"
+            f"{key}.path={name} holds no file that dtrain reads ({', '.join(FILE_KINDS)}; it has "
+            f"{', '.join(suffixes) or 'none'}). {key}.revision=refs/convert/parquet is the hub's own copy in parquet, "
+            "if it has made one"
         )
     subsets = _subsets_of_card(card) or _subsets_of_folders(files)
     chosen_subset = _choose_subset(name, subsets, subset, key)
     splits = _splits(name, subsets[chosen_subset], files, key)
     chosen = splits.get(split) or splits.get(SPLIT_OF.get(split, split))
     if not chosen:
-        of = f" of subset {chosen_subset}" if len(subsets) > 1 else ""
-        raise UserError(f"{key}.split={split}: {name} has no such split{of}; there are {', '.join(sorted(splits))}")
+        where = f" of subset {chosen_subset}" if len(subsets) > 1 else ""
+        raise UserError(f"{key}.split={split}: {name} has no such split{where}; there are {', '.join(sorted(splits))}")
     _refuse_missing_shards(name, chosen)
     return chosen
 
 
 def _is_rows(path: str) -> bool:
-    """Return whether a path is a data file: neither hidden nor one of the files that describe a dataset."""
+    """Return whether a path is a data file. Hidden files, and files that describe a dataset, are none."""
     name = PurePosixPath(path)
     is_hidden = any(part.startswith((".", "_")) for part in name.parts)
     return file_suffix(name) in FILE_KINDS and not is_hidden and name.name not in _NOT_ROWS
@@ -130,7 +152,7 @@ def _subsets_of_card(card: Mapping[str, Any]) -> dict[str, Subset]:
 def _patterns(data_files: Any) -> dict[str, list[str]] | None:
     """Return the patterns of each split in a config's `data_files`.
 
-    It is a pattern, a list of patterns, or a list of objects: `[{split: test, path: [a-*.csv, b-*.csv]}]`.
+    `data_files` is a pattern, a list of patterns, or a list of objects: `[{split: test, path: [a-*.csv, b-*.csv]}]`.
     """
     if not data_files or not isinstance(data_files, str | list):
         return None
@@ -150,7 +172,7 @@ def _patterns(data_files: Any) -> dict[str, list[str]] | None:
 
 
 def _subsets_of_folders(files: Sequence[str]) -> dict[str, Subset]:
-    """Return the subsets of a repository whose README.md lists none: its folders, unless these are splits."""
+    """Return the subsets of a repository whose README.md lists none: its folders, unless they are named as splits."""
     folders = {path.split("/")[0] for path in files if "/" in path}
     has_files_at_top = any("/" not in path for path in files)
     if not has_files_at_top and "data" not in folders and not any(map(_split_in_name, folders)):
@@ -163,16 +185,18 @@ def _subsets_of_folders(files: Sequence[str]) -> dict[str, Subset]:
 
 
 def _choose_subset(name: str, subsets: Mapping[str, Subset], subset: str | None, key: str) -> str:
+    """Return the name of the subset that a recipe uses. Raises UserError if there is no such subset, or no default."""
     if subset is not None:
         if subset not in subsets:
             raise UserError(f"{key}.subset={subset}: there is no such subset; {name} has {', '.join(subsets)}")
         return subset
     if len(subsets) == 1:
-        return next(iter(subsets))
+        (only_subset,) = subsets
+        return only_subset
     for candidate, entry in subsets.items():
         if entry.is_default:
             return candidate
-    raise UserError(f"{key}.subset is not set, and {name} has {', '.join(subsets)}: name one of them")
+    raise UserError(f"{key}.subset is not set, and {name} has {', '.join(subsets)}. Name one of them")
 
 
 def _splits(name: str, subset: Subset, files: Sequence[str], key: str) -> dict[str, list[str]]:
@@ -200,7 +224,10 @@ def _splits(name: str, subset: Subset, files: Sequence[str], key: str) -> dict[s
 
 
 def _split_of(path: str) -> str:
-    """Return the split that the name of a file, or else of its folders, stands for; "" if they name none."""
+    """Return the split that the name of a file, or else of its folders, means; "" if they name none.
+
+    For example, "data/test-00000-of-00001.parquet" means "test", and "dev/rows.jsonl" means "validation".
+    """
     name = PurePosixPath(path)
     shard = _SHARD.fullmatch(name.name.split(".")[0])
     if shard:
@@ -213,7 +240,7 @@ def _split_of(path: str) -> str:
 
 
 def _split_in_name(name: str) -> str:
-    """Return the split that is a word in the name of a file or folder; "" if there is none."""
+    """Return the split that a word in the name of a file or folder means; "" if there is none."""
     for word in re.split(r"[^a-z]+", name.lower()):
         if word in SPLIT_OF:
             return SPLIT_OF[word]
@@ -221,7 +248,7 @@ def _split_in_name(name: str) -> str:
 
 
 def _expression(pattern: str, name: str, key: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern in a README.md, which is a glob of fsspec."""
+    """Return the regular expression of a pattern in a README.md. Patterns are globs of fsspec."""
     from fsspec.utils import glob_translate  # only a README.md with `data_files` needs fsspec
 
     try:
@@ -248,11 +275,11 @@ def _refuse_missing_shards(name: str, files: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class CachedSplit:
-    """A split in the cache, some of whose files may be still to come.
+    """A split in the cache. Some of its files may not be downloaded yet.
 
     Attributes:
         directory: The repository's directory in the cache, at one commit.
-        paths: The split's files, relative to `directory`.
+        paths: Files of the split, relative to `directory`.
     """
 
     directory: Path
@@ -260,64 +287,70 @@ class CachedSplit:
 
     @property
     def files(self) -> list[Path]:
+        """The files of the split."""
         return [self.directory / path for path in self.paths]
 
     @property
     def missing(self) -> list[str]:
+        """The paths that are not downloaded."""
         return [path for path in self.paths if not (self.directory / path).is_file()]
 
 
-def find_cached(name: str, pick: DatasetPart, key: str = "data.train") -> CachedSplit | None:
-    """Return a split as far as it is in the cache; None if no download of the dataset began. No network.
+def find_cached(name: str, part: DatasetPart, key: str = "data.train") -> CachedSplit | None:
+    """Return a split as far as it is in the cache; None if no download of the dataset began. No network is used.
 
     Args:
         name: The dataset's id.
-        pick: Which split, subset and revision.
+        part: Split, subset and revision.
         key: Key of the source in the recipe, without .path.
 
     Raises:
         UserError: If the dataset in the cache has no such split or subset.
     """
-    directory = cached_snapshot(name, "dataset", pick.revision, [README])
-    return None if directory is None else _split_in(directory, name, pick, key)
+    directory = cached_snapshot(name, "dataset", part.revision, [README])
+    return None if directory is None else _split_in(directory, name, part, key)
 
 
-def cached_files(name: str, pick: DatasetPart, key: str = "data.train") -> list[Path] | None:
-    """Return the files of a split; None unless all are in the cache. No network. Raises as `find_cached` does."""
-    split = find_cached(name, pick, key)
+def cached_files(name: str, part: DatasetPart, key: str = "data.train") -> list[Path] | None:
+    """Return the files of a split; None unless all are in the cache. No network is used. Raises as `find_cached`."""
+    split = find_cached(name, part, key)
     return None if split is None or split.missing else split.files
 
 
-def describe_uncached(name: str, pick: DatasetPart, key: str) -> str:
-    """Return the message for a dataset that `cached` does not find. key: of the recipe."""
-    command = f"dtrain download --data {name}{pick.options()}"
-    if missing := _missing(name, pick, key.removesuffix(".path")):
-        return f"{key}={incomplete_download_message(name, missing, command)}"
+def describe_uncached(name: str, part: DatasetPart, key: str) -> str:
+    """Return the error for a dataset that `cached_files` does not find, with the command that downloads it."""
+    command = f"dtrain download --data {name}{part.options()}"
+    missing = _missing_files(name, part, key.removesuffix(".path"))
+    if missing:
+        return f"{key}={incomplete(name, missing, command)}"
     return (
         f"{key}={name} is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache: "
         f"`{command}` fetches it"
     )
 
 
-def fetch_listing(name: str, pick: DatasetPart, key: str = "data.train") -> CachedSplit:
-    """Download the README.md and the listing of a dataset, and return the split, whose files may be still to come.
+def fetch_listing(name: str, part: DatasetPart, key: str = "data.train") -> CachedSplit:
+    """Download the README.md and the listing of a dataset, but not its files.
+
+    Returns:
+        The split.
 
     Raises:
         UserError: If the hub does not have the dataset or the split, or cannot be reached.
     """
-    return _split_in(_fetch(name, pick, key, [README], pick.revision), name, pick, key)
+    return _split_in(_fetch(name, part, key, [README], part.revision), name, part, key)
 
 
-def download(name: str, pick: DatasetPart, key: str = "data.train") -> list[Path]:
+def download(name: str, part: DatasetPart, key: str = "data.train") -> list[Path]:
     """Download the files of a split that are not in the cache, and return them all.
 
-    Several processes may call this at once, because huggingface_hub locks each file. Raises as `look` does.
+    Several processes may call this at once, because huggingface_hub locks each file. Raises as `fetch_listing`.
     """
-    split = fetch_listing(name, pick, key)
+    split = fetch_listing(name, part, key)
     patterns = [glob.escape(path) for path in split.paths]
-    _fetch(name, pick, key, patterns, revision=split.directory.name)  # the same commit, even if the branch moves on
+    _fetch(name, part, key, patterns, revision=split.directory.name)  # the same commit, even if the branch moves on
     if split.missing:
-        raise UserError(f"{name}: the hub did not give {', '.join(split.missing[:3])}")
+        raise UserError(f"{name}: the hub did not send {', '.join(split.missing[:3])}")
     return split.files
 
 
@@ -335,25 +368,26 @@ def read_card(readme: Path, name: str) -> dict[str, Any]:
         raise UserError(f"{name}: the YAML in front of its README.md is broken ({first_line(error)})") from error
 
 
-def _missing(name: str, pick: DatasetPart, key: str) -> list[str]:
+def _missing_files(name: str, part: DatasetPart, key: str) -> list[str]:
     """Return the files of a split that an interrupted download did not reach; [] if it never began."""
-    split = find_cached(name, pick, key)
+    split = find_cached(name, part, key)
     return [] if split is None else split.missing
 
 
-def _fetch(name: str, pick: DatasetPart, key: str, patterns: list[str], revision: str | None) -> Path:
+def _fetch(name: str, part: DatasetPart, key: str, patterns: list[str], revision: str | None) -> Path:
     """Download the files of a dataset that match `patterns`, and return its directory in the cache."""
     from huggingface_hub import snapshot_download
 
-    command = f"dtrain download --data {name}{pick.options()}"
-    with hub_errors(name, "dataset", command, f"{key}.path to files", partial(_missing, name, pick, key)):
+    command = f"dtrain download --data {name}{part.options()}"
+    with hub_errors(name, "dataset", command, f"{key}.path to files", partial(_missing_files, name, part, key)):
         return Path(snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 
-def _split_in(directory: Path, name: str, pick: DatasetPart, key: str) -> CachedSplit:
+def _split_in(directory: Path, name: str, part: DatasetPart, key: str) -> CachedSplit:
+    """Return the split in a repository's directory of the cache."""
     readme = directory / README
     card = read_card(readme, name) if readme.is_file() else {}
     listing = cached_listing(name, "dataset", directory.name)
-    if not listing:  # files of an early huggingface_hub, or that were copied there
+    if not listing:  # the cache of an early huggingface_hub, or files that were copied there
         listing = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
-    return CachedSplit(directory, choose_files(name, listing, card, pick.split, pick.subset, key))
+    return CachedSplit(directory, choose_files(name, listing, card, part.split, part.subset, key))

@@ -1,11 +1,15 @@
-"""The `data` section of a recipe to samples and rows: `open_rows`, which trainer and preview call."""
+"""From the `data` section of a recipe to samples and rows.
+
+`open_rows` opens the rows for training or validation; the trainer and `dtrain preview` call it. `open_file_checks`
+returns the same files as checks that `dtrain validate` runs, without making a cache.
+"""
 
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.model_directory import has_vision
@@ -21,7 +25,7 @@ from dtrain.data.formats.encoder import (
     refuse_without_template,
 )
 from dtrain.data.formats.formats import FORMATS, FORMATS_BY_KIND
-from dtrain.data.rows.cache import Samples, Source, open_cache
+from dtrain.data.rows.cache import LEFT_OUT, Samples, Source, open_cache
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.files import detect_formats, find_files, read_chunks, source_entries
 from dtrain.data.text.dropped_text import DROPPED_TEXT_FIX
@@ -34,25 +38,46 @@ if TYPE_CHECKING:
     from dtrain.data.formats.prompts import PromptOptions
     from dtrain.data.images.reader import ImageReader
 
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # prints a line
 
-# Kind of sample -> module and class that make it of a row, loaded when a method needs it, and the options of its own.
+
+class EncoderClass(NamedTuple):
+    """An encoder, which is imported when a method needs it.
+
+    Attributes:
+        module: Its module.
+        name: Name of the class.
+        options: Arguments that only this class has.
+    """
+
+    module: str
+    name: str
+    options: tuple[str, ...] = ()
+
+
+# The encoder of each kind of sample.
 ENCODERS = {
-    "examples": ("dtrain.data.formats.encoder", "Encoder", ["loss_on"]),
-    "pairs": ("dtrain.data.formats.pairs", "PairEncoder", []),
-    "labelled": ("dtrain.data.formats.labels", "LabelledEncoder", []),
-    "prompts": ("dtrain.data.formats.prompts", "PromptEncoder", ["options"]),
-    "examples with labels": ("dtrain.data.formats.labels", "LabelledTextEncoder", ["label"]),
-    "pairs with labels": ("dtrain.data.formats.labels", "LabelledPairEncoder", ["label"]),
+    "examples": EncoderClass("dtrain.data.formats.encoder", "Encoder", ("loss_on",)),
+    "pairs": EncoderClass("dtrain.data.formats.pairs", "PairEncoder"),
+    "labelled": EncoderClass("dtrain.data.formats.labels", "LabelledEncoder"),
+    "prompts": EncoderClass("dtrain.data.formats.prompts", "PromptEncoder", ("options",)),
+    "examples with labels": EncoderClass("dtrain.data.formats.labels", "LabelledTextEncoder", ("label",)),
+    "pairs with labels": EncoderClass("dtrain.data.formats.labels", "LabelledPairEncoder", ("label",)),
 }
-# What is said of rows that spell special tokens, by the counter of the cache.
+# Sentences on rows that spell special tokens, by the counter of the cache.
 SPECIAL_TOKENS = {
     "escaped": "have the text of a special token in the words of a user or a tool; it is read as characters "
     "(data.special_tokens)",
     "kept": "have special tokens in their own text that are read as tokens (data.special_tokens=all reads them as "
     "characters where users and tools write them)",
 }
-MIN_PACKED_ROWS = 16  # rows of a pass; with fewer, small data makes too few steps
+MIN_PACKED_ROWS = 16  # packed rows of an epoch; with fewer, small data would give too few steps
+MAX_SHOWN_ROWS = 5  # left-out rows in a line
+
+
+class _SourcesAndEncoder(NamedTuple):
+    sources: list[Source]
+    encoder: RowEncoder
 
 
 def open_rows(
@@ -70,63 +95,82 @@ def open_rows(
     say: Say = print,
     progress: bool = True,
 ) -> Rows:
-    """Open the rows of `section.train` or `section.val`; what was detected, chosen, cut and left out goes to `say`.
+    """Open the rows of the training or the validation data.
 
-    section     the recipe's `data` (its field names, as attributes)
-    split       "train", or "val": unshuffled, one epoch, each weight taken as 1. Where section.val is a share or
-                a number of rows, both are parts of section.train's rows
-    kind        what the method trains on: examples, pairs (a sample is a chosen and a rejected document), labelled
-                (replies that are wanted or not) or prompts
-    prompts     how prompts are made, where the method trains on these
-    label       the number of each row that is kept, where the method reads one
-    template    the chat template; None: that of section and tokenizer
-    cache_dir   where section.cache_dir says nothing
+    Args:
+        section: The recipe's `data`.
+        split: "train", or "val" for validation rows: one epoch, not shuffled, all weights 1. If `section.val` is a
+            fraction or a number of rows, both splits are parts of the rows of `section.train`.
+        kind: What the method trains on: examples, pairs (chosen and rejected), labelled (replies that are desirable or
+            not) or prompts.
+        prompts: Options for prompts, if the method trains on them.
+        label: Which number of each row is stored, if the method reads one.
+        tokenizer: The model's tokenizer.
+        template: The chat template. By default that of the section and the tokenizer's directory.
+        seed: Seed of the order and of the validation split.
+        epochs: Passes over the training data; None for an endless sequence.
+        cache_dir: Directory of the cache if `section.cache_dir` is not set.
+        say: Prints a line: what was detected, chosen, truncated and left out.
+        progress: Whether a progress bar is shown.
 
-    Every rank calls it: the first makes the cache, the others wait for it. Raises UserError.
+    Raises:
+        UserError: If the section or a row is wrong.
+
+    Collectives:
+        Every rank must call it: the first makes the cache, and the others wait for it (see `open_cache`).
     """
-    train, cache_dir = split == "train", section.cache_dir or cache_dir
-    sources, encoder = _opened(section, tokenizer, template, split, kind, prompts, label, seed, cache_dir, say)
+    is_train = split == "train"
+    data_name = f"{split} data"
+    cache_dir = section.cache_dir or cache_dir
+    sources, encoder = _open_sources(section, tokenizer, template, split, kind, prompts, label, seed, cache_dir, say)
     samples = open_cache(
         sources,
         encoder,
         cache_dir=cache_dir,
         num_workers=section.num_workers,
         progress=progress,
-        label=f"{split} data",
+        label=data_name,
         say=say,
     )
-    notes = describe_string_prompts(
-        f"{split} data", samples.meta["plain_prompts"], encoder.prompts_as, encoder.template
-    )
-    if train:
+    num_string_prompts = samples.meta["plain_prompts"]
+    lines = describe_samples(samples, data_name, section.too_long)
+    lines += describe_string_prompts(data_name, num_string_prompts, encoder.prompts_as, encoder.template)
+    if is_train:
         formats = {name for source in sources for name in source.formats}
-        notes += notes_on_endings(encoder, formats, samples.meta["rows"], samples.meta["plain_prompts"])
-    for line in (*report(samples, f"{split} data", section.too_long), *notes):
+        lines += notes_on_endings(encoder, formats, samples.meta["rows"], num_string_prompts)
+    for line in lines:
         say(line)
     rows = Rows(
         samples,
         max_length=section.max_length,
-        packing=bool(section.packing) and kind != "prompts",  # what is packed are the completions, once there are some
-        shuffle=section.shuffle and train,
+        packing=bool(section.packing) and kind != "prompts",  # for prompts, the completions are packed later
+        shuffle=section.shuffle and is_train,
         seed=seed,
-        epochs=epochs if train else 1,
+        epochs=epochs if is_train else 1,
         images=encoder.images if samples.meta["images"] else None,
     )
     if section.packing == "auto" and not should_pack(rows, kind):
-        packed = rows.rows_in_epoch(0)
+        num_packed = rows.rows_in_epoch(0)
         rows = replace(rows, packing=False)
-        say(f"data.packing=auto: false, since packed the data has {packed} {plural(packed, 'row')} a pass")
+        say(f"data.packing=auto: false, since packed the data has {num_packed} {plural(num_packed, 'row')} a pass")
     return rows
 
 
 def should_pack(rows: Rows, kind: str) -> bool:
-    """Return whether `data.packing=auto` packs these rows; completions to prompts always."""
+    """Return whether `data.packing=auto` packs these rows. Completions of prompts are always packed."""
     return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= MIN_PACKED_ROWS
 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file of `open_rows`, to be checked before. Its methods raise UserError for the first row that is wrong."""
+    """A data file that is checked before a run. Methods raise UserError for the first row that is wrong.
+
+    Attributes:
+        file: The file.
+        format: Its format.
+        columns: dtrain's names of columns, each with the name that the file uses.
+        encoder: Encoder of its rows.
+    """
 
     file: Path
     format: str
@@ -134,38 +178,51 @@ class FileCheck:
     encoder: RowEncoder
 
     def encode_first_rows(self) -> EncodedChunk | None:
-        """Return the first rows, up to 256 of them, as they are trained on; None where the file has none."""
-        chunk = next(read_chunks(self.file), None)
-        return None if chunk is None else self.encoder.encode_chunk(chunk, self.format, self.columns)
+        """Encode the first rows, up to 256 of them, as for training; None if the file has none."""
+        for chunk in read_chunks(self.file):
+            return self.encoder.encode_chunk(chunk, self.format, self.columns)
+        return None
 
-    def check_rows(self, until: float, whole: bool = False) -> int | None:
-        """Check that all rows have the shape of the format; whole: that they become samples, by the template and
-        data.too_long. Returns the line before which it stopped, since the clock (time.monotonic) stood at `until`; None
-        where it read all."""
-        look = self.encoder.encode_chunk if whole else self.encoder.look_at
+    def check_rows(self, until: float, is_full_check: bool = False) -> int | None:
+        """Check all rows until some time.
+
+        Args:
+            until: Time to stop, as of time.monotonic().
+            is_full_check: Whether rows are encoded, with the template and data.too_long. Otherwise only their shape is
+                checked.
+
+        Returns:
+            The line before which the check stopped; None if all rows were read.
+        """
+        check = self.encoder.encode_chunk if is_full_check else self.encoder.check_shapes
         for chunk in read_chunks(self.file):
             if time.monotonic() >= until:
-                return chunk.rows[0][0]
-            look(chunk, self.format, self.columns)
+                first_line, _ = chunk.rows[0]
+                return first_line
+            check(chunk, self.format, self.columns)
         return None
 
     @property
     def only_shape_can_fail(self) -> bool:
-        """Return whether rows of the right shape cannot be refused: no template writes them, and none is too long."""
+        """Whether rows with the right shape are always accepted: no template writes them, and none is too long."""
         return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
 
 
 def open_file_checks(section: Any, *, cache_dir: str | Path | None = None, **options: Any) -> list[FileCheck]:
-    """Return each file of `open_rows`, from its arguments. Raises UserError."""
-    sources, encoder = _opened(section, cache_dir=section.cache_dir or cache_dir, **options)
-    return [
-        FileCheck(file, name, source.columns, encoder)
-        for source in sources
-        for file, name in zip(source.files, source.formats, strict=True)
-    ]
+    """Return a check of each file that `open_rows` would read with the same arguments. Raises UserError."""
+    sources, encoder = _open_sources(section, cache_dir=section.cache_dir or cache_dir, **options)
+    checks = []
+    for source in sources:
+        for file, name in zip(source.files, source.formats, strict=True):
+            checks.append(FileCheck(file, name, source.columns, encoder))
+    return checks
 
 
-def _opened(
+def _print_nothing(line: str) -> None:
+    pass
+
+
+def _open_sources(
     section: Any,
     tokenizer: Tokenizer,
     template: ChatTemplate | None = None,
@@ -175,47 +232,51 @@ def _opened(
     label: "Label | None" = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
-    say: Say = lambda line: None,
-) -> tuple[list[Source], RowEncoder]:
-    train, is_part = split == "train", isinstance(section.val, float | int)
-    whence = "train" if is_part else split
-    tell = say if whence == split else lambda line: None  # whoever opened the other part has said it
-    sources = _sources(getattr(section, whence), f"data.{whence}", tell, kind, cache_dir)
-    if is_part and any(source.weight for source in sources):
-        sources = [source for source in sources if source.weight]  # the same rows for both parts
-    if not train:
+    say: Say = _print_nothing,
+) -> _SourcesAndEncoder:
+    """Find the files of a split and build the encoder of their rows; the arguments are those of `open_rows`."""
+    is_train = split == "train"
+    is_part_of_train = isinstance(section.val, float | int)
+    files_of = "train" if is_part_of_train else split
+    if files_of != split:
+        say = _print_nothing  # whoever opened the training rows has printed these lines
+    sources = _find_sources(getattr(section, files_of), f"data.{files_of}", say, kind, cache_dir)
+    if is_part_of_train and any(source.weight for source in sources):
+        # Both sides of the split are parts of the same rows: those that train.
+        sources = [source for source in sources if source.weight]
+    if not is_train:
         sources = [replace(source, weight=1.0) for source in sources if source.weight]
     formats = {name for source in sources for name in source.formats}
     template = template or choose_template(
         tokenizer.directory, tokenizer, section.chat_template, section.template_kwargs, section.special_tokens
     )
     refuse_without_template(section.prompts_as, template, tokenizer.directory)
-    module, name, own = ENCODERS[kind if label is None else f"{kind} with labels"]
+    encoder_class = ENCODERS[kind if label is None else f"{kind} with labels"]
     options = {"label": label, "options": prompts, "loss_on": section.loss_on}
-    encoder: RowEncoder = getattr(import_module(module), name)(
+    may_have_images = not formats.isdisjoint(TEMPLATED)
+    encoder: RowEncoder = getattr(import_module(encoder_class.module), encoder_class.name)(
         tokenizer,
         template,
         max_length=section.max_length,
         too_long=section.too_long,
         prompts_as=section.prompts_as or TEXT,
-        images=None if formats.isdisjoint(TEMPLATED) else image_reader(section, tokenizer, cache_dir),
-        **{option: options[option] for option in own},
+        images=image_reader(section, tokenizer, cache_dir) if may_have_images else None,
+        **{option: options[option] for option in encoder_class.options},
     )
-    if is_part:
-        is_share = isinstance(section.val, float)
-        encoder.split = ValidationSplit(
-            section.val, seed, is_validation=not train, threshold=section.val if is_share else None
-        )
+    if is_part_of_train:
+        is_fraction = isinstance(section.val, float)
+        threshold = section.val if is_fraction else None
+        encoder.split = ValidationSplit(section.val, seed, is_validation=not is_train, threshold=threshold)
     for line in _notes_on_formats(section, template, formats, kind, label):
-        tell(line)
-    return sources, encoder
+        say(line)
+    return _SourcesAndEncoder(sources, encoder)
 
 
 def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | None) -> "ImageReader | None":
-    """Return the reader of images in rows; None where the model takes none."""
+    """Return the reader of images in rows; None if the model takes no images."""
     if not has_vision(tokenizer.directory):
         return None
-    from dtrain.data.images.reader import ImageReader  # rows of text alone load nothing of images
+    from dtrain.data.images.reader import ImageReader  # text-only data loads nothing of images
 
     return ImageReader(
         tokenizer,
@@ -226,43 +287,49 @@ def image_reader(section: Any, tokenizer: Tokenizer, cache_dir: str | Path | Non
     )
 
 
-def _images_left_out(meta: Mapping[str, Any], label: str) -> str:
-    rows = f"{meta['images_too_long']:,} {plural(meta['images_too_long'], 'row')}"
-    fix = f"raise data.max_length={meta['max_length']}, or lower data.image_max_pixels for fewer tokens an image"
-    if meta["images"]:
-        return f"{label}: {rows} of these have images; {fix}"
-    return f"note: {label}: every row with an image is left out as too long ({rows}), so no image is trained on: {fix}"
-
-
-def _sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
-    sources = []
+def _find_sources(split: Any, key: str, say: Say, kind: str, cache_dir: str | Path | None) -> list[Source]:
+    """Find the files of `data.train` or `data.val`, and the format of each. Raises UserError."""
     if split is None:
-        raise UserError(f"{key} is null: name its data with {key}.path")
+        raise UserError(f"{key} is null. Name its data with {key}.path")
     if split.sources and split.path:
-        raise UserError(f"{key}.path and {key}.sources are both set; sources replace path, so keep one of them")
+        raise UserError(f"{key}.path and {key}.sources are both set. sources replace path, so keep one of them")
     if not split.sources and not split.path:
-        raise UserError(f"{key}.path is not set: name a file, a glob or a list of them")
-    for source, where in source_entries(split, key):
-        files = tuple(find_files(source.path, f"{where}.path", source, cache_dir))
-        weight, name, columns = getattr(source, "weight", 1.0), source.format, getattr(source, "columns", {})
+        raise UserError(f"{key}.path is not set. Name a file, a glob or a list of them")
+    sources = []
+    for source, source_key in source_entries(split, key):
+        files = tuple(find_files(source.path, f"{source_key}.path", source, cache_dir))
+        weight = getattr(source, "weight", 1.0)  # only an entry of `sources` has one
+        columns = getattr(source, "columns", {})
         if not 0 <= weight < float("inf"):
-            raise UserError(f"{where}.weight is {weight!r}; it must be a number, 0 or above")
-        if name != "auto" and name not in {**FORMATS, **FORMATS_BY_KIND[kind]}:
-            known = ", ".join(dict.fromkeys([*FORMATS, *FORMATS_BY_KIND[kind]]))
-            raise UserError(f"{where}.format is {name!r}; known are auto, {known}")
-        formats = detect_formats(files, name, kind, columns, f"{where}.columns")
-        for detected in dict.fromkeys(formats) if name == "auto" else ():
-            of = [file for file, other in zip(files, formats, strict=True) if other == detected]
-            more = f" and {len(of) - 1} more files" if len(of) > 1 else ""
-            say(f"{key}: {of[0]}{more}: format {detected} (detected)")
+            raise UserError(f"{source_key}.weight is {weight!r}. It must be a number, 0 or above")
+        known_formats = list(dict.fromkeys([*FORMATS, *FORMATS_BY_KIND[kind]]))
+        if source.format != "auto" and source.format not in known_formats:
+            raise UserError(f"{source_key}.format is {source.format!r}; known are auto, {', '.join(known_formats)}")
+        formats = detect_formats(files, source.format, kind, columns, f"{source_key}.columns")
+        if source.format == "auto":
+            for line in _describe_detected_formats(files, formats):
+                say(f"{key}: {line}")
         sources.append(Source(files, formats, float(weight), columns))
     return sources
+
+
+def _describe_detected_formats(files: Collection[Path], formats: Collection[str]) -> list[str]:
+    """Return a line for each format, with its first file and the number of others."""
+    files_by_format: dict[str, list[Path]] = {}
+    for file, name in zip(files, formats, strict=True):
+        files_by_format.setdefault(name, []).append(file)
+    lines = []
+    for name, files_of_format in files_by_format.items():
+        num_more = len(files_of_format) - 1
+        more = f" and {num_more} more files" if num_more else ""
+        lines.append(f"{files_of_format[0]}{more}: format {name} (detected)")
+    return lines
 
 
 def _notes_on_formats(
     section: Any, template: ChatTemplate | None, formats: set[str], kind: str, label: "Label | None"
 ) -> list[str]:
-    """Return where the chat template is from, and what loss_on means for rows that no template writes."""
+    """Return lines on the origin of the chat template, and on `data.loss_on` for rows that no template writes."""
     notes = []
     if template and formats & TEMPLATED:
         notes.append(f"chat template: {template.origin}")
@@ -271,23 +338,34 @@ def _notes_on_formats(
                 "the chat template writes today's date into each conversation; "
                 "data.template_kwargs.date_string may fix it (what tokenising writes is kept in the cache)"
             )
-    plain = kind == "examples" and label is None
-    if plain and "text" in formats and section.loss_on != "all":
+    uses_loss_on = kind == "examples" and label is None
+    if uses_loss_on and "text" in formats and section.loss_on != "all":
         notes.append(
             f"data.loss_on={section.loss_on}: rows of plain text have no such part, so all of their tokens are trained"
         )
     if "tokenized" in formats:
         keys = ", ".join(FORMATS_BY_KIND[kind]["tokenized"])
-        what = "their labels, not data.loss_on, say what is trained" if plain else f"nothing is added to {keys}"
+        what = "their labels, not data.loss_on, say what is trained" if uses_loss_on else f"nothing is added to {keys}"
         notes.append(f"tokenized rows are used as they are: {what}")
     return notes
 
 
-def notes_on_endings(encoder: RowEncoder, formats: Collection[str], rows: int, plain: int) -> list[str]:
-    """Return the note on how the chat template ends replies; none where it writes no row, or the model generates no
-    text. plain: how many of the `rows` have a plain prompt."""
-    is_written = not TEMPLATED.isdisjoint(formats) and (plain < rows or encoder.prompts_as != TEXT)
-    if encoder.template is None or not encoder.generates or not is_written:
+def notes_on_endings(
+    encoder: RowEncoder, formats: Collection[str], num_rows: int, num_string_prompts: int
+) -> list[str]:
+    """Return the note on how the chat template ends replies, if it matters.
+
+    It does not matter if the template writes no row, or if the model does not generate text.
+
+    Args:
+        encoder: Encoder of the rows.
+        formats: Formats of the rows.
+        num_rows: Number of rows.
+        num_string_prompts: How many of them have a string prompt.
+    """
+    all_are_raw_text = num_string_prompts == num_rows and encoder.prompts_as == TEXT
+    is_templated = not TEMPLATED.isdisjoint(formats) and not all_are_raw_text
+    if encoder.template is None or not encoder.generates or not is_templated:
         return []
     note = note_on_ending(encoder.replies, encoder.tokenizer, encoder.loss_on == "all")
     return [] if note is None else [note]
@@ -300,16 +378,23 @@ def note_on_dropped_text(samples: Samples, label: str) -> list[str]:
     return [f"note: {label}: {samples.describe_dropped_text()}. To train it, {DROPPED_TEXT_FIX}"]
 
 
-def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
-    """Return the lines that tell what a cache holds and what is missing from it."""
+def describe_samples(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
+    """Return lines on the samples of a cache, and on rows that gave none.
+
+    Args:
+        samples: The samples.
+        label: Name of the data.
+        too_long: The recipe's `data.too_long`.
+    """
     meta = samples.meta
     noun = samples.noun
-    trained = "" if noun == "prompts" else f", {meta['trained_tokens']:,} of them trained"
     made = noun.removesuffix("s") if meta["samples"] == 1 else noun
-    rows = f"{meta['rows']:,} {'row' if meta['rows'] == 1 else 'rows'}"
-    lines = [f"{label}: {meta['samples']:,} {made} of {rows}, {meta['tokens']:,} tokens{trained}"]
+    counts = f"{meta['samples']:,} {made} of {meta['rows']:,} {plural(meta['rows'], 'row')}, {meta['tokens']:,} tokens"
+    if noun != "prompts":
+        counts += f", {meta['trained_tokens']:,} of them trained"
     if meta.get("others"):
-        lines[0] += f" (data.val is taken from these: {meta['others']:,} rows are of the other part)"
+        counts += f" (data.val is taken from these: {meta['others']:,} rows are of the other part)"
+    lines = [f"{label}: {counts}"]
     if noun == "samples" and 0 < meta["trained_tokens"] <= meta["samples"]:
         lines.append(
             f"note: {label}: one token of a sample is trained, as where answers are empty: that teaches their end "
@@ -317,15 +402,22 @@ def report(samples: Samples, label: str, too_long: str = "truncate") -> list[str
         )
     lines += note_on_dropped_text(samples, label)
     if meta["images"]:
-        count = f"{meta['images']:,} {plural(meta['images'], 'image')}"
-        lines.append(f"{label}: {count} in {meta['image_tokens']:,} of the tokens, which are not trained")
+        num_images = f"{meta['images']:,} {plural(meta['images'], 'image')}"
+        lines.append(f"{label}: {num_images} in {meta['image_tokens']:,} of the tokens, which are not trained")
         lines += [f"note: {label}: {note}" for note in meta["image_notes"]]
-    return [*lines, *describe_left_out_rows(samples, label, too_long)]
+    return lines + describe_left_out_rows(samples, label, too_long)
 
 
 def describe_left_out_rows(samples: Samples, label: str, too_long: str = "truncate") -> list[str]:
-    """Return the lines on rows that a cache lacks or has in part, and on special tokens that rows spell."""
-    meta, noun = samples.meta, samples.noun
+    """Return lines on rows that were truncated or left out, and on special tokens that rows spell.
+
+    Args:
+        samples: The samples.
+        label: Name of the data.
+        too_long: The recipe's `data.too_long`.
+    """
+    meta = samples.meta
+    noun = samples.noun
     lines: list[str] = []
     limit = f"data.max_length={meta['max_length']}"
     if meta["truncated"]:
@@ -333,21 +425,37 @@ def describe_left_out_rows(samples: Samples, label: str, too_long: str = "trunca
     if meta["too_long"]:
         lines.append(f"{label}: {meta['too_long']:,} rows dropped, longer than {limit} (data.too_long={too_long})")
     if meta["images_too_long"]:
-        lines.append(_images_left_out(meta, label))
+        lines.append(_describe_left_out_images(meta, label))
     if meta["untrained"]:
-        named = [
-            f"{file}:{line} ({reason})" for file, line, reason in meta["left_out"] if reason not in TOO_LONG_REASONS
-        ]
-        why = "without a trained token" if noun != "pairs" else "that teach no preference"
-        lines.append(
-            f"{label}: {meta['untrained']:,} rows left out {why}: {', '.join(named[:5])}"
-            + (", ..." if meta["untrained"] > len(named[:5]) else "")
-        )
+        why = "that teach no preference" if noun == "pairs" else "without a trained token"
+        shown = _list_untrained_rows(meta)
+        lines.append(f"{label}: {meta['untrained']:,} rows left out {why}: {shown}")
     for kind, what in SPECIAL_TOKENS.items():
         if meta[kind]:
             file, line, text = meta["special_tokens"][kind]
             rows = f"{meta[kind]:,} {plural(meta[kind], 'row')}"
             lines.append(f"{label}: {rows} ({file}:{line} with {text}, for one) {what}")
-    if meta["left_out"] and (samples.directory / "left_out.txt").is_file():
-        lines.append(f"{label}: all rows left out are listed in {samples.directory / 'left_out.txt'}")
+    list_file = samples.directory / LEFT_OUT
+    if meta["left_out"] and list_file.is_file():
+        lines.append(f"{label}: all rows left out are listed in {list_file}")
     return lines
+
+
+def _list_untrained_rows(meta: Mapping[str, Any]) -> str:
+    """Return the first rows without a trained token, each with its reason."""
+    rows = []
+    for file, line, reason in meta["left_out"]:
+        if reason not in TOO_LONG_REASONS:
+            rows.append(f"{file}:{line} ({reason})")
+    shown = rows[:MAX_SHOWN_ROWS]
+    more = ", ..." if meta["untrained"] > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def _describe_left_out_images(meta: Mapping[str, Any], label: str) -> str:
+    """Return a line on rows with images that were left out as too long."""
+    rows = f"{meta['images_too_long']:,} {plural(meta['images_too_long'], 'row')}"
+    fix = f"raise data.max_length={meta['max_length']}, or lower data.image_max_pixels for fewer tokens an image"
+    if meta["images"]:
+        return f"{label}: {rows} of these have images; {fix}"
+    return f"note: {label}: every row with an image is left out as too long ({rows}), so no image is trained on: {fix}"

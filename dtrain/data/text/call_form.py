@@ -34,7 +34,7 @@ _TEXT = "dtrain says"
 
 
 class Content(Enum):
-    """How the content of a message with calls and without text is passed to a template."""
+    """The content that a template gets for a message with calls and without text."""
 
     AS_READ = "as the row has it"
     ABSENT = "absent"
@@ -82,6 +82,7 @@ class CallKind:
 
     @classmethod
     def of(cls, message: Message, tools: Sequence[Message] | None) -> "CallKind":
+        """Return the kind of a message with calls. Texts that are not empty are one kind."""
         content = message.get("content")
         return cls(tools is not None, _TEXT if content else content, len(message["tool_calls"]) > 1)
 
@@ -175,7 +176,7 @@ def _probe_call(number: int) -> dict[str, Any]:
 
 
 def _writes(text: str, probe: Message, form: CallForm) -> bool:
-    """Return whether a rendered text has the arguments of all calls, as JSON or in the template's own notation."""
+    """Return whether a rendered text contains the arguments of all calls, as JSON or in the template's notation."""
     for call in probe["tool_calls"]:
         arguments = call["function"]["arguments"]
         if form.takes_text and json.dumps(arguments) not in text:

@@ -26,6 +26,7 @@ from dtrain.data.text.template import REASONING, ChatTemplate
 
 MAX_EXAMPLE = 200  # characters of an example that are stored
 MAX_SHOWN = 60  # characters of an example in a message
+# The fix for dropped text, and the key that accepts it.
 DROPPED_TEXT_FIX = "set data.chat_template to the file of a template that writes this text"
 ALLOW_DROPPED_TEXT_KEY = "data.allow_dropped_text"
 MARKS = range(0x105000, 0x10F000)  # private characters; none is a delimiter of template.py or of tokenizer.py
@@ -36,7 +37,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class MarkedPiece(NamedTuple):
-    """A mark, and the text that is left out if the mark is."""
+    """A mark, and a piece of text.
+
+    Attributes:
+        mark: The private character.
+        text: The text that is left out if the mark is.
+    """
 
     mark: str
     text: str
@@ -58,7 +64,7 @@ class DroppedText:
 
     @property
     def is_mostly_dropped(self) -> bool:
-        """Whether more than half of the text is left out, so that a run asks for a confirmation."""
+        """Whether more than half of the text is left out. A run then asks for a confirmation."""
         return 2 * self.dropped > self.characters
 
     def __add__(self, other: "DroppedText") -> "DroppedText":
@@ -66,19 +72,20 @@ class DroppedText:
         return DroppedText(self.characters + other.characters, self.dropped + other.dropped, example)
 
 
-def describe_dropped_text(text: DroppedText, rows: str, place: str) -> str:
+def describe_dropped_text(text: DroppedText, rows: str, location: str) -> str:
     """Return a sentence on the text that the template leaves out of a data set, with an example.
 
     Args:
+        text: The amount of text.
         rows: The number of rows that lose text, such as "8 rows".
-        place: File and line of the example.
+        location: File and line of the example.
     """
     shown = text.example.strip()
     if len(shown) > MAX_SHOWN:
         shown = f"{shown[:MAX_SHOWN]}..."
     return (
         f"the chat template leaves out {text.dropped:,} of the {text.characters:,} characters that should be trained, "
-        f"in {rows}, for example in {place}: {shown!r}"
+        f"in {rows}, for example in {location}: {shown!r}"
     )
 
 
@@ -95,7 +102,8 @@ def find_dropped_text(
         rendered: The conversation as the template writes it.
     """
     found = DroppedText()
-    is_complete = True  # every wanted text is in `rendered`, after the texts before it
+    # Usually all texts are in `rendered`, one after the other, and nothing needs to be rendered again.
+    is_complete = True
     position = 0  # in `rendered`, after the last text that was found
     for index, message in enumerate(messages):
         begin_of_message = position
@@ -115,9 +123,14 @@ def find_dropped_text(
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a message without white space at their ends, reasoning first."""
+    """Return the texts of a message without white space at their ends, reasoning first.
+
+    Example:
+        >>> texts_of({"role": "assistant", "content": " 4\\n", "reasoning_content": "I add."})
+        ['I add.', '4']
+    """
     values = []
-    for name in REASONING:  # several names of the same text
+    for name in REASONING:  # several names for the same text
         if message.get(name) is not None:
             values.append(message[name])
             break
@@ -140,8 +153,8 @@ def _dropped_calls(message: Mapping[str, Any], rendered: str) -> DroppedText:
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
         arguments = function.get("arguments")
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        text = f"{function['name']}({written})"
+        arguments_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = f"{function['name']}({arguments_text})"
         is_dropped = function["name"] not in rendered
         found += DroppedText(len(text), len(text) if is_dropped else 0, text if is_dropped else "")
     return found
@@ -151,8 +164,11 @@ def _dropped_by_marks(
     template: ChatTemplate, messages: Messages, tools: Messages | None, wanted: Collection[int]
 ) -> DroppedText:
     """Render the conversation with marks, and count the text of the marks that the template does not write."""
-    used = {character for message in messages for text in texts_of(message) for character in text}
-    free_marks = iter([chr(code) for code in MARKS if chr(code) not in used])
+    used_characters: set[str] = set()
+    for message in messages:
+        for text in texts_of(message):
+            used_characters.update(text)
+    free_marks = iter([chr(code) for code in MARKS if chr(code) not in used_characters])
     num_words = 0
     for index in wanted:
         for text in texts_of(messages[index]):

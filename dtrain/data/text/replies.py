@@ -1,21 +1,30 @@
-"""Spans of the model's own replies in a rendered conversation, over which the loss on replies is taken.
+"""Where the model's own replies are in a rendered conversation. These spans are trained.
 
-A reply runs from the end of the assistant's header (what the generation prompt gives before the model speaks) through
-the end-of-turn token, inclusive. The white space that a template writes after that token is not part of it: the model
-stops at the token. So a model learns to write and to end its turn, and nothing that is put into its prompt for it.
+A reply begins after the header of the assistant's turn, which the generation prompt writes before the model speaks. It
+ends with the token that ends the turn, inclusive. White space that a template writes after that token is not part of
+it, because the model stops at the token. So a model learns to write its reply and to end its turn, and nothing that is
+put into its prompt. For example:
 
-Search for a span. `ChatTemplate.render_marked` tells which characters of the whole conversation come from a message, so
-that a turn is taken as it stands there: what a template strips from earlier turns (Qwen3's thinking) is not trained.
-Within these characters the header is the generation prompt, or, where a turn does not begin with it (a generation
-prompt may hold an empty thinking block that earlier turns lack), the header that the template writes before a reply
-in mid-conversation, learnt from a probe. Templates whose loop cannot be marked are rendered in prefixes instead.
-A `{% generation %}` block is taken at its word. What none of this decides is refused, not guessed.
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                      header              reply
+
+How a reply is found:
+
+1. `ChatTemplate.render_marked` tells which characters come from which message. So a turn is used as the template writes
+   it in this conversation: thinking that a template strips from earlier turns (Qwen3) is not trained.
+2. The header is removed from the beginning of the turn. It is the generation prompt. If the turn does not begin with
+   that (a generation prompt may have an empty thinking block that earlier turns lack), it is the header that the
+   template writes before a reply in the middle of a conversation, which is learned from a probe.
+3. If the template has no loop that can be marked, prefixes of the conversation are rendered instead.
+4. A `{% generation %}` block of the template is a reply as it is.
+
+If none of this decides, the row is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.call_form import QUESTION, TOOL, CallForm, CallKind, learn_call_form, why_refused
@@ -23,20 +32,21 @@ from dtrain.data.text.dropped_text import texts_of
 from dtrain.data.text.template import ChatTemplate, MarkedText
 from dtrain.data.text.tokenizer import Tokenizer
 
-REPLY = "dtrain replies"
+REPLY = "dtrain replies"  # text of a probe's reply
 CALL = {"type": "function", "id": "call00000"}
-_SHOWN = 40  # characters of an ending in a note
-Span = tuple[int, int]
+MAX_SHOWN_ENDING = 40  # characters of an ending in a note
+Span = tuple[int, int]  # characters [start, end)
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Headers:
-    """Texts around a reply. None: the template would not tell.
+    """Texts around a reply. None: the template does not show it.
 
-    prompt   text that the generation prompt adds
-    turn     text before a reply in mid-conversation
-    ending   text after a reply within its own turn, white space at its ends left out
+    Attributes:
+        prompt: Text that the generation prompt adds.
+        turn: Text before a reply in the middle of a conversation.
+        ending: Text after a reply within its turn, without white space at its ends.
     """
 
     prompt: str | None
@@ -44,22 +54,42 @@ class Headers:
     ending: str | None
 
 
+class RenderedSpans(NamedTuple):
+    """A rendered conversation, and spans in it.
+
+    Attributes:
+        text: The text.
+        spans: Characters [start, end), in order.
+    """
+
+    text: str
+    spans: list[Span]
+
+
 class Replies:
-    """Finder of replies in conversations rendered by one template."""
+    """Finder of replies in conversations that one template renders.
+
+    Attributes:
+        template: The template.
+    """
 
     def __init__(self, template: ChatTemplate):
         self.template = template
-        self._headers: dict[bool, Headers] = {}
+        self._headers: dict[bool, Headers] = {}  # with tools or without
         self._call_forms: dict[CallKind, CallForm | None] = {}
 
     def headers(self, with_tools: bool = False) -> Headers:
-        """Return the headers of conversations with or without tools; probed once each."""
+        """Return the headers of conversations with or without tools. Each is found once, with a probe."""
         if with_tools not in self._headers:
-            self._headers[with_tools] = self._probe([TOOL] if with_tools else None)
+            self._headers[with_tools] = self._probe_headers([TOOL] if with_tools else None)
         return self._headers[with_tools]
 
     def with_calls(self, messages: Messages, tools: Messages | None) -> Messages:
-        """Return `messages`, whose calls have objects as arguments, with the calls in the form that the template reads.
+        """Return messages with their tool calls in the form that the template reads.
+
+        Args:
+            messages: Messages whose calls have objects as arguments.
+            tools: Tools that the conversation lists.
 
         Raises:
             UserError: If the template does not write calls, or not these. An empty turn would be trained otherwise.
@@ -76,42 +106,51 @@ class Replies:
             prepared.append(message)
         return prepared
 
-    def find(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
-        """Return the conversation's text and the spans of the replies messages[i], i in `wanted`, in order.
+    def find(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> RenderedSpans:
+        """Render a conversation, and find the replies messages[i] for i in `wanted`.
 
-        Raises UserError where the template refuses the conversation, or a span cannot be told for certain.
+        Raises:
+            UserError: If the template refuses the conversation, or a reply cannot be found with certainty.
         """
         marked = self.template.render_marked(messages, tools)
-        wanted, spans = sorted(wanted), []
-        if marked.generations and wanted == [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+        wanted = sorted(wanted)
+        all_replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        spans: list[Span] = []
+        if marked.generations and wanted == all_replies:
             spans = marked.generations
-        elif marked.generations:
-            spans = [span for index in wanted for span in self._generated(marked, index)]
         else:
-            spans = [self._reply(messages, tools, marked, index) for index in wanted]
-        return marked.text, [span for span in spans if span[0] < span[1]]
+            for index in wanted:
+                if marked.generations:
+                    spans += self._generation_blocks_of(marked, index)
+                else:
+                    spans.append(self._find_reply(messages, tools, marked, index))
+        return RenderedSpans(marked.text, [(start, end) for start, end in spans if start < end])
 
-    def blocks(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> tuple[str, list[Span]]:
-        """Return the conversation's text and the spans of messages[i], i in `wanted`, headers included."""
+    def blocks(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> RenderedSpans:
+        """Render a conversation, and find messages[i] for i in `wanted`, with their headers. Raises as `find`."""
         marked = self.template.render_marked(messages, tools)
-        return marked.text, [self._block(messages, tools, marked, index) for index in sorted(wanted)]
+        return RenderedSpans(marked.text, [self._block(messages, tools, marked, index) for index in sorted(wanted)])
 
-    def _probe(self, tools: Messages | None) -> Headers:
+    def _probe_headers(self, tools: Messages | None) -> Headers:
         reply = {"role": "assistant", "content": REPLY}
+        prompt = None
         try:
             before = self.template.render([QUESTION], tools)
             prompted = self.template.render([QUESTION], tools, add_generation_prompt=True)
-            prompt = prompted[len(before) :] if prompted.startswith(before) else None
+            if prompted.startswith(before):
+                prompt = prompted[len(before) :]
         except UserError:
-            prompt = None
+            pass
+        messages = [QUESTION, reply, QUESTION]
         try:
-            messages = [QUESTION, reply, QUESTION]
             marked = self.template.render_marked(messages, tools)
             start, end = self._block(messages, tools, marked, 1)
         except UserError:
             return Headers(prompt, None, None)
-        header, reply_text, rest = marked.text[start:end].partition(REPLY)
-        return Headers(prompt, header if reply_text else None, rest.strip() if reply_text else None)
+        header, reply_text, ending = marked.text[start:end].partition(REPLY)
+        if not reply_text:
+            return Headers(prompt, None, None)
+        return Headers(prompt, header, ending.strip())
 
     def _call_form(self, kind: CallKind) -> CallForm | None:
         if kind not in self._call_forms:
@@ -119,29 +158,31 @@ class Replies:
         return self._call_forms[kind]
 
     def _block(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
-        """Return the span of messages[index]: by the marks, else between two prefixes of the conversation."""
+        """Return the span of messages[index]: by the marks, or else between two prefixes of the conversation."""
         block = marked.blocks[index]
         if block is not None:
-            others = (other for number, other in enumerate(marked.blocks) if number != index and other is not None)
-            if any(block[0] <= start and end <= block[1] for start, end in others):
-                raise self._unknown(index, "it writes several messages as one turn")
+            for number, other in enumerate(marked.blocks):
+                if number != index and other is not None and block[0] <= other[0] and other[1] <= block[1]:
+                    raise self._not_found(index, "it writes several messages as one turn")
             return block
         try:
-            before, after = (self.template.render(messages[:end], tools) for end in (index, index + 1))
+            before = self.template.render(messages[:index], tools)
+            after = self.template.render(messages[: index + 1], tools)
         except UserError as problem:
-            raise self._unknown(index, "it has no single loop over the messages") from problem
+            raise self._not_found(index, "it has no single loop over the messages") from problem
         if not (marked.text.startswith(after) and after.startswith(before)):
-            raise self._unknown(index, "it rewrites earlier turns, and has no single loop over the messages")
+            raise self._not_found(index, "it rewrites earlier turns, and has no single loop over the messages")
         return len(before), len(after)
 
-    def _reply(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
+    def _find_reply(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> Span:
+        """Return the span of the reply messages[index]."""
         start, end = self._block(messages, tools, marked, index)
         text = marked.text[start:end]
         headers = self.headers(tools is not None)
-        text = text[: self._own(messages, tools, marked, index, text)]
+        text = text[: self._length_without_answers(messages, tools, marked, index, text)]
         end = start + len(text.rstrip())
         if headers.ending == "":
-            # Some templates end a turn after it: directly in front of the next one, or at the very end.
+            # Some templates write the end of a turn after the turn: in front of the next one, or at the very end.
             eos = self.template.variables.get("eos_token")
             if eos and marked.text.startswith(eos, end):
                 end += len(eos)
@@ -151,52 +192,64 @@ class Replies:
                 return start + indent + len(header.lstrip()), end
         if headers.turn is not None and not headers.turn.strip():
             return start, end  # turns of this template begin without a header
-        if all(message["role"] in ("system", "developer") for message in messages[:index]):
+        opens_conversation = all(message["role"] in ("system", "developer") for message in messages[:index])
+        if opens_conversation:
             opening = _begin_of_opening(text, messages[index], headers)
             if opening is not None:
                 return start + opening, end
         return self._end_of_prompt(messages, tools, marked, index), end
 
-    def _own(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int, text: str) -> int:
-        """Return the number of characters of `text`, the block of messages[index], before the answers of tools: some
-        templates (Gemma 4's) write answers into the turn that called. Known by the same conversation without them."""
-        behind = range(index + 1, len(messages))
-        after = next((number for number in behind if messages[number]["role"] != "tool"), len(messages))
-        if after == index + 1 or any(marked.blocks[index + 1 : after]):
+    def _length_without_answers(
+        self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int, text: str
+    ) -> int:
+        """Return the number of characters of a turn before the answers of tools.
+
+        Some templates (Gemma 4's) write the answers into the turn that called the tools. They are found by rendering
+        the same conversation without the answers.
+        """
+        after = index + 1
+        while after < len(messages) and messages[after]["role"] == "tool":
+            after += 1
+        has_answers = after > index + 1
+        if not has_answers or any(marked.blocks[index + 1 : after]):
             return len(text)
+        why = "it writes the answers of tools as a part of it"
         try:
             without = self.template.render_marked([*messages[: index + 1], *messages[after:]], tools)
         except UserError as problem:
-            raise self._unknown(index, "it writes the answers of tools as a part of it") from problem
+            raise self._not_found(index, why) from problem
         block = without.blocks[index]
         if block is None:
-            raise self._unknown(index, "it writes the answers of tools as a part of it")
-        return len(commonprefix([text, without.text[slice(*block)]]))
+            raise self._not_found(index, why)
+        start, end = block
+        return len(commonprefix([text, without.text[start:end]]))
 
     def _end_of_prompt(self, messages: Messages, tools: Messages | None, marked: MarkedText, index: int) -> int:
         """Return the end of the generation prompt of messages[index], if the conversation begins with that prompt."""
+        why = "its turn begins unlike its generation prompt"
         start, end = self._block(messages, tools, marked, index)
         try:
             prompt = self.template.render(messages[:index], tools, add_generation_prompt=True)
-            silent = self.template.render(messages[:index], tools)
+            without_prompt = self.template.render(messages[:index], tools)
         except UserError as problem:
-            raise self._unknown(index, "its turn begins unlike its generation prompt") from problem
-        if prompt == silent and messages[index - 1]["role"] == "tool":
+            raise self._not_found(index, why) from problem
+        adds_nothing = prompt == without_prompt
+        if adds_nothing and messages[index - 1]["role"] == "tool":
             if marked.blocks[index - 1] is None:
-                return start  # the turn that called a tool goes on after the answer
+                return start  # the turn that called a tool continues after the answer
             if marked.text.startswith(prompt) and start < len(prompt) <= end:
-                return len(prompt)  # the answers are closed at once, before the reply (DeepSeek V3)
-        if prompt != silent and marked.text.startswith(prompt) and start <= len(prompt) <= end:
+                return len(prompt)  # the answers end directly before the reply (DeepSeek V3)
+        if not adds_nothing and marked.text.startswith(prompt) and start <= len(prompt) <= end:
             return len(prompt)
-        raise self._unknown(index, "its turn begins unlike its generation prompt")
+        raise self._not_found(index, why)
 
-    def _generated(self, marked: MarkedText, index: int) -> list[Span]:
+    def _generation_blocks_of(self, marked: MarkedText, index: int) -> list[Span]:
         block = marked.blocks[index]
         if block is None:
-            raise self._unknown(index, "it has no single loop over the messages")
+            raise self._not_found(index, "it has no single loop over the messages")
         return [span for span in marked.generations if block[0] <= span[0] and span[1] <= block[1]]
 
-    def _unknown(self, index: int, why: str) -> UserError:
+    def _not_found(self, index: int, why: str) -> UserError:
         return UserError(
             f"messages[{index}]: dtrain cannot tell where the reply begins and ends in what the chat template, "
             f"{self.template.origin}, writes: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
@@ -205,13 +258,13 @@ class Replies:
 
 
 def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -> int | None:
-    """Return where the reply begins in `text`, the turn of a message that opens a conversation; None if unknown.
+    """Return where the reply begins in the turn of a message that opens a conversation; None if unknown.
 
-    Such a turn may have no header, where the template writes that with the user's message (DeepSeek-V3.1), or have a
-    default system message in front of the header (Kimi K2).
+    Such a turn may have no header, because the template writes it with the user message (DeepSeek-V3.1). Or a default
+    system message may be in front of the header (Kimi K2).
     """
     indent = len(text) - len(text.lstrip())
-    if any(text.startswith(own, indent) for own in texts_of(message)):
+    if any(text.startswith(own_text, indent) for own_text in texts_of(message)):
         return indent
     for header in (headers.prompt, headers.turn):
         if header and header.strip() and text.count(header.lstrip()) == 1:
@@ -220,34 +273,43 @@ def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -
 
 
 def note_on_ending(replies: Replies, tokenizer: Tokenizer, is_all_trained: bool) -> str | None:
-    """Return the note on a template that ends a reply with no EOS token, or leaves that token untrained; else None.
+    """Return a note if a model trained with this template would not learn to stop; otherwise None.
 
-    is_all_trained: whether all that the template writes of a reply is trained, else what `replies` finds.
+    This is so if the template ends a reply without an EOS token, or leaves that token untrained.
+
+    Args:
+        replies: Finder of replies.
+        tokenizer: The model's tokenizer.
+        is_all_trained: Whether the whole conversation is trained, not only what `replies` finds.
     """
     messages = [QUESTION, {"role": "assistant", "content": REPLY}]
     try:
         text, spans = replies.find(messages, None, [1])
-    except UserError:  # of rows it is told with file and line
+    except UserError:  # the error of a row names its file and line
         return None
     before, reply, ending = text.rpartition(REPLY)
     if not reply:
         return None
-    end = len(before) + len(reply)
-    trained_to = len(text) if is_all_trained else max((stop for _, stop in spans), default=0)
+    end_of_reply = len(before) + len(reply)
+    end_of_trained = len(text) if is_all_trained else max((end for _, end in spans), default=0)
     ids, offsets = tokenizer.encode_with_offsets(text)
-    eos = [start for token, (start, _) in zip(ids, offsets, strict=True) if start >= end and token in tokenizer.eos_ids]
-    if eos and eos[0] < trained_to:
+    eos_positions = []  # of EOS tokens after the reply
+    for token, (start, _) in zip(ids, offsets, strict=True):
+        if start >= end_of_reply and token in tokenizer.eos_ids:
+            eos_positions.append(start)
+    if eos_positions and eos_positions[0] < end_of_trained:
         return None
-    shown = repr(ending.strip()[:_SHOWN])
     if not ending.strip():
         return "note: the chat template writes no end-of-turn token: a model trained with it does not learn to stop"
-    if eos:
+    shown_ending = repr(ending.strip()[:MAX_SHOWN_ENDING])
+    if eos_positions:
         return (
-            f"note: the chat template leaves the end of a reply, {shown}, untrained: a model trained with it does not "
-            "learn to stop. Put the end into the {% generation %} block of a copy, and name it with data.chat_template"
+            f"note: the chat template leaves the end of a reply, {shown_ending}, untrained: a model trained with it "
+            "does not learn to stop. Put the end into the {% generation %} block of a copy, and name it with "
+            "data.chat_template"
         )
-    known = ", ".join(repr(tokenizer.decode([token])) for token in tokenizer.eos_ids) or "none is named"
+    eos_texts = ", ".join(repr(tokenizer.decode([token])) for token in tokenizer.eos_ids) or "none is named"
     return (
-        f"note: the chat template ends a reply with {shown}, which is no EOS token of the model ({known}): generation "
-        "does not stop there. Add the id of the token to eos_token_id in generation_config.json"
+        f"note: the chat template ends a reply with {shown_ending}, which is no EOS token of the model ({eos_texts}): "
+        "generation does not stop there. Add the id of the token to eos_token_id in generation_config.json"
     )

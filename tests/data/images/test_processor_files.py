@@ -115,7 +115,7 @@ def test_tokens_are_those_of_the_vocabulary(tmp_path, published):
     for text in vocabulary:
         with pytest.raises(UserError, match="tokenizer.json has no token .*which the image processor writes"):
             processor.check_tokens({name: number for name, number in vocabulary.items() if name != text})
-    with pytest.raises(UserError, match="gives .* the id 10, and config.json 9"):
+    with pytest.raises(UserError, match="gives .* the id 10, but config.json 9"):
         processor.check_tokens({**vocabulary, tokens.token: 10})
 
 
