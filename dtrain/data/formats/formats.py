@@ -350,7 +350,7 @@ def read_messages(value: Any, key: str) -> ReadMessages:
         >>> read_messages([{"from": "gpt", "value": "4", "weight": 0}], "conversations")
         ReadMessages(messages=[{'role': 'assistant', 'content': '4'}], train=[False])
     """
-    entries = read_list(value, key)
+    entries = as_list(value, key)
     if not entries:
         raise UserError(f"{key} is an empty list. Give at least one user and one assistant message")
     messages = []
@@ -399,7 +399,7 @@ def _checked_role(message: Mapping[str, Any], key: str) -> str:
     if not isinstance(role, str):
         raise UserError(f"{key} has no role. Give it one of {', '.join(ROLES)}")
     if role not in ROLES:
-        near = ROLE_HINTS.get(role.lower()) or nearest(role.lower(), ROLES)
+        near = ROLE_HINTS.get(role.lower()) or closest_name(role.lower(), ROLES)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{key}.role is {role!r}, which is no known role{hint}; known are {', '.join(ROLES)}")
     return role
@@ -490,7 +490,7 @@ def read_tool_calls(value: Any, key: str) -> list[dict[str, Any]]:
     Raises:
         UserError: If a call has another form. The error names its position, such as `messages[1].tool_calls[0]`.
     """
-    calls = read_list(value, key)
+    calls = as_list(value, key)
     return [_read_tool_call(call, f"{key}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -609,7 +609,7 @@ def _read_tokenized(row: Mapping[str, Any]) -> TokenizedRow:
 
 def _refuse_masks(row: Mapping[str, Any]) -> None:
     """Raise UserError if a tokenized row has a column, such as a mask, that would change what is trained."""
-    if row.get("attention_mask") is not None and not all(read_list(row["attention_mask"], "attention_mask")):
+    if row.get("attention_mask") is not None and not all(as_list(row["attention_mask"], "attention_mask")):
         raise UserError("attention_mask has zeros: tokenized rows are used whole; leave the padding out of input_ids")
     if row.get("labels") is not None:
         return
@@ -623,7 +623,7 @@ def _refuse_masks(row: Mapping[str, Any]) -> None:
 
 def read_integers(value: Any, key: str) -> list[int]:
     """Return a list of whole numbers. Raises UserError with the name `key`."""
-    values = read_list(value, key)
+    values = as_list(value, key)
     for index, item in enumerate(values):
         if isinstance(item, bool) or not isinstance(item, int):
             raise UserError(f"{key}[{index}] must be a whole number, not {item!r}")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtrain.base.errors import UserError
-from dtrain.base.json_files import kind_of, read_list
+from dtrain.base.json_files import as_list, json_type
 from dtrain.base.ranges import plural
 
 COLUMN = "images"

@@ -221,7 +221,7 @@ def read_label(row: Mapping[str, Any]) -> LabelledReply:
     value = row[names[0]]
     is_desirable_reply = _BOOLEAN_WORDS.get(str(value).lower())
     if is_desirable_reply is None:
-        raise UserError(f"{names[0]} is {shown(value)}, but it must be true (the reply is wanted) or false")
+        raise UserError(f"{names[0]} is {format_value(value)}, but it must be true (the reply is wanted) or false")
     rest = {key: value for key, value in row.items() if key not in LABELS}
     return LabelledReply(is_desirable_reply, rest)
 

@@ -149,7 +149,7 @@ def normalise_pair(row: Mapping[str, Any], name: str) -> ChatPair | TextPair | T
     rejected = _as_list_of_messages(row.get("rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError(
-            f"chosen is {kind_of(chosen)} and rejected {kind_of(rejected)}. Both must be strings, or both lists of "
+            f"chosen is {json_type(chosen)} and rejected {json_type(rejected)}. Both must be strings, or both lists of "
             "messages"
         )
     if prompt is None and isinstance(chosen, str):

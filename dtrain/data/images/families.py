@@ -106,7 +106,7 @@ class ProcessorFiles:
         """
         for key in ("do_resize", "do_rescale", "do_normalize", "resample", "rescale_factor"):
             if key in self.fields and self.fields.get(key) is None:  # to transformers it is false, or another default
-                self.fields.problem(f"{key} is null; give it a value, or leave it out")
+                self.fields.add_problem(f"{key} is null; give it a value, or leave it out")
         for key in ("do_resize", "do_rescale"):
             if not self.fields.flag(key, True):
                 self.fields.add_problem(f"{key} is false, and dtrain always does it; set it to true")
@@ -127,7 +127,7 @@ class ProcessorFiles:
         other_name = _OTHER_RESAMPLES.get(value) if isinstance(value, int) else None
         suffix = f" ({other_name})" if other_name else ""
         implemented = ", ".join(f"{number} ({mode})" for number, mode in _RESAMPLES.items())
-        self.fields.problem(f"resample {shown(value)}{suffix} is not implemented; there are: {implemented}")
+        self.fields.add_problem(f"resample {format_value(value)}{suffix} is not implemented; there are: {implemented}")
         return default
 
     def _channels(self, key: str, default: tuple[float, float, float], allow_zero: bool) -> tuple[float, float, float]:
@@ -141,7 +141,7 @@ class ProcessorFiles:
             red, green, blue = map(float, channels)
             return red, green, blue
         bound = "" if allow_zero else "above 0 "
-        self.fields.problem(f"{key} {shown(value)}: must be a number {bound}for each of 3 channels")
+        self.fields.add_problem(f"{key} {format_value(value)}: must be a number {bound}for each of 3 channels")
         return default
 
     def token(self, key: str, default: str) -> str:
@@ -164,7 +164,7 @@ class ProcessorFiles:
         """Return the id of image tokens in config.json."""
         key = "image_token_index" if self.model.get("image_token_id") is None else "image_token_id"
         if self.model.get(key) is None:
-            self.model.problem("image_token_id is missing; it is the id of the tokens that stand for images")
+            self.model.add_problem("image_token_id is missing; it is the id of the tokens that stand for images")
             return 0
         return self.model.integer(key, minimum=0)
 
@@ -185,8 +185,8 @@ class ProcessorFiles:
         """
         config_value = config.get(other)
         if config_value is not None and config_value != value:
-            config.problem(
-                f"{other} is {shown(config_value)}, and {key} of the image processor {value}; they must be equal"
+            config.add_problem(
+                f"{other} is {format_value(config_value)}, and {key} of the image processor {value}; they must be equal"
             )
 
 
@@ -302,7 +302,7 @@ def _read_pixel_bounds(fields: Fields) -> _PixelBounds:
     if size is None:
         size = {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS}
     if not isinstance(size, dict):
-        fields.problem("size must be an object with shortest_edge and longest_edge")
+        fields.add_problem("size must be an object with shortest_edge and longest_edge")
         return _PixelBounds(1, 1)
     bounds = Fields(
         {
@@ -314,7 +314,7 @@ def _read_pixel_bounds(fields: Fields) -> _PixelBounds:
     min_pixels = bounds.integer("min_pixels")
     max_pixels = bounds.integer("max_pixels")
     if min_pixels > max_pixels:
-        fields.problem(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
+        fields.add_problem(f"min_pixels {min_pixels} is above max_pixels {max_pixels}")
     return _PixelBounds(min_pixels, max_pixels)
 
 
@@ -371,7 +371,7 @@ def _gemma3_side(fields: Fields) -> int:
         return 224
     height = size.get("height") if isinstance(size, dict) else None
     if height is None or height != size.get("width"):
-        fields.problem(f"size {shown(size)}: must have an equal height and width")
+        fields.add_problem(f"size {format_value(size)}: must have an equal height and width")
         return 224
     return Fields({"size": height}, fields.problems).integer("size")
 

@@ -190,7 +190,9 @@ def read_image(value: Any, directory: Path | None, cache_dir: Path | None = None
         if data is None:
             return read_image(path, directory, cache_dir)
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise UserError(f"an image's bytes must be bytes, not {kind_of(data)}. In JSON write a data URI or a path")
+            raise UserError(
+                f"an image's bytes must be bytes, not {json_type(data)}. In JSON write a data URI or a path"
+            )
         return _image_bytes(_shortened(path) if isinstance(path, str) else "an image", bytes(data))
     if isinstance(value, bytes | bytearray | memoryview):
         return _image_bytes("an image", bytes(value))

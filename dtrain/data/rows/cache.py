@@ -323,14 +323,14 @@ def open_cache(
         they exchange. One process writes the cache while the others wait at a file lock.
     """
     weights = [source.weight for source in sources]
-    file_digests = _digest_data_files(sources, Ranks())
+    data_digests = _digest_data_files(sources, Ranks())
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as scratch:
             meta = _write_samples(Path(scratch), sources, encoder, num_workers, progress, label)
             (Path(scratch) / META).write_text(json.dumps(meta))
-            return Samples(Path(scratch), weights, file_digests)
+            return Samples(Path(scratch), weights, data_digests)
     root = Path(cache_dir).expanduser().resolve()  # a link may lead to a disk on which nothing exists yet
-    directory = root / _cache_key(sources, encoder, file_digests)
+    directory = root / _cache_key(sources, encoder, data_digests)
     for damage in delete_damaged_cache(directory, Ranks()):
         say(f"{label}: {damage}; it is made again")
     try:
@@ -339,20 +339,20 @@ def open_cache(
             with lock(directory):
                 # Another process may have finished it while this one waited for the lock.
                 if not is_complete(directory):
-                    _make_cache(directory, sources, encoder, file_digests, num_workers, progress, label)
+                    _make_cache(directory, sources, encoder, data_digests, num_workers, progress, label)
     except OSError as problem:
         raise UserError(
             f"{problem.filename or root}: {problem.strerror}, while the {label} was tokenised into {root}. "
             "Fix this, or set data.cache_dir to another directory"
         ) from problem
-    return Samples(directory, weights, file_digests)
+    return Samples(directory, weights, data_digests)
 
 
 def _make_cache(
     directory: Path,
     sources: Sequence[Source],
     encoder: RowEncoder,
-    file_digests: Mapping[str, str],
+    data_digests: Mapping[str, str],
     num_workers: int | None,
     progress: bool,
     label: str,
@@ -367,7 +367,7 @@ def _make_cache(
     try:
         meta = _write_samples(partial_cache, sources, encoder, num_workers, progress, label)
         seal(partial_cache, directory.name, meta)
-        if _digest_data_files(sources, Ranks(alone=True)) != file_digests:
+        if _digest_data_files(sources, Ranks(single_process=True)) != data_digests:
             raise UserError(f"a file of the {label} changed while it was tokenised. Start the run again")
         publish(partial_cache, directory)
     finally:
@@ -380,12 +380,12 @@ def _digest_data_files(sources: Sequence[Source], ranks: Ranks) -> dict[str, str
     return dict(zip(map(str, files), file_digests(files, ranks=ranks), strict=True))
 
 
-def _cache_key(sources: Sequence[Source], encoder: RowEncoder, file_digests: Mapping[str, str]) -> str:
+def _cache_key(sources: Sequence[Source], encoder: RowEncoder, data_digests: Mapping[str, str]) -> str:
     """Return the cache's key. The files' names are part of it, because messages about rows use them."""
     files = [file for source in sources for file in source.files]
     readings = [source.reading for source in sources]
     names = [str(file.resolve()) for file in files]
-    contents = [file_digests[str(file)] for file in files]
+    contents = [data_digests[str(file)] for file in files]
     return digest(VERSION, readings, names, contents, encoder.fingerprint)[:16]
 
 
@@ -667,7 +667,7 @@ def delete_damaged_cache(directory: Path, ranks: Ranks) -> list[str]:
     """
     damage = _find_damage(directory, ranks)
     # Ranks that see the same directory have equal views. The first of them deletes it.
-    views = ranks.every(lambda: None if damage is None else files_as_seen([directory.parent]))
+    views = ranks.gather_results(lambda: None if damage is None else file_identity([directory.parent]))
     deletes = damage is not None and views.index(views[ranks.rank]) == ranks.rank
 
     def delete() -> str | None:
@@ -676,7 +676,7 @@ def delete_damaged_cache(directory: Path, ranks: Ranks) -> list[str]:
         try:
             with lock(directory):
                 # Looked at again with the lock, because another run may have made the cache again meanwhile.
-                problem = _find_damage(directory, Ranks(alone=True))
+                problem = _find_damage(directory, Ranks(single_process=True))
                 if problem is None:
                     return None
                 if directory.is_dir() and not directory.is_symlink():
@@ -690,7 +690,7 @@ def delete_damaged_cache(directory: Path, ranks: Ranks) -> list[str]:
                 "set data.cache_dir to another directory"
             ) from error
 
-    return [line for line in ranks.every(delete) if line is not None]
+    return [line for line in ranks.gather_results(delete) if line is not None]
 
 
 def _find_damage(directory: Path, ranks: Ranks) -> str | None:
@@ -706,13 +706,13 @@ def _find_damage(directory: Path, ranks: Ranks) -> str | None:
         except UserError as error:
             damage = str(error)
     try:
-        contents = digests([directory / name for name in expected], ranks=ranks)
+        contents = file_digests([directory / name for name in expected], ranks=ranks)
     except UserError as error:  # raised on every rank: a disk may fail to read a file
         return damage or str(error)
     for (name, content), actual in zip(expected.items(), contents, strict=True):
         if content != actual:
             damage = damage or f"{directory / name}: its content is not what was written"
-    if any(ranks.every(lambda: has_images)):
+    if any(ranks.gather_results(lambda: has_images)):
         from dtrain.data.rows.image_cache import find_image_damage
 
         damage = find_image_damage(directory, ranks) or damage
@@ -722,7 +722,7 @@ def _find_damage(directory: Path, ranks: Ranks) -> str | None:
 def _read_meta(directory: Path) -> dict[str, Any]:
     """Return meta.json of a cache. Raises UserError if it was changed, or if a file has another size."""
     file = directory / META
-    meta = read_json(file, most=OWN, constants=True)
+    meta = read_json(file, max_bytes=OWN_FILE_BYTES, allow_nan=True)
     if meta.pop("checksum", None) != digest(meta):
         raise UserError(f"{file}: its content is not what was written")
     if meta["key"] != directory.name:

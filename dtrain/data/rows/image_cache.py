@@ -140,9 +140,9 @@ def find_image_damage(directory: Path, ranks: Ranks) -> str | None:
         Two all-gathers of objects over `ranks`.
     """
     list_file = directory / FILES
-    files = list(read_json(list_file, most=LARGE).items()) if list_file.is_file() else []
-    views = ranks.every(lambda: files_as_seen([list_file.parent]) if files else "")
-    ranks_of_machine = ranks.alike(views)
+    files = list(read_json(list_file, max_bytes=LARGE_FILE_BYTES).items()) if list_file.is_file() else []
+    views = ranks.gather_results(lambda: file_identity([list_file.parent]) if files else "")
+    ranks_of_machine = ranks.ranks_with_same(views)
     files_of_rank = files[ranks_of_machine.index(ranks.rank) :: len(ranks_of_machine)]
 
     def first_problem() -> str | None:
@@ -152,7 +152,7 @@ def find_image_damage(directory: Path, ranks: Ranks) -> str | None:
                     return problem
         return None
 
-    problems = ranks.every(first_problem)
+    problems = ranks.gather_results(first_problem)
     for rank in ranks_of_machine:
         if problems[rank] is not None:
             return problems[rank]

@@ -68,7 +68,7 @@ def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
         The permuted values, int64 [n].
 
     Example:
-        >>> values = permute(torch.arange(6), 6, key("order", 0, 0))
+        >>> values = permute(torch.arange(6), 6, random_key("order", 0, 0))
         >>> sorted(values.tolist())
         [0, 1, 2, 3, 4, 5]
     """
@@ -79,7 +79,7 @@ def permute(positions: Tensor, size: int, permutation: int) -> Tensor:
     def apply_network(values: Tensor) -> Tensor:
         left, right = values >> half_bits, values & mask
         for number in range(ROUNDS):
-            left, right = right, left ^ (mix(right + key(permutation, number)) & mask)
+            left, right = right, left ^ (mix(right + random_key(permutation, number)) & mask)
         return (left << half_bits) | right
 
     result = apply_network(positions)
@@ -132,7 +132,7 @@ class EpochOrder:
                 # Each epoch continues in the shuffled list where the epoch before it stopped.
                 extra = local[is_extra] - num_complete
                 extra = (extra + self.epoch * source.extra) % source.count
-                sample[is_extra] = permute(extra, source.count, key("choice", self.seed, number))
+                sample[is_extra] = permute(extra, source.count, random_key("choice", self.seed, number))
             result[is_in_source] = source.first + sample
             first_position += source.total
         return result
@@ -383,7 +383,7 @@ class Rows:
         bins = pack(lengths.tolist(), self.capacity)
         if self.shuffle:
             # `pack` opens rows with the longest samples first, so without this the rows would be sorted by length.
-            order = permute(torch.arange(len(bins)), len(bins), key("rows", self.seed, epoch, window))
+            order = permute(torch.arange(len(bins)), len(bins), random_key("rows", self.seed, epoch, window))
             bins = [bins[index] for index in order.tolist()]
         self._num_rows[epoch, window] = len(bins)
         sample_indices = samples.tolist()
@@ -414,10 +414,10 @@ def build_row(documents: Sequence[tuple[Tensor, Tensor]]) -> Row:
     trained = torch.cat([mask for _, mask in documents])  # [s]
     lengths = torch.tensor([ids.shape[0] for ids, _ in documents])
     ends = lengths.cumsum(0)
-    labels = torch.full_like(input_ids, IGNORE)
-    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE)
+    labels = torch.full_like(input_ids, IGNORE_INDEX)
+    labels[:-1] = torch.where(trained[1:], input_ids[1:], IGNORE_INDEX)
     # The last token of a document must not predict the first token of the next one.
-    labels[ends - 1] = IGNORE
+    labels[ends - 1] = IGNORE_INDEX
     starts = (ends - lengths).repeat_interleave(lengths)
     return {
         "input_ids": input_ids,
@@ -511,5 +511,5 @@ class Batches:
             return groups[self.dp_rank :: self.dp_size]
         samples = torch.tensor([group.samples[0] for group in groups])
         max_groups = -(-len(groups) // self.dp_size)  # of the fullest rank without balancing
-        indices_of_ranks = deal(self.rows.samples.lengths(samples).tolist(), self.dp_size, max_groups)
+        indices_of_ranks = balance_by_cost(self.rows.samples.lengths(samples).tolist(), self.dp_size, max_groups)
         return [groups[index] for index in indices_of_ranks[self.dp_rank]]

@@ -121,7 +121,7 @@ def rename_columns(
     result = {name: value for name, value in row.items() if name not in replaced}
     for ours, theirs in columns.items():
         if has_column(row, theirs):
-            result[ours] = column_of(row, theirs)
+            result[ours] = get_column(row, theirs)
     return result
 
 

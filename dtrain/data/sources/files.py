@@ -104,7 +104,7 @@ def is_dataset_id(path: str) -> bool:
     for suffix in FILE_KINDS:
         if path.lower().endswith((suffix, f"{suffix}.gz")):
             return False
-    return is_id(path)
+    return is_model_id(path)
 
 
 def files_to_copy(path: str, key: str, cache_dir: Path) -> "list[RemoteFile]":
@@ -216,7 +216,7 @@ def _near_file_hint(file: Path) -> str:
     names = []
     if file.parent.is_dir():
         names = [entry.name for entry in islice(file.parent.iterdir(), 1000)]
-    near = nearest(file.name, names)
+    near = closest_name(file.name, names)
     return f"; did you mean {file.parent / near}?" if near else ""
 
 
@@ -520,8 +520,8 @@ class _JsonArrayReader:
         """Return the value that begins at the position, and its end in the buffer."""
         while True:
             try:
-                row, end = json_files.decoder.raw_decode(self._buffer, self._position)
-                json_files.check_shape(row)
+                row, end = json_files.DECODER.raw_decode(self._buffer, self._position)
+                json_files.check_json_size(row)
                 _refuse_long(self._file, self._line, end - self._position)
                 return row, end
             except json.JSONDecodeError as problem:

@@ -322,7 +322,7 @@ def describe_uncached(name: str, part: DatasetPart, key: str) -> str:
     command = f"dtrain download --data {name}{part.options()}"
     missing = _missing_files(name, part, key.removesuffix(".path"))
     if missing:
-        return f"{key}={incomplete(name, missing, command)}"
+        return f"{key}={incomplete_download_message(name, missing, command)}"
     return (
         f"{key}={name} is no file here, and as a dataset of the Hugging Face hub it is not in this machine's cache: "
         f"`{command}` fetches it"

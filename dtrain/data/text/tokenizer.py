@@ -151,7 +151,7 @@ class Tokenizer:
             if (directory / name).is_file():
                 paths[name] = directory / name
         files = {name: read_json(path) for name, path in paths.items()}
-        if not isinstance(read_json(file, most=LARGE).get("model"), dict):
+        if not isinstance(read_json(file, max_bytes=LARGE_FILE_BYTES).get("model"), dict):
             raise UserError(f"{file} is no tokenizer of the tokenizers library: it has no model")
         return cls(directory, read_text(file, LARGE_FILE_BYTES), files, base)
 

@@ -189,7 +189,7 @@ def find_schema_violation(value: Any, schema: Mapping[str, Any], position: str) 
         return None if None in problems else problems[0]
     types = _as_list(schema.get("type"))
     if types and not any(_has_type(value, name) for name in types):
-        return f"{position} must be of type {' or '.join(types)}, not {kind_of(value)}"
+        return f"{position} must be of type {' or '.join(types)}, not {json_type(value)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"{position} must be one of {json.dumps(schema['enum'], ensure_ascii=False)}"
     for problem in _inner_violations(value, schema, position):
@@ -228,8 +228,8 @@ def _has_type(value: Any, name: str) -> bool:
 def _read_json(text: str, position: int) -> _JsonValue:
     """Read the JSON value that begins at a position of `text`."""
     try:
-        value, end = decoder.raw_decode(text, position)
-        check_shape(value)
+        value, end = DECODER.raw_decode(text, position)
+        check_json_size(value)
         return _JsonValue(value, None, end)
     except (ValueError, RecursionError) as error:
         return _JsonValue(None, f"the call is no valid JSON: {error}", len(text))
