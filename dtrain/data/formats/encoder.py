@@ -71,7 +71,7 @@ TEMPLATED = {*CHAT_FORMATS, "prompt_completion", "preference", "question"}
 
 
 class ValidationSplit(NamedTuple):
-    """One side of a split of the training rows into training and validation rows.
+    """One side of a split of the data into training and validation rows.
 
     The content of a row decides, whatever file it is in: a hash of the content gives a number from 0 to 1, and the rows
     with a number below the threshold are validation rows. So equal rows are on the same side.
@@ -104,7 +104,7 @@ class ValidationSplit(NamedTuple):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
     def contains(self, content: Any) -> bool:
-        """Return whether a row with this content is on this side. True while the threshold is not known."""
+        """Return True if a row with this content is on this side, or if the threshold is not known yet."""
         return self.threshold is None or (self.random_number(content) < self.threshold) == self.is_validation
 
 
@@ -338,7 +338,7 @@ class RowEncoder:
         raise NotImplementedError(f"{type(self).__name__} does not define row_content")
 
     def has_string_prompt(self, row: Mapping[str, Any], name: str) -> bool:
-        """Return whether the prompt of a row in format `name`, and its completions, are strings."""
+        """Return True if the prompt of a row in format `name`, and its completions, are strings."""
         columns = self.string_columns.get(name)
         return columns is not None and all(isinstance(row.get(column), str) for column in columns)
 
@@ -398,7 +398,7 @@ class RowEncoder:
         return result
 
     def is_templated(self, row: Mapping[str, Any], name: str) -> bool:
-        """Return whether the chat template writes a row in format `name`."""
+        """Return True if the chat template writes a row in format `name`."""
         if self.template is None or name not in TEMPLATED:
             return False
         return self.prompts_as == USER or not self.has_string_prompt(row, name)
@@ -566,7 +566,7 @@ class RowEncoder:
         return self.images.images_in_range(ids, images, kept, self.max_length)
 
     def is_dropped(self, length: int) -> bool:
-        """Return whether a row is dropped whose longest document has `length` tokens. Raises UserError if refused."""
+        """Return True if a row is dropped whose longest document has `length` tokens. Raises UserError if refused."""
         if length <= self.max_length or self.too_long == "truncate":
             return False
         if self.too_long == "error":
@@ -754,12 +754,12 @@ def find_strings(value: Any) -> Iterator[str]:
 
 
 def _has_target(trained: bytearray) -> bool:
-    """Return whether a token is trained. The first one does not count, because nothing predicts it."""
+    """Return True if a token is trained. The first one does not count, because nothing predicts it."""
     return trained.find(1, 1) > 0
 
 
 def resolve_prompts_as(chosen: str | None, num_trained_string_prompts: int, template: ChatTemplate | None) -> str:
-    """Return how an evaluation reads string prompts, `text` or `user`.
+    """Return the mode in which an evaluation reads string prompts, `text` or `user`.
 
     Args:
         chosen: `data.prompts_as`, if it is set.

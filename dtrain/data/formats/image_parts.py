@@ -128,7 +128,7 @@ def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has images, in its column or in a part of any message.
+    """Return True if a row has images, in its column or in a part of any message.
 
     Example:
         >>> has_images({"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}]})

@@ -227,5 +227,5 @@ def read_label(row: Mapping[str, Any]) -> LabelledReply:
 
 
 def is_desirable(samples: "Samples", index: int) -> bool:
-    """Return whether the reply of a sample of `LabelledEncoder` is desirable."""
+    """Return True if the reply of a sample of `LabelledEncoder` is desirable."""
     return samples.row(index)["columns"]["label"]

@@ -81,7 +81,7 @@ class Prompt:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the content is a conversation."""
+        """True if the content is a conversation."""
         return bool(self.content) and isinstance(self.content[0], Mapping)
 
 

@@ -200,7 +200,7 @@ class ImageReader:
         return [position for position, token in enumerate(ids) if token == self.token_id]
 
     def are_contiguous(self, ids: Sequence[int], images: Sequence[LaidOutImage]) -> bool:
-        """Return whether `ids` have exactly the image tokens of `images`, those of each image next to each other."""
+        """Return True if `ids` have exactly the image tokens of `images`, those of each image next to each other."""
         positions = self.image_positions(ids)
         start = 0
         for image in images:

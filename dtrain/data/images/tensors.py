@@ -96,8 +96,10 @@ def cut_merged_patches(image: Tensor, size: int, merge: int, frames: int) -> Ten
     Returns:
         The patches, [H/size · W/size, 3 · frames · size · size]. Within a patch the channels are first.
     """
-    rows, columns = image.shape[1] // size // merge, image.shape[2] // size // merge
+    rows, columns = image.shape[1] // size // merge, image.shape[2] // size // merge  # of tokens
+    # Axes: channel; row of tokens, row of patches in the token, row of pixels; the same three for columns.
     cut = image.reshape(3, rows, merge, size, columns, merge, size)
+    # The patches of a token become neighbours, and the frames are inserted between channel and pixels.
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)  # [rows, columns, merge, merge, 3, 1, size, size]
     cut = cut.expand(-1, -1, -1, -1, -1, frames, -1, -1)
     return cut.reshape(rows * columns * merge * merge, -1)
@@ -154,9 +156,11 @@ def rotary_positions(is_image: Tensor, sizes: Sequence[tuple[int, int, int]]) ->
         first = image_tokens[num_done]
         if image_tokens[num_done + length - 1] != first + length - 1:
             raise ValueError("the tokens of an image are not next to each other")
+        # The text before the image counts on in all three dimensions.
         num_text = first - next_token
         positions[next_token:first] = torch.arange(next_position, next_position + num_text)[:, None]
         next_position += num_text
+        # Frame, row and column of each image token; tokens are row after row, frame after frame.
         grid = torch.cartesian_prod(torch.arange(frames), torch.arange(rows), torch.arange(columns)).view(-1, 3)
         positions[first : first + length] = next_position + grid
         next_position += max(rows, columns)

@@ -1,8 +1,8 @@
-"""Samples in a cache on disk, their order, and the rows that ranks take.
+"""The cache of samples on disk, their order, packed rows, and the batches of each rank.
 
 cache        the memory-mapped cache of tokenised samples, and the digests of its files
-image_cache  the images of samples: where they are, and their bytes where they have no file of their own
-pool         tokenising in processes of its own
+image_cache  the images of samples: records, and the bytes of images without a file
+pool         processes that tokenise
 rows         the order of samples, packing, the endless sequence of rows, and a rank's part of each global batch
-workers      rows made ahead of time in processes of torchdata
+workers      processes of torchdata that build rows ahead of time
 """

@@ -99,7 +99,7 @@ TEXT_COUNTS = ("text_characters", "dropped_characters", "dropping_rows")
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """The samples of one source, a contiguous range, and how often each appears in an epoch.
+    """The samples of one source, a contiguous range, and the number of times that each appears in an epoch.
 
     Attributes:
         first: Number of the first sample.
@@ -118,7 +118,7 @@ class SourceSamples:
 
     @property
     def copies(self) -> int:
-        """How often every sample appears."""
+        """Number of times that every sample appears."""
         return int(self.weight)
 
     @property
@@ -643,7 +643,7 @@ def seal(directory: Path, key: str, meta: dict[str, Any]) -> None:
 
 
 def is_complete(directory: Path) -> bool:
-    """Return whether the cache exists, by its meta.json and the sizes of its files. Their content is not read."""
+    """Return True if the cache exists, by its meta.json and the sizes of its files. Their content is not read."""
     try:
         _read_meta(directory)
     except UserError:

@@ -263,7 +263,7 @@ class Rows:
         return sum(self._rows_used(epoch, self.epochs) for epoch in range(num_begun_epochs))
 
     def _rows_used(self, epoch: int, epochs: float) -> int:
-        """Return how many sample groups of `epoch` belong to the first `epochs` passes.
+        """Return the number of sample groups of `epoch` that belong to the first `epochs` passes.
 
         For example, with 10 rows an epoch and `epochs=2.5`, 5 rows of epoch 2 are used.
         """

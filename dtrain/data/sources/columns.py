@@ -151,7 +151,7 @@ _ASSISTANT_NAMES = ("assistant", "gpt", "model", "bot", "chatgpt")
 
 @dataclass(frozen=True)
 class _RowColumns:
-    """What the columns of a row in no known format may be, by their names and values.
+    """Guesses about the columns of a row in no known format, by their names and values.
 
     Attributes:
         lists: Columns with lists that are not empty, by name.
@@ -321,7 +321,7 @@ def _text_hint(columns: _RowColumns, num_columns: int, key: str | None) -> str:
 
 
 def _describe_mapping(mapping: Mapping[str, str], key: str | None, how: str = ", or map them:") -> str:
-    """Return how to set `key` to a mapping of dtrain's names to the file's names, or how to rename the columns."""
+    """Return the end of a hint: the setting of `key` for a mapping of names, or the columns to rename."""
     changed = {}
     for ours, theirs in mapping.items():
         if ours != theirs:

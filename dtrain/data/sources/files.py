@@ -90,12 +90,12 @@ class Chunk:
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL, such as s3://bucket/rows.jsonl."""
+    """Return True if a path is a URL, such as s3://bucket/rows.jsonl."""
     return "://" in path
 
 
 def is_dataset_id(path: str) -> bool:
-    """Return whether a path looks like the id of a dataset on the hub. A file of that name is used first.
+    """Return True if a path looks like the id of a dataset on the hub. A file of that name is used first.
 
     Example:
         >>> is_dataset_id("trl-lib/Capybara"), is_dataset_id("data/chat.jsonl")
@@ -610,12 +610,12 @@ def _inner_fields(field: Any) -> list[Any]:
 
 
 def _contains_calls(field: Any) -> bool:
-    """Return whether a field is the tool calls of a message, or has them anywhere inside."""
+    """Return True if a field is the tool calls of a message, or has them anywhere inside."""
     return field.name in CALL_COLUMNS or any(_contains_calls(inner) for inner in _inner_fields(field))
 
 
 def _is_list_of_tools(field: Any) -> bool:
-    """Return whether a column lists tools: objects with a function, or with a name and parameters."""
+    """Return True if a column lists tools: objects with a function, or with a name and parameters."""
     is_list = hasattr(field.type, "value_type")  # pyarrow's lists have no common base class
     if not is_list:
         return False

@@ -129,7 +129,7 @@ def choose_files(
 
 
 def _is_rows(path: str) -> bool:
-    """Return whether a path is a data file. Hidden files, and files that describe a dataset, are none."""
+    """Return True if a path is a data file. Hidden files, and files that describe a dataset, are none."""
     name = PurePosixPath(path)
     is_hidden = any(part.startswith((".", "_")) for part in name.parts)
     return file_suffix(name) in FILE_KINDS and not is_hidden and name.name not in _NOT_ROWS

@@ -157,7 +157,7 @@ def open_rows(
 
 
 def should_pack(rows: Rows, kind: str) -> bool:
-    """Return whether `data.packing=auto` packs these rows. Completions of prompts are always packed."""
+    """Return True if `data.packing=auto` packs these rows. Completions of prompts are always packed."""
     return kind == "prompts" or replace(rows, packing=True).rows_in_epoch(0) >= MIN_PACKED_ROWS
 
 
@@ -204,7 +204,7 @@ class FileCheck:
 
     @property
     def only_shape_can_fail(self) -> bool:
-        """Whether rows with the right shape are always accepted: no template writes them, and none is too long."""
+        """True if rows with the right shape are always accepted: no template writes them, and none is too long."""
         return self.format in ("text", "tokenized") and self.encoder.too_long != "error"
 
 

@@ -176,7 +176,7 @@ def _probe_call(number: int) -> dict[str, Any]:
 
 
 def _writes(text: str, probe: Message, form: CallForm) -> bool:
-    """Return whether a rendered text contains the arguments of all calls, as JSON or in the template's notation."""
+    """Return True if a rendered text contains the arguments of all calls, as JSON or in the template's notation."""
     for call in probe["tool_calls"]:
         arguments = call["function"]["arguments"]
         if form.takes_text and json.dumps(arguments) not in text:

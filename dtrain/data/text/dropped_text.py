@@ -64,7 +64,7 @@ class DroppedText:
 
     @property
     def is_mostly_dropped(self) -> bool:
-        """Whether more than half of the text is left out. A run then asks for a confirmation."""
+        """True if more than half of the text is left out. A run then asks for a confirmation."""
         return 2 * self.dropped > self.characters
 
     def __add__(self, other: "DroppedText") -> "DroppedText":
@@ -90,7 +90,7 @@ def describe_dropped_text(text: DroppedText, rows: str, location: str) -> str:
 
 
 def find_dropped_text(
-    template: ChatTemplate, messages: Messages, tools: Messages | None, wanted: Collection[int], rendered: str
+    template: ChatTemplate, messages: Messages, tools: Messages | None, trained: Collection[int], rendered: str
 ) -> DroppedText:
     """Count the characters of the messages that should be trained, and those that the template leaves out.
 
@@ -98,7 +98,7 @@ def find_dropped_text(
         template: The chat template.
         messages: The conversation.
         tools: Its tools.
-        wanted: Indexes of the messages that should be trained.
+        trained: Indices of the messages that should be trained.
         rendered: The conversation as the template writes it.
     """
     found = DroppedText()
@@ -111,15 +111,15 @@ def find_dropped_text(
             begin = rendered.find(text, position)
             if begin >= 0:
                 position = begin + len(text)
-            if index in wanted:
+            if index in trained:
                 found += DroppedText(len(text))
                 if begin < 0:
                     is_complete = False
-        if index in wanted:
+        if index in trained:
             found += _dropped_calls(message, rendered[begin_of_message:])
     if is_complete:
         return found
-    return found + _dropped_by_marks(template, messages, tools, wanted)
+    return found + _dropped_by_marks(template, messages, tools, trained)
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
@@ -161,7 +161,7 @@ def _dropped_calls(message: Mapping[str, Any], rendered: str) -> DroppedText:
 
 
 def _dropped_by_marks(
-    template: ChatTemplate, messages: Messages, tools: Messages | None, wanted: Collection[int]
+    template: ChatTemplate, messages: Messages, tools: Messages | None, trained: Collection[int]
 ) -> DroppedText:
     """Render the conversation with marks, and count the text of the marks that the template does not write."""
     used_characters: set[str] = set()
@@ -170,14 +170,14 @@ def _dropped_by_marks(
             used_characters.update(text)
     free_marks = iter([chr(code) for code in MARKS if chr(code) not in used_characters])
     num_words = 0
-    for index in wanted:
+    for index in trained:
         for text in texts_of(messages[index]):
             num_words += len(_BEGIN_OF_WORD.findall(text)) + 1
     # Long conversations have more words than there are marks: then only every n-th word gets one.
     stride = 1 + num_words // (len(MARKS) // 2)
     pieces: list[MarkedPiece] = []
     marked_messages = list(messages)
-    for index in sorted(wanted):
+    for index in sorted(trained):
         marked_messages[index] = _marked_message(messages[index], free_marks, stride, pieces)
     try:
         written_characters = set(template.render(marked_messages, tools))

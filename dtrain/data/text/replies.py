@@ -1,4 +1,4 @@
-"""Where the model's own replies are in a rendered conversation. These spans are trained.
+"""Spans of the model's own replies in a rendered conversation. These spans are trained.
 
 A reply begins after the header of the assistant's turn, which the generation prompt writes before the model speaks. It
 ends with the token that ends the turn, inclusive. White space that a template writes after that token is not part of
@@ -106,30 +106,30 @@ class Replies:
             prepared.append(message)
         return prepared
 
-    def find(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> RenderedSpans:
-        """Render a conversation, and find the replies messages[i] for i in `wanted`.
+    def find(self, messages: Messages, tools: Messages | None, indices: Iterable[int]) -> RenderedSpans:
+        """Render a conversation, and find the replies messages[i] for i in `indices`.
 
         Raises:
             UserError: If the template refuses the conversation, or a reply cannot be found with certainty.
         """
         marked = self.template.render_marked(messages, tools)
-        wanted = sorted(wanted)
+        indices = sorted(indices)
         all_replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans: list[Span] = []
-        if marked.generations and wanted == all_replies:
+        if marked.generations and indices == all_replies:
             spans = marked.generations
         else:
-            for index in wanted:
+            for index in indices:
                 if marked.generations:
                     spans += self._generation_blocks_of(marked, index)
                 else:
                     spans.append(self._find_reply(messages, tools, marked, index))
         return RenderedSpans(marked.text, [(start, end) for start, end in spans if start < end])
 
-    def blocks(self, messages: Messages, tools: Messages | None, wanted: Iterable[int]) -> RenderedSpans:
-        """Render a conversation, and find messages[i] for i in `wanted`, with their headers. Raises as `find`."""
+    def blocks(self, messages: Messages, tools: Messages | None, indices: Iterable[int]) -> RenderedSpans:
+        """Render a conversation, and find messages[i] for i in `indices`, with their headers. Raises as `find`."""
         marked = self.template.render_marked(messages, tools)
-        return RenderedSpans(marked.text, [self._block(messages, tools, marked, index) for index in sorted(wanted)])
+        return RenderedSpans(marked.text, [self._block(messages, tools, marked, index) for index in sorted(indices)])
 
     def _probe_headers(self, tools: Messages | None) -> Headers:
         reply = {"role": "assistant", "content": REPLY}
@@ -258,7 +258,7 @@ class Replies:
 
 
 def _begin_of_opening(text: str, message: Mapping[str, Any], headers: Headers) -> int | None:
-    """Return where the reply begins in the turn of a message that opens a conversation; None if unknown.
+    """Return the position of the reply in the turn of a message that opens a conversation; None if unknown.
 
     Such a turn may have no header, because the template writes it with the user message (DeepSeek-V3.1). Or a default
     system message may be in front of the header (Kimi K2).

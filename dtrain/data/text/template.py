@@ -239,7 +239,7 @@ class ChatTemplate:
 
     @property
     def writes_todays_date(self) -> bool:
-        """Whether the template writes the current date, and no variable fixes it."""
+        """True if the template writes the current date, and no variable fixes it."""
         return any("strftime_now" in source for source in self._sources) and "date_string" not in self.variables
 
     def render(
@@ -264,7 +264,7 @@ class ChatTemplate:
         return self._run(prepared, tools, add_generation_prompt, {**(variables or {}), **SILENT})
 
     def has_variable(self, name: str) -> bool:
-        """Return whether the template reads a variable of this name that a user may set."""
+        """Return True if the template reads a variable of this name that a user may set."""
         special_tokens = self._arguments[2]
         if not name.isidentifier() or name in RESERVED or name in special_tokens or name in self._environment.globals:
             return False

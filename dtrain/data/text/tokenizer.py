@@ -366,7 +366,7 @@ class ControlTokens:
         return value
 
     def has_escaped(self, text: str) -> bool:
-        """Return whether a text has an escaped control token."""
+        """Return True if a text has an escaped control token."""
         return ESCAPE in text and any(match["escaped"] for match in self._escaped_or_not.finditer(text))
 
     def with_stand_ins(self, text: str) -> TextWithStandIns:
@@ -498,7 +498,7 @@ def _read_added_tokens(file: Path, table: Any) -> list[tuple[int, dict[str, Any]
 
 
 def _is_unicode(value: Any) -> bool:
-    """Return whether `value` is a Unicode string. (JSON can spell half of a surrogate pair.)"""
+    """Return True if `value` is a Unicode string. (JSON can spell half of a surrogate pair.)"""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
