@@ -101,7 +101,7 @@ def test_by_names(tmp_path, listing, split, subset, expected):
          "has de, en. Name one of them"),
         (["train.jsonl"], "", "test", None, "has no such split; there are train"),
         (["a.tar", "load.py"], "", "train", None, "holds no file that dtrain reads (.jsonl, .json, .ndjson, .csv, "
-         ".parquet; it has .py, .tar); data.train.revision=refs/convert/parquet"),
+         ".parquet; it has .py, .tar). data.train.revision=refs/convert/parquet"),
         (["data/train-00000-of-00002.parquet"], "", "train", None, "of data/train-*-of-00002 there are 1 files, not 2"),
         (["train.jsonl"], "---\n: - {\n---\n", "train", None, "the YAML in front of its README.md is broken"),
         (["a.csv"], "---\nconfigs: [{config_name: x, data_files: data/a**}]\n---\n", "train", None, "README.md has "
