@@ -50,7 +50,7 @@ DIGEST_OF_SPLIT = {"train": "data.fingerprint", "val": "data.val.fingerprint"}
 # Digests that a resume compares next to the recipe's keys. `checkpoint.allow_changes` may name them.
 DIGESTS = ("data.fingerprint", "data.val.fingerprint", "model.weights", "model.config", "model.tokenizer")
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-RESUME, INIT = "checkpoint.resume", "checkpoint.init_from"
+RESUME_KEY, INIT_KEY = "checkpoint.resume", "checkpoint.init_from"
 NEW_RUN = "or begin anew: delete the run's directory, or choose another run.name"
 # Keys of a data source that only name the location of its rows. A copy of the data elsewhere has the same fingerprint.
 LOCATION_KEYS = ("path", "split", "subset", "revision", "columns", "sources")
@@ -81,8 +81,9 @@ class Start:
         store: The checkpoints. None for a fresh start.
         state: The content of state.json. None for a fresh start.
         verified: Whether every file of the step has just been compared with its checksum.
-        began: The checkpoints that the run began from: RESUME or INIT, and an `Origin` as JSON.
-        weights: The store and step whose weights replace those of model.path before anything else.
+        origins: The checkpoints that the run began from: an `Origin` as JSON under RESUME_KEY, INIT_KEY or both. It is
+            stored as began.json, and as `began` in state.json.
+        init_weights: The store and step whose weights replace those of model.path (`checkpoint.init_from`), or None.
     """
 
     step: int = 0
@@ -90,12 +91,12 @@ class Start:
     store: CheckpointStore | None = None
     state: dict[str, Any] | None = None
     verified: bool = False
-    began: dict[str, dict[str, Any]] = field(default_factory=dict)
-    weights: tuple[CheckpointStore, int] | None = None
+    origins: dict[str, dict[str, Any]] = field(default_factory=dict)
+    init_weights: tuple[CheckpointStore, int] | None = None
 
     @property
-    def saved(self) -> tuple[CheckpointStore, dict[str, Any]]:
-        """The store and the state of a start from a checkpoint."""
+    def checkpoint(self) -> tuple[CheckpointStore, dict[str, Any]]:
+        """The store and the content of state.json of a start from a checkpoint."""
         if self.store is None or self.state is None:
             raise ValueError("a fresh run starts from no checkpoint")
         return self.store, self.state
@@ -103,7 +104,7 @@ class Start:
     @property
     def path(self) -> Path:
         """The directory of the checkpoint."""
-        return self.saved[0].path(self.step)
+        return self.checkpoint[0].path(self.step)
 
 
 def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
@@ -134,19 +135,19 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     recipe = inputs.recipe
     ranks = host.ranks
     path = recipe.checkpoint.init_from
-    began = start.began
+    origins = start.origins
     if path is None or (start.state is not None and inputs.method.required_start_weights is None):
         return start
-    if INIT in began and INIT not in recipe.checkpoint.allow_changes:
+    if INIT_KEY in origins and INIT_KEY not in recipe.checkpoint.allow_changes:
         alternative = NEW_RUN
         if start.state is not None:
-            keys = f"{INIT},{recipe.method}.reference"
+            keys = f"{INIT_KEY},{recipe.method}.reference"
             alternative = f"or go on with the newest weights there: checkpoint.allow_changes=[{keys}]"
-        weights = Origin.read(began[INIT], inputs.run.began).require_store(INIT, path, alternative, ranks)
+        weights = Origin.read(origins[INIT_KEY], inputs.run.began).require_store(INIT_KEY, path, alternative, ranks)
     else:
-        weights = locate_step(path, ranks, INIT)
-        began = {**began, INIT: asdict(Origin.from_step(*weights))}
-    return replace(start, began=began, weights=weights)
+        weights = locate_step(path, ranks, INIT_KEY)
+        origins = {**origins, INIT_KEY: asdict(Origin.from_step(*weights))}
+    return replace(start, origins=origins, init_weights=weights)
 
 
 def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
@@ -155,17 +156,17 @@ def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     if resume is None:
         host.ranks.run_on_first(lambda: inputs.run.refuse_used(resume))
         return Start()
-    has_traces, began = host.ranks.run_on_first(lambda: _read_began(inputs))
+    has_traces, origins = host.ranks.run_on_first(lambda: _read_began(inputs))
     origin: Origin | None = None
-    if RESUME in began:
-        origin = Origin.read(began[RESUME], inputs.run.began)
+    if RESUME_KEY in origins:
+        origin = Origin.read(origins[RESUME_KEY], inputs.run.began)
     if resume == "auto":
-        return _continue_run(inputs, store, host, origin, began, has_traces)
+        return _continue_run(inputs, store, host, origin, origins, has_traces)
     if origin is not None and has_traces:
         # If the run was started with this path before and was ended, it continues instead of starting over.
         is_same_path = origin.find_store(resume, host.ranks) or origin.was_at(resume, host.ranks)
         if is_same_path:
-            return _continue_run(inputs, store, host, origin, began, has_traces)
+            return _continue_run(inputs, store, host, origin, origins, has_traces)
     return _start_from_path(inputs, store, host, resume, origin)
 
 
@@ -175,54 +176,54 @@ def _read_began(inputs: RunInputs) -> tuple[bool, dict[str, Any]]:
     Returns:
         Whether the run has metrics or checkpoints, and the content of began.json.
     """
-    began = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
+    origins = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
     has_traces = inputs.run.leftovers is not None
-    return has_traces, began
+    return has_traces, origins
 
 
 def _continue_run(
     inputs: RunInputs,
-    own_store: CheckpointStore,
+    run_store: CheckpointStore,
     host: Host,
     origin: Origin | None,
-    began: dict[str, dict[str, Any]],
+    origins: dict[str, dict[str, Any]],
     has_traces: bool,
 ) -> Start:
     """Start from the run's newest checkpoint, or else from the one that it began from, or else fresh. Collective.
 
     Args:
         inputs: The run's inputs.
-        own_store: The run's own checkpoints.
+        run_store: The run's own checkpoints.
         host: Ranks and terminal.
         origin: The checkpoint at a path that the run began from, or None.
-        began: The content of the run's began.json.
+        origins: The content of the run's began.json.
         has_traces: Whether an earlier start left files in the run's directory.
     """
-    step = _newest(own_store, host)
+    step = _newest(run_store, host)
     if step is not None:
-        state = _read_state(own_store, step)
-        start = Start(step, tuple(state["cursor"]), own_store, state, verified=True, began=state["began"])
+        state = _read_state(run_store, step)
+        start = Start(step, tuple(state["cursor"]), run_store, state, verified=True, origins=state["began"])
     elif origin is not None:
         resume = inputs.recipe.checkpoint.resume
         path = origin.path if resume in (None, "auto") else resume
-        store, step = origin.require_store(RESUME, path, NEW_RUN, host.ranks)
+        store, step = origin.require_store(RESUME_KEY, path, NEW_RUN, host.ranks)
         state = _read_state(store, step)
-        start = Start(step, tuple(state["cursor"]), store, state, began=began)
+        start = Start(step, tuple(state["cursor"]), store, state, origins=origins)
     else:
-        return Start(began=began if has_traces else {})
+        return Start(origins=origins if has_traces else {})
     if not host.is_dry:
-        host.ranks.run_on_first(lambda: _put_damaged_aside(own_store, start.step))
+        host.ranks.run_on_first(lambda: _put_damaged_aside(run_store, start.step))
     return start
 
 
 def _start_from_path(
-    inputs: RunInputs, own_store: CheckpointStore, host: Host, path: str, origin: Origin | None
+    inputs: RunInputs, run_store: CheckpointStore, host: Host, path: str, origin: Origin | None
 ) -> Start:
     """Start from the checkpoint at a path. It may be one of this run's own. Collective.
 
     Args:
         inputs: The run's inputs.
-        own_store: The run's own checkpoints.
+        run_store: The run's own checkpoints.
         host: Ranks and terminal.
         path: A checkpoint, or a directory of checkpoints.
         origin: The checkpoint at another path that the run began from, for an error message.
@@ -238,18 +239,18 @@ def _start_from_path(
 
     if not ranks.run_on_first(lambda: Path(path).is_dir()):
         ranks.run_on_first(refuse_used)
-    store, step = locate_step(path, ranks, RESUME)
-    if store.directory.resolve() == own_store.directory.resolve():
-        store = own_store
+    store, step = locate_step(path, ranks, RESUME_KEY)
+    if store.directory.resolve() == run_store.directory.resolve():
+        store = run_store
     else:
         ranks.run_on_first(refuse_used)
-    ranks.run_on_first(lambda: _refuse_beyond(own_store, step))
+    ranks.run_on_first(lambda: _refuse_later_steps(run_store, step))
     state = _read_state(store, step)
-    began = {key: value for key, value in state["began"].items() if key == INIT}
-    began[RESUME] = asdict(Origin.from_step(store, step))
+    origins = {key: value for key, value in state["began"].items() if key == INIT_KEY}
+    origins[RESUME_KEY] = asdict(Origin.from_step(store, step))
     if not host.is_dry:
-        ranks.run_on_first(lambda: _put_damaged_aside(own_store, step))
-    return Start(step, tuple(state["cursor"]), store, state, began=began)
+        ranks.run_on_first(lambda: _put_damaged_aside(run_store, step))
+    return Start(step, tuple(state["cursor"]), store, state, origins=origins)
 
 
 def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
@@ -328,7 +329,7 @@ def compare(
         UserError: For guarded differences that `allow_changes` does not name, and for differences that no resume
             allows: another method, or a recipe that trains other tensors.
     """
-    _, state = start.saved
+    _, state = start.checkpoint
     saved = state["identities"]
     differences = _with_one_line_for_lora(config.diff_recipes(state["recipe"], original_recipe))
     for key, old, new in differences:
@@ -476,7 +477,7 @@ def _without_location(sources: list[dict[str, Any]] | None) -> list[dict[str, An
 
 def restore(start: Start, recipe: Recipe, policy: Policy, method: Method) -> None:
     """Load the checkpoint of the start into `policy` and `method`. Collective."""
-    store, state = start.saved
+    store, state = start.checkpoint
     # The checkpoint has the optimizer's options, such as "lr". Options that the recipe has changed keep the new values.
     changed_options = set()
     for key, _, _ in config.diff_recipes(state["recipe"], recipe):
@@ -510,15 +511,15 @@ class SaveContents(NamedTuple):
     rank_state: dict[str, Any]
 
 
-def contents(policy: Policy, method: Method, known: Mapping[str, Any]) -> SaveContents:
+def contents(policy: Policy, method: Method, run_state: Mapping[str, Any]) -> SaveContents:
     """Return the contents of a save.
 
     Args:
         policy: The policy.
         method: The recipe's method.
-        known: The entries of state.json other than those of policy and method.
+        run_state: The entries of state.json other than those of policy and method.
     """
-    state = {**known, "policy": policy.checkpoint.state(), "method": method.state()}
+    state = {**run_state, "policy": policy.checkpoint.state(), "method": method.state()}
     tensors = policy.checkpoint.tensors() | _named_for_method(method)
     return SaveContents(tensors, state, random_state())
 
@@ -568,7 +569,7 @@ def _newest(store: CheckpointStore, host: Host) -> int | None:
     return None
 
 
-def _refuse_beyond(store: CheckpointStore, step: int) -> None:
+def _refuse_later_steps(store: CheckpointStore, step: int) -> None:
     """Raise UserError if there are complete steps after `step`."""
     later_steps = [f"step-{later}" for later in store.steps() if later > step]
     if later_steps:

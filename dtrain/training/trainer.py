@@ -235,8 +235,8 @@ class Trainer:
             Over all ranks.
         """
         start = self.start
-        if start.weights is not None:
-            store, step = start.weights
+        if start.init_weights is not None:
+            store, step = start.init_weights
             self.policy.checkpoint.load_weights(store, step)
             self.metrics.say(f"weights of {store.path(step)}")
         if start.state is not None and start.store is not None:
@@ -260,7 +260,7 @@ class Trainer:
 
     def _write_run_files(self, start: Start) -> None:
         """Write the files that describe the run to its directory. Rank 0 only."""
-        atomic_write_text(self.run.began, json.dumps(start.began))
+        atomic_write_text(self.run.began, json.dumps(start.origins))
         atomic_write_text(self.run.config, self._recipe_text)
         self.run.write_json(DATA, {split: rows.samples.summary for split, rows in self.spec.rows.items()})
         self.run.write_json(ABOUT, describe_run(self._built))
@@ -421,18 +421,18 @@ class Trainer:
                 written in the background.
         """
         self._newest_save = {"step": step, "save": f"{self._run_mark}-{secrets.token_hex(8)}"}
-        known = {
+        run_state = {
             "step": step,
             "cursor": list(cursor),
             "recipe": self._recipe_text,
             "identities": self.identities,
             "data_files": {split: rows.samples.file_digests for split, rows in self.spec.rows.items()},
-            "began": self.start.began,
+            "began": self.start.origins,
             "save": self._newest_save["save"],
             "dtype": str(self.policy.precision.compute).removeprefix("torch."),
             "metrics": dict(self._latest_metrics),
         }
-        contents = resume.contents(self.policy, self.method, known)
+        contents = resume.contents(self.policy, self.method, run_state)
         self.saver.save(step, contents.tensors, contents.state, contents.rank_state, wait=wait)
         if self.recipe.checkpoint.export == "every":
             self.export()

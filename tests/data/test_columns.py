@@ -260,7 +260,7 @@ def test_a_blank_that_is_missing_is_named():
 
 class Begun:
     def __init__(self, recipe: str, identities: dict):
-        self.saved = (None, {"recipe": recipe, "identities": identities, "method": {}})
+        self.checkpoint = (None, {"recipe": recipe, "identities": identities, "method": {}})
 
 
 def differences(recipe, start, identities, rows):

@@ -182,7 +182,7 @@ def resolve(
     required_start_weights = sizes.method.required_start_weights
     if required_start_weights is not None and "model.config" in digests:
         digests[f"{recipe.method}.reference"] = _start_identity(recipe, digests, start, required_start_weights)
-    if start.weights is not None:
+    if start.init_weights is not None:
         host.on_first_rank("checkpoint.init_from", partial(_check_weights, inputs, recipe, start, digests, meta))
     changes: list[str] = []
     if start.state is not None:
@@ -225,8 +225,8 @@ def _start_identity(recipe: Recipe, identities: Mapping[str, str], start: Start,
     """
     # The weights are those of model.path, or random ones that follow from the seed, or those of init_from.
     weights = identities.get("model.weights") or digest(recipe.run.seed, identities["model.config"])
-    if recipe.checkpoint.init_from is not None and resume.INIT in start.began:
-        weights = start.began[resume.INIT]["identity"]
+    if recipe.checkpoint.init_from is not None and resume.INIT_KEY in start.origins:
+        weights = start.origins[resume.INIT_KEY]["identity"]
     if recipe.lora is None:
         return weights
     adapter = None if reference == "base" else identities.get("lora.path")
@@ -242,8 +242,8 @@ def _check_weights(
         UserError: Also for an adapter with other scales or another quantization, and for trained tensors whose run had
             other frozen weights. Their shapes fit, but they would be another model here.
     """
-    assert start.weights is not None and meta is not None
-    store, step = start.weights
+    assert start.init_weights is not None and meta is not None
+    store, step = start.init_weights
     state = store.read_state(step)
     if recipe.lora is not None:
         from dtrain.adapters.lora import adapter_config  # a run without an adapter does not load it
@@ -258,8 +258,8 @@ def _check_weights(
     are_digests_known = "model.config" in identities  # a dry run computes none for large weights
     if not weights.is_complete and are_digests_known and not has_same_base:
         raise UserError(
-            f"{resume.INIT}: {store.path(step)} has only the trained tensors, and the frozen weights of its run were "
-            "not those of model.path. Set model.path to the model that its run began from."
+            f"{resume.INIT_KEY}: {store.path(step)} has only the trained tensors, and the frozen weights of its run "
+            "were not those of model.path. Set model.path to the model that its run began from."
         )
     store.check_fit(step, weights.tensors, weights.cast)
 
@@ -293,7 +293,7 @@ def _check_adapter(
         differing.append("its layers, ranks or scales (lora.target, rank, alpha, rslora and the patterns)")
     if differing:
         raise UserError(
-            f"{resume.INIT}: {adapter} is an adapter that was trained with other settings: {', '.join(differing)}. "
+            f"{resume.INIT_KEY}: {adapter} is an adapter that was trained with other settings: {', '.join(differing)}. "
             "Set them as in its run."
         )
 
@@ -334,7 +334,7 @@ def _find_misfit(start: Start, meta: MetaModel | None) -> str | None:
     Rank 0 only.
     """
     assert meta is not None
-    store, state = start.saved
+    store, state = start.checkpoint
     return find_first_mismatch(meta.model, state["policy"].get("optimizer", {}), store.tensor_specs(start.step))
 
 
