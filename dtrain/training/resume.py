@@ -150,44 +150,46 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     return replace(start, origins=origins, init_weights=weights)
 
 
-def _find_step(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
+class _EarlierStart(NamedTuple):
+    """The traces of an earlier start of this run in its directory.
+
+    Attributes:
+        has_files: Whether it left metrics or checkpoints.
+        origins: The checkpoints that it began from, as in `Start.origins`.
+    """
+
+    has_files: bool
+    origins: dict[str, dict[str, Any]]
+
+
+def _read_earlier_start(inputs: RunInputs) -> _EarlierStart:
+    """Read the traces of an earlier start. Rank 0 only."""
+    origins = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
+    return _EarlierStart(inputs.run.leftovers is not None, origins)
+
+
+def _find_step(inputs: RunInputs, run_store: CheckpointStore, host: Host) -> Start:
     """Find the checkpoint of `checkpoint.resume`. Collective."""
     resume = inputs.recipe.checkpoint.resume
     if resume is None:
         host.ranks.run_on_first(lambda: inputs.run.refuse_used(resume))
         return Start()
-    has_traces, origins = host.ranks.run_on_first(lambda: _read_began(inputs))
+    earlier = host.ranks.run_on_first(lambda: _read_earlier_start(inputs))
     origin: Origin | None = None
-    if RESUME_KEY in origins:
-        origin = Origin.read(origins[RESUME_KEY], inputs.run.began)
+    if RESUME_KEY in earlier.origins:
+        origin = Origin.read(earlier.origins[RESUME_KEY], inputs.run.began)
     if resume == "auto":
-        return _continue_run(inputs, store, host, origin, origins, has_traces)
-    if origin is not None and has_traces:
+        return _continue_run(inputs, run_store, host, origin, earlier)
+    if origin is not None and earlier.has_files:
         # If the run was started with this path before and was ended, it continues instead of starting over.
         is_same_path = origin.find_store(resume, host.ranks) or origin.was_at(resume, host.ranks)
         if is_same_path:
-            return _continue_run(inputs, store, host, origin, origins, has_traces)
-    return _start_from_path(inputs, store, host, resume, origin)
-
-
-def _read_began(inputs: RunInputs) -> tuple[bool, dict[str, Any]]:
-    """Read the traces of an earlier start from the run's directory.
-
-    Returns:
-        Whether the run has metrics or checkpoints, and the content of began.json.
-    """
-    origins = read_json(inputs.run.began) if inputs.run.began.is_file() else {}
-    has_traces = inputs.run.leftovers is not None
-    return has_traces, origins
+            return _continue_run(inputs, run_store, host, origin, earlier)
+    return _start_from_path(inputs, run_store, host, resume, origin)
 
 
 def _continue_run(
-    inputs: RunInputs,
-    run_store: CheckpointStore,
-    host: Host,
-    origin: Origin | None,
-    origins: dict[str, dict[str, Any]],
-    has_traces: bool,
+    inputs: RunInputs, run_store: CheckpointStore, host: Host, origin: Origin | None, earlier: _EarlierStart
 ) -> Start:
     """Start from the run's newest checkpoint, or else from the one that it began from, or else fresh. Collective.
 
@@ -196,21 +198,21 @@ def _continue_run(
         run_store: The run's own checkpoints.
         host: Ranks and terminal.
         origin: The checkpoint at a path that the run began from, or None.
-        origins: The content of the run's began.json.
-        has_traces: Whether an earlier start left files in the run's directory.
+        earlier: The traces of the earlier start.
     """
     step = _newest(run_store, host)
     if step is not None:
         state = _read_state(run_store, step)
         start = Start(step, tuple(state["cursor"]), run_store, state, verified=True, origins=state["began"])
     elif origin is not None:
+        # The run was ended before its first save, so it begins again from the same checkpoint.
         resume = inputs.recipe.checkpoint.resume
         path = origin.path if resume in (None, "auto") else resume
         store, step = origin.require_store(RESUME_KEY, path, NEW_RUN, host.ranks)
         state = _read_state(store, step)
-        start = Start(step, tuple(state["cursor"]), store, state, origins=origins)
+        start = Start(step, tuple(state["cursor"]), store, state, origins=earlier.origins)
     else:
-        return Start(origins=origins if has_traces else {})
+        return Start(origins=earlier.origins if earlier.has_files else {})
     if not host.is_dry:
         host.ranks.run_on_first(lambda: _put_damaged_aside(run_store, start.step))
     return start
@@ -237,6 +239,7 @@ def _start_from_path(
     def refuse_used() -> None:
         inputs.run.refuse_used(path, origin.path if origin else None)
 
+    # If the path does not exist and this run has files, the second fact helps the user more than the first.
     if not ranks.run_on_first(lambda: Path(path).is_dir()):
         ranks.run_on_first(refuse_used)
     store, step = locate_step(path, ranks, RESUME_KEY)
@@ -246,7 +249,8 @@ def _start_from_path(
         ranks.run_on_first(refuse_used)
     ranks.run_on_first(lambda: _refuse_later_steps(run_store, step))
     state = _read_state(store, step)
-    origins = {key: value for key, value in state["began"].items() if key == INIT_KEY}
+    # The run now begins from this checkpoint. The weights of `init_from` that the checkpoint began from stay the same.
+    origins = {key: origin_json for key, origin_json in state["began"].items() if key == INIT_KEY}
     origins[RESUME_KEY] = asdict(Origin.from_step(store, step))
     if not host.is_dry:
         ranks.run_on_first(lambda: _put_damaged_aside(run_store, step))
