@@ -113,7 +113,7 @@ def find_start(inputs: RunInputs, store: CheckpointStore, host: Host) -> Start:
     `checkpoint.resume` is one of:
 
     - auto: The run's newest checkpoint. Every file is compared with its checksum. If a checkpoint is damaged, this is
-      printed and the one before is taken. If all are damaged, the run does not start over by itself.
+      printed and the previous one is used. If all are damaged, the run does not start over by itself.
     - null: No checkpoint. The run's directory must be new.
     - A path: The checkpoint there. If this run began from that path before and was ended, it resumes its own newest
       checkpoint.
