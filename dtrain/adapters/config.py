@@ -61,7 +61,7 @@ class AdapterConfig:
         alpha_pattern: Alphas, likewise.
         modules_to_save: Modules whose own parameters are trained.
         layers: Numbers of the decoder layers that may get an adapter. None for all.
-        in_tower: Whether patterns match names of a multimodal model with a text tower.
+        uses_tower_names: Whether patterns match names of a multimodal model with a text tower.
     """
 
     rank: int = 16
@@ -201,7 +201,7 @@ def to_tower_name(name: str) -> str:
 
 
 def from_tower_name(name: str) -> str:
-    """Undo `in_tower`."""
+    """Undo `uses_tower_names`."""
     return "model." + name.removeprefix(_TOWER) if name.startswith(_TOWER) else name
 
 

@@ -218,7 +218,7 @@ def test_what_is_sound_is_let_through(problems, overrides):
 def test_a_low_learning_rate_is_noted(overrides, told):
     lines = notes(load_recipe("sft", overrides))
     assert [] == lines if told is None else [told in note for note in lines] == [True]
-    assert all("10 times that of full fine-tuning is usual" in note for note in lines)
+    assert all("10 times the rate of full fine-tuning is usual" in note for note in lines)
 
 
 def test_validate_tells_the_note_and_the_problems(tmp_path, capsys):

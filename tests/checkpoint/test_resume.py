@@ -308,7 +308,7 @@ def test_the_override_that_the_guard_names_makes_the_change_deliberate(tmp_path)
     longer = ("checkpoint.every=10", "train.steps=12", "optimizer.betas=[0.8, 0.9]")
     with pytest.raises(UserError) as caught:
         run(tiny_recipe(tmp_path, *longer))
-    override = re.search(r"name it: (checkpoint\.allow_changes=\[\S*\]);", str(caught.value))[1]
+    override = re.search(r"set (checkpoint\.allow_changes=\[\S*\])\.", str(caught.value))[1]
     assert override == "checkpoint.allow_changes=[optimizer.betas,data.fingerprint]"
     allowed = tiny_recipe(tmp_path, *longer, override)
     assert preflight(allowed, 1) == []

@@ -365,7 +365,7 @@ def _read_config(directory: Path) -> tuple[AdapterConfig | None, list[str]]:
 
 
 def _config_of_fields(fields: Mapping[str, Any], is_of_tower: bool) -> AdapterConfig:
-    values: dict[str, Any] = {"target": (), "dropout": fields["lora_dropout"] or 0.0, "in_tower": is_of_tower}
+    values: dict[str, Any] = {"target": (), "dropout": fields["lora_dropout"] or 0.0, "uses_tower_names": is_of_tower}
     for name, peft_name in _PEFT_NAMES.items():
         value = fields[peft_name]
         if value not in (None, "", [], {}):
