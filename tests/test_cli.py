@@ -57,7 +57,7 @@ def test_cat_and_cp(tmp_path, capsys):
     assert main(["cp", "sft", str(target)]) == 0 and target.read_text() == text
     target.write_text("mine")
     assert main(["cp", "sft", str(target)]) == 1 and target.read_text() == "mine"
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["cp", "sft", str(tmp_path)]) == 0 and (tmp_path / "sft.yaml").read_text() == text
     assert main(["cp", "sft", str(tmp_path / "no" / "such")]) == 1
     assert main(["cat", "nothing"]) == 1
@@ -100,7 +100,7 @@ def test_counts_are_counts(words, capsys):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
-    assert f"argument {words[2]}: {words[3]} is no whole number of at least" in capsys.readouterr().err
+    assert f"argument {words[2]}: {words[3]} is not a whole number of at least" in capsys.readouterr().err
 
 
 def test_python_dash_m_and_the_exit_status():
@@ -115,7 +115,7 @@ def test_the_type_of_an_export_is_that_of_its_kind(tmp_path, capsys):
     assert main(["export", source, str(tmp_path / "m.gguf"), "--dtype", "float16"]) == 1
     assert "the type of a GGUF file is --type f16, bf16, f32 or q8_0" in capsys.readouterr().err
     assert main(["export", source, str(tmp_path / "out"), "--type", "f16"]) == 1
-    assert "let OUT end with .gguf, or give a directory's --dtype" in capsys.readouterr().err
+    assert "let OUT end with .gguf, or use --dtype for a directory" in capsys.readouterr().err
     assert main(["export", source, str(tmp_path / "m.gguf"), "--type", "f16"]) == 1
     assert "gone is no directory" in capsys.readouterr().err
 

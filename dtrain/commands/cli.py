@@ -1,7 +1,7 @@
 """The `dtrain` command: parses the command line, calls the command's module, and turns errors into an exit status.
 
-Imports no torch; the commands that need it do. Exit status: 0 done, 1 an error (written to stderr), 2 wrong usage,
-130, 143 and 138 ended in order by Ctrl-C, SIGTERM and SIGUSR1 (a pre-emption).
+Imports no torch. The commands that need torch import it when they are called. Exit status: 0 success, 1 an error (its
+message is on stderr), 2 wrong usage, 130, 143 and 138 after Ctrl-C, SIGTERM and SIGUSR1 (a pre-emption).
 """
 
 import argparse
@@ -32,25 +32,32 @@ from dtrain.commands.arguments import (
 )
 
 COMMANDS = {
-    "plan": ("dtrain.commands.plan.command", "show what each rank would hold and send: no GPU and no weights needed"),
-    "eval": ("dtrain.commands.eval.command", "answer the prompts of data files and judge the answers"),
-    "chat": ("dtrain.commands.chat.command", "talk with a model in the terminal"),
-    "report": ("dtrain.commands.report.command", "show runs as one page: curves, answers, groups, what differs"),
-    "compare": ("dtrain.commands.report.compare", "show runs side by side in the terminal"),
-    "push": ("dtrain.commands.push.command", "send a run's export to the Hugging Face hub, with a model card"),
-    "serve": ("dtrain.commands.serve.command", "answer completions over HTTP, as OpenAI's API has them"),
+    "plan": ("dtrain.commands.plan.command", "estimate the memory, traffic and time of a run, without GPU and weights"),
+    "eval": ("dtrain.commands.eval.command", "answer the prompts of data files and score the answers"),
+    "chat": ("dtrain.commands.chat.command", "chat with a model in the terminal"),
+    "report": ("dtrain.commands.report.command", "write an HTML page about runs: curves, answers, differences"),
+    "compare": ("dtrain.commands.report.compare", "compare runs in the terminal"),
+    "push": ("dtrain.commands.push.command", "upload a run's export to the Hugging Face hub, with a model card"),
+    "serve": ("dtrain.commands.serve.command", "serve a model over HTTP with OpenAI's API"),
     "env": ("dtrain.commands.env", "print versions and devices, for bug reports"),
 }
-"""Command -> the module that has its `add_arguments` and `run`, loaded when it is called, and its help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's) and return its exit status."""
+    """Run a command line.
+
+    Args:
+        argv: Words after `dtrain`. None: those of this process.
+
+    Returns:
+        The exit status.
+    """
     parser = _parser()
     typed = sys.argv[1:] if argv is None else list(argv)
     _check_command(parser, typed)
     arguments, rest = parser.parse_known_args(typed)
-    if hasattr(arguments, "overrides"):  # argparse takes those before the first option only
+    if hasattr(arguments, "overrides"):
+        # argparse accepts overrides only before the first option. Those after it are in `rest`.
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     _check_options(parser.commands[typed[0]], typed[1:], rest)
@@ -61,17 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, Stopped) as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return 128 + error.signum if isinstance(error, Stopped) else 1
-    except KeyboardInterrupt as error:  # with the number of a second signal, of whatever kind
+    except KeyboardInterrupt as error:  # its argument is the number of a second signal, which may not be SIGINT
         print("dtrain: interrupted", file=sys.stderr)
         return 128 + (error.args[0] if error.args else signal.SIGINT)
-    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+    except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def command() -> None:
-    """Run `main` as a program. If torch was loaded, the process ends without the interpreter's teardown: a process
-    group's thread that is still alive then aborts, now and then, a run that is done.
+    """Run `main` as a program and exit.
 
     A terminal or a pipe may have an encoding that lacks some characters (ASCII under LC_ALL=C, Latin-1, GBK). Those are
     written as escapes such as \\u2605.
@@ -81,6 +87,8 @@ def command() -> None:
             stream.reconfigure(errors="backslashreplace")
     status = main()
     if "torch" in sys.modules:
+        # Skip the interpreter's teardown. A thread of a process group that is still alive then sometimes aborts a run
+        # that has finished.
         with suppress(BrokenPipeError):
             sys.stdout.flush()
         sys.stderr.flush()
@@ -89,9 +97,11 @@ def command() -> None:
 
 
 class _Command(argparse.ArgumentParser):
-    """The parser of a command.
+    """The parser of a command, whose arguments are added when it is used.
 
-    module_name: of the module that adds its arguments; None once it has. commands: the parsers below this one.
+    Attributes:
+        module_name: Module that adds the arguments. None once it has added them.
+        commands: Parsers of the sub-commands by name.
     """
 
     module_name: str | None = None
@@ -99,14 +109,16 @@ class _Command(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         if self.module_name is not None:
-            module, self.module_name = importlib.import_module(self.module_name), None
+            module = importlib.import_module(self.module_name)
+            self.module_name = None
             module.add_arguments(self)
             self.set_defaults(command=module.run)
         return super().parse_known_args(args, namespace)
 
 
 def _parser() -> _Command:
-    parser = _Command(prog="dtrain", description="Fine-tune open-weight language models, on any mesh.")
+    """Build the parser of the whole command line."""
+    parser = _Command(prog="dtrain", description="Fine-tune open-weight language models on one or many GPUs.")
     parser.add_argument("--version", action="version", version=f"dtrain {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
 
@@ -117,77 +129,95 @@ def _parser() -> _Command:
             add_recipe(sub)
         return sub
 
-    add("run", _run, "train what a recipe says", recipe=True)
-    validate = add("validate", _validate, "show every error of a recipe at once, and start nothing", recipe=True)
+    add("run", _run, "train a model with a recipe", recipe=True)
+    validate = add("validate", _validate, "check a recipe and report all of its errors, without training", recipe=True)
     validate.add_argument("--world-size", type=at_least(1), metavar="N", help=PROCESSES)
-    preview = add("preview", _preview, "show rows as the model sees them, lengths, packing, tokens", recipe=True)
-    printed = "how many samples to print (default: 3)"
-    preview.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=printed)
+    shows = "print training data as the model receives it: text, lengths, packing"
+    preview = add("preview", _preview, shows, recipe=True)
+    num_samples = "number of samples to print (default: 3)"
+    preview.add_argument("--samples", type=at_least(0), default=3, metavar="N", help=num_samples)
     add("ls", _ls, "list the recipes that ship with dtrain")
-    copy = add("cp", _cp, "copy a shipped recipe, to edit it")
-    copy.add_argument("recipe", metavar="RECIPE", help=RECIPE)
-    copy.add_argument("target", metavar="TARGET", type=Path, help="a file that is not there yet, or a directory")
+    _add_copy_arguments(add("cp", _cp, "copy a shipped recipe to a file that you can edit"))
     add("cat", _cat, "print a recipe").add_argument("recipe", metavar="RECIPE", help=RECIPE)
-    export = add("export", _export, "write what others read from a run, a checkpoint or an adapter")
-    sources = "runs/x, runs/x/checkpoints/step-N, or an adapter's or a model's directory"
-    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=sources)
-    export.add_argument("out", metavar="OUT", type=Path, help="the directory to write, or OUT.gguf for llama.cpp")
-    export.add_argument("--dtype", help="bfloat16, float16, float32 or float64 (default: as saved)")
-    export.add_argument("--type", help="of OUT.gguf: f16, bf16, f32 or q8_0 (default: f16)")
-    forms = export.add_mutually_exclusive_group()
-    merged = "a whole model, an adapter merged into it (the default)"
-    forms.add_argument("--merged", dest="form", action="store_const", const="merged", help=merged)
-    alone = "an adapter alone, as PEFT writes it, with the tokenizer's files"
-    forms.add_argument("--adapter", dest="form", action="store_const", const="adapter", help=alone)
-    folded = "an adapter alone, its scale multiplied into B, for readers of plain LoRA (llama.cpp, vLLM)"
-    forms.add_argument("--folded", dest="form", action="store_const", const="folded", help=folded)
-    original = "merge into the base's files as they are, and not as the run held them (nf4, a lower precision)"
-    export.add_argument("--original-base", action="store_true", help=original)
-    fetched = "fetch a model, or a dataset, from the Hugging Face hub into its cache on this machine"
-    download = add("download", _download, fetched)
-    named = "such as Qwen/Qwen3-0.6B; model.path, or data.train.path, takes it as it is"
-    download.add_argument("name", metavar="OWNER/NAME", help=named)
-    download.add_argument("--data", action="store_true", help="a dataset; prints the files of the split")
-    download.add_argument("--split", default="train", help="of a dataset (default: train)")
-    download.add_argument("--subset", help="of a dataset (default: its own)")
-    download.add_argument("--revision", help="of a dataset: a branch, a tag or a commit (default: main)")
-    generate = add("generate", _generate, "complete prompts with a model")
-    generate.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
-    spoken = r"what the user says; may be repeated (default: each line of standard input; line breaks come out as \n)"
-    generate.add_argument("--prompt", action="append", help=spoken)
-    shown = "a file with an image, in front of what the user says; may be repeated"
-    generate.add_argument("--image", action="append", default=[], metavar="PATH", type=Path, help=shown)
-    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    generate.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="default: 256")
-    add_sampling(generate)
-    generate.add_argument("--seed", type=int, default=0, help="default: 0")
-    add_device(generate)
+    _add_export_arguments(add("export", _export, "export a run, a checkpoint or an adapter for use by other tools"))
+    download = "download a model or a dataset from the Hugging Face hub into the cache of this machine"
+    _add_download_arguments(add("download", _download, download))
+    _add_generate_arguments(add("generate", _generate, "complete prompts with a model"))
     for name, (module_name, text) in COMMANDS.items():
         add(name, None, text).module_name = module_name
     parser.commands = commands.choices
     return parser
 
 
+def _add_copy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help=RECIPE)
+    parser.add_argument("target", metavar="TARGET", type=Path, help="the new file, or a directory for it")
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    source = "runs/x, runs/x/checkpoints/step-N, or the directory of an adapter or a model"
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=source)
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write, or a file OUT.gguf for llama.cpp")
+    dtype = "dtype of a directory: bfloat16, float16, float32 or float64 (default: as saved)"
+    parser.add_argument("--dtype", help=dtype)
+    parser.add_argument("--type", help="type of OUT.gguf: f16, bf16, f32 or q8_0 (default: f16)")
+    forms = parser.add_mutually_exclusive_group()
+    merged = "a full model, with an adapter merged into its weights (the default)"
+    forms.add_argument("--merged", dest="form", action="store_const", const="merged", help=merged)
+    adapter = "only the adapter, in PEFT's format, with the tokenizer's files"
+    forms.add_argument("--adapter", dest="form", action="store_const", const="adapter", help=adapter)
+    folded = "only the adapter, with its scale multiplied into B, for tools that read plain LoRA (llama.cpp, vLLM)"
+    forms.add_argument("--folded", dest="form", action="store_const", const="folded", help=folded)
+    original = "merge into the original weights of the base model, even if the run trained on a quantized copy (nf4)"
+    parser.add_argument("--original-base", action="store_true", help=original)
+
+
+def _add_download_arguments(parser: argparse.ArgumentParser) -> None:
+    name = "hub id, such as Qwen/Qwen3-0.6B; model.path and data.train.path accept the same id"
+    parser.add_argument("name", metavar="OWNER/NAME", help=name)
+    parser.add_argument("--data", action="store_true", help="download a dataset, and print the files of the split")
+    parser.add_argument("--split", default="train", help="split of the dataset (default: train)")
+    parser.add_argument("--subset", help="subset of the dataset (default: its default subset)")
+    parser.add_argument("--revision", help="branch, tag or commit of the dataset (default: main)")
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
+    prompt = r"a user message; may be repeated (default: each line of standard input; line breaks are printed as \n)"
+    parser.add_argument("--prompt", action="append", help=prompt)
+    image = "an image file, placed before the user message; may be repeated"
+    parser.add_argument("--image", action="append", default=[], metavar="PATH", type=Path, help=image)
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    longest = "maximum length of a completion (default: 256)"
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=256, metavar="N", help=longest)
+    add_sampling(parser)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add_device(parser)
+
+
 def _check_command(parser: _Command, typed: list[str]) -> None:
-    """Exit with status 2 for no command, or one that dtrain does not have."""
+    """Exit with status 2 if there is no command, or one that dtrain does not have."""
     if not typed:
         parser.print_help(sys.stderr)
         sys.exit(2)
-    if typed[0].startswith("-") and typed[0] not in ("-h", "--help", "--version"):
-        parser.error(f"{typed[0]}: a command comes first, such as `dtrain run RECIPE key=value`; --help lists them")
-    if not typed[0].startswith("-") and typed[0] not in parser.commands:
+    first = typed[0]
+    if first.startswith("-") and first not in ("-h", "--help", "--version"):
+        parser.error(f"{first}: a command comes first, such as `dtrain run RECIPE key=value`; --help lists them")
+    if not first.startswith("-") and first not in parser.commands:
         from dtrain.commands.suggestions import no_command
 
         parser.error(no_command(typed, parser.commands))
 
 
 def _check_options(command: argparse.ArgumentParser, typed: list[str], rest: list[str]) -> None:
-    """Exit with status 2 for an unknown option, or for `key=value` after a command that takes options only."""
+    """Exit with status 2 if there is an unknown option, or `key=value` after a command that has only options."""
     takes_keys = any(action.dest == "overrides" for action in command._actions)
-    if rest or (not takes_keys and any("=" in word for word in typed)):
+    has_assignment = any("=" in word for word in typed)
+    if rest or (has_assignment and not takes_keys):
         from dtrain.commands.suggestions import unknown_words
 
-        if problems := unknown_words(command, takes_keys, typed, rest):
+        problems = unknown_words(command, takes_keys, typed, rest)
+        if problems:
             command.error("\n  ".join(problems))
 
 
@@ -236,10 +266,10 @@ def _cp(arguments: argparse.Namespace) -> None:
     source = config.find_recipe(arguments.recipe)
     target = arguments.target / source.name if arguments.target.is_dir() else arguments.target
     try:
-        with source.open("rb") as whence, target.open("xb") as whither:
-            shutil.copyfileobj(whence, whither)
+        with source.open("rb") as source_file, target.open("xb") as target_file:
+            shutil.copyfileobj(source_file, target_file)
     except FileExistsError:
-        raise UserError(f"{target} is there already; choose another name") from None
+        raise UserError(f"{target} already exists; choose another name") from None
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from error
 
@@ -251,17 +281,17 @@ def _cat(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    source, out, kind = arguments.source, arguments.out, arguments.type
+    source, out, gguf_type = arguments.source, arguments.out, arguments.type
     form, original_base = arguments.form, arguments.original_base
     if out.suffix == ".gguf":
         if arguments.dtype is not None:
             raise UserError("--dtype is for directories: the type of a GGUF file is --type f16, bf16, f32 or q8_0")
         from dtrain.checkpoint.gguf.export import export_gguf
 
-        origin = export_gguf(source, out, kind or "f16", form, original_base)
+        origin = export_gguf(source, out, gguf_type or "f16", form, original_base)
     else:
-        if kind is not None:
-            raise UserError("--type is for GGUF files: let OUT end with .gguf, or give a directory's --dtype")
+        if gguf_type is not None:
+            raise UserError("--type is for GGUF files: let OUT end with .gguf, or use --dtype for a directory")
         from dtrain.checkpoint.huggingface.export import export
 
         origin = export(source, out, arguments.dtype, form, original_base)
@@ -271,16 +301,17 @@ def _export(arguments: argparse.Namespace) -> None:
 def _download(arguments: argparse.Namespace) -> None:
     from dtrain.base import hub
 
-    name, kind = arguments.name, "dataset" if arguments.data else "model"
+    name = arguments.name
     if not hub.is_model_id(name):
+        kind = "dataset" if arguments.data else "model"
         address = re.match(r"https?://[^/]+/(?:datasets/)?([^/]+/[^/?#]+)", name)
-        meant = f": write {address[1]}" if address else ", or a directory has that name"
-        raise UserError(f"{name} is no {kind}'s id on the hub (owner/name){meant}")
+        fix = f": write {address[1]}" if address else ", or a directory has that name"
+        raise UserError(f"{name} is not the id of a {kind} on the hub (owner/name){fix}")
     if arguments.data:
         from dtrain.data.sources.hub import DatasetPart, download
 
         files = download(name, DatasetPart(arguments.split, arguments.subset, arguments.revision))
-        print("\n".join(map(str, files)))
+        print("\n".join(str(file) for file in files))
         return
     if arguments.split != "train" or arguments.subset or arguments.revision:
         raise UserError("--split, --subset and --revision are for datasets: add --data")
@@ -290,18 +321,21 @@ def _download(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     from dtrain.base.hub import find_model_directory
 
-    find_model_directory(arguments.directory)  # before torch is loaded, which takes long
+    find_model_directory(arguments.directory)  # a wrong name fails here, before torch is imported, which takes seconds
     if arguments.image and arguments.raw:
-        raise UserError("--image: images stand in a chat, and --raw is without one: leave --raw out")
+        raise UserError("--image needs the chat template, which --raw leaves out: leave --raw out")
     from dtrain.inference.generate import generate_text
 
     is_piped = arguments.prompt is None
     if is_piped and sys.stdin.isatty():
-        raise UserError('no prompt: give --prompt "...", or pipe prompts in, one a line')
+        raise UserError('no prompt: give --prompt "...", or pipe prompts in, one per line')
     if is_piped:
         keep_carriage_returns()
-    prompts = split_lines(sys.stdin.read()) if is_piped else arguments.prompt
+        prompts = split_lines(sys.stdin.read())
+    else:
+        prompts = arguments.prompt
     options = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "raw", "dtype", "device")
-    named = {name: getattr(arguments, name) for name in options} | {"images": arguments.image}
-    for text in generate_text(arguments.directory, prompts, **named):
+    settings = {name: getattr(arguments, name) for name in options}
+    for text in generate_text(arguments.directory, prompts, images=arguments.image, **settings):
+        # One line per prompt, so that completions can be matched with the lines of the input.
         print(text.replace("\n", "\\n") if is_piped else text, flush=True)

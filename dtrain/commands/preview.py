@@ -1,10 +1,10 @@
-"""`dtrain preview`: rows as the model sees them, and what the set is like once it is tokenised and packed."""
+"""`dtrain preview`: training data as the model receives it, and statistics of the tokenized and packed data."""
 
+import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice, repeat
-from operator import itemgetter
+from itertools import islice
 from typing import TextIO
 
 import torch
@@ -23,10 +23,11 @@ from dtrain.training.inputs import RunInputs, World
 from dtrain.training.setup.data import open_splits
 
 SIDES = ("chosen", "rejected")
-TRAINED, PLAIN = "\033[32m", "\033[0m"
+GREEN, RESET_COLOR = "\033[32m", "\033[0m"
 AS_CHARACTERS, AS_TOKEN = "{{{{{} as characters}}}}", "{{{{{} as a token}}}}"  # marks of special tokens in a row
-BUCKETS, BAR = 12, 40
-BLOCK = 1 << 16  # samples read at once
+BUCKETS = 12  # of the histogram
+BAR = 40  # characters of its longest bar
+BLOCK = 1 << 16  # samples that are read at once
 
 
 def preview(
@@ -35,15 +36,21 @@ def preview(
     out: TextIO | None = None,
     hide: Callable[[str], str] = str,
 ) -> None:
-    """Print rows of the recipe's training data, trained tokens coloured, then lengths, losses by filter and packing.
+    """Print the first samples of the training data, then a histogram of lengths, and how full packed rows are.
 
-    out     standard output by default. Colours are for a terminal; elsewhere trained spans are in [[ ]]
-    hide    removes the secrets from a line
+    Tokenizes into the cache that a run of the recipe uses.
 
-    Tokenises into the cache that a run of the recipe uses. Raises UserError as a run would.
+    Args:
+        recipe: The recipe.
+        samples: Number of samples.
+        out: Where to print. None: standard output. Trained tokens are green in a terminal, otherwise inside [[ ]].
+        hide: Removes the secrets from a line.
+
+    Raises:
+        UserError: As a run would.
     """
     out = out or sys.stdout
-    color = out.isatty()
+    has_color = out.isatty()
 
     def say(text: str = "") -> None:
         print(hide(text), file=out)
@@ -52,132 +59,205 @@ def preview(
         raise UserError("model.path is missing: set it to a local directory with config.json, weights and tokenizer")
     inputs = RunInputs.of(recipe, World(recipe.launch.num_processes))
     data = open_splits(inputs, inputs.cache, say, True, ["train"])
-    rows, tokenizer, label = data.rows["train"], inputs.source.tokenizer, inputs.method.label()
+    rows = data.rows["train"]
     template = inputs.source.template
-    shown = Shown(tokenizer, frozenset() if template is None else template.structure)
+    printer = TokenPrinter(inputs.source.tokenizer, frozenset() if template is None else template.structure)
     noun = rows.samples.noun
     unit = "row" if rows.packing or noun == "samples" else noun.removesuffix("s")
-    mark = "" if noun == "prompts" else f", trained tokens {'green' if color else 'in [[ ]]'}"
-    for number, placement in enumerate(islice(rows.sample_groups(), samples), start=1):
-        places = ", ".join("{}:{}".format(*rows.samples.origin(index)) for index in placement.samples[:4])
-        more = f" and {len(placement.samples) - 4} more" if len(placement.samples) > 4 else ""
-        say(f"\n--- {unit} {number}{mark}: {places}{more}")
-        for document, text in enumerate(texts_of(rows, placement.samples, shown, color)):
-            sample, side = divmod(document, 2 if noun == "pairs" else 1)
-            if label is not None and side == 0:
-                value = rows.samples.row(placement.samples[sample])["columns"][label.column]
-                say(f"- {label.column} {value:g}:")
-            if noun == "pairs":
-                say(f"- {SIDES[document % 2]}:")
-            if inputs.method.kind == "labelled":
-                say("- wanted:" if is_desirable(rows.samples, placement.samples[document]) else "- not wanted:")
-            say(text)
-        if noun == "prompts":
-            for name, value in rows.samples.row(placement.samples[0])["columns"].items():
-                say(f"- {name}: {value}")
+    legend = ""
+    if noun != "prompts":
+        legend = f", trained tokens {'green' if has_color else 'in [[ ]]'}"
+    for number, group in enumerate(islice(rows.sample_groups(), samples), start=1):
+        say(f"\n--- {unit} {number}{legend}: {_origins(rows.samples, group.samples)}")
+        texts = texts_of(rows, group.samples, printer, has_color)
+        for line in _document_lines(inputs, rows.samples, group.samples, texts):
+            say(line)
     for line in ["", *histogram(rows.samples), "", *packing(rows)]:
         say(line)
 
 
+def _origins(samples: Samples, indices: Sequence[int]) -> str:
+    """Return the file and the line of up to four samples."""
+    origins = []
+    for index in indices[:4]:
+        file, line = samples.origin(index)
+        origins.append(f"{file}:{line}")
+    more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
+    return ", ".join(origins) + more
+
+
+def _document_lines(inputs: RunInputs, samples: Samples, indices: Sequence[int], texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts of samples with headings, such as "- chosen:" and "- rejected:" of a preference pair."""
+    label = inputs.method.label()
+    is_pairs = samples.noun == "pairs"
+    for document, text in enumerate(texts):
+        # A pair has two documents.
+        sample, side = divmod(document, 2) if is_pairs else (document, 0)
+        if label is not None and side == 0:
+            value = samples.row(indices[sample])["columns"][label.column]
+            yield f"- {label.column} {value:g}:"
+        if is_pairs:
+            yield f"- {SIDES[side]}:"
+        if inputs.method.kind == "labelled":
+            yield "- desirable:" if is_desirable(samples, indices[document]) else "- undesirable:"
+        yield text
+    if samples.noun == "prompts":
+        for name, value in samples.row(indices[0])["columns"].items():
+            yield f"- {name}: {value}"
+
+
 @dataclass(frozen=True)
-class Shown:
-    """How token ids are shown.
+class TokenPrinter:
+    """Turns token ids into text for people.
 
     Attributes:
-        tokenizer: The model's.
-        structure: Special tokens that the chat template writes itself; these have no mark.
+        tokenizer: The model's tokenizer.
+        structure: Special tokens that the chat template itself writes. They are printed without a mark.
     """
 
     tokenizer: Tokenizer
     structure: Collection[str]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode `ids` and mark special tokens that a row brings along.
+        """Decode `ids` and mark special tokens that come from the data.
 
-        Text that spells a special token but is read as characters gets one mark, a special token outside the
-        conversation's structure the other: `{{<|im_end|> as characters}}`, `{{<|box_start|> as a token}}`.
+        If the data contain the text of a special token, it is tokenized as characters or as the token, and marked in
+        one of two ways: `{{<|im_end|> as characters}}`, `{{<|box_start|> as a token}}`.
         """
-        shown = []
-        for control, text in self.tokenizer.pieces(ids):
-            if control is not None:
-                shown.append(control if control in self.structure or not self.structure else AS_TOKEN.format(control))
+        texts = []
+        for special_token, text in self.tokenizer.pieces(ids):
+            if special_token is not None:
+                is_structure = special_token in self.structure or not self.structure
+                texts.append(special_token if is_structure else AS_TOKEN.format(special_token))
             end = 0
             for match in self.tokenizer.control_tokens.find(text):
-                shown += [text[end : match.start()], AS_CHARACTERS.format(match[0])]
+                texts += [text[end : match.start()], AS_CHARACTERS.format(match[0])]
                 end = match.end()
-            shown.append(text[end:])
-        return "".join(shown)
+            texts.append(text[end:])
+        return "".join(texts)
 
 
-def texts_of(rows: Rows, samples: list[int], shown: Shown, color: bool) -> Iterator[str]:
-    """Yield the text of each document of these samples. No image is decoded."""
+def texts_of(rows: Rows, samples: list[int], printer: TokenPrinter, has_color: bool) -> Iterator[str]:
+    """Yield the text of each document of some samples. No image is decoded."""
     reader = rows.images
-    images = [own for index in samples for own in rows.samples.images(index)] if reader is not None else []
-    left = iter(images)
+    images_by_document: list[Sequence[ImageRecord]] = []
+    if reader is not None:
+        for index in samples:
+            images_by_document += rows.samples.images(index)
+    image_id = None if reader is None else reader.token_id
+    first = 0  # number of documents in the rows so far
     for row in replace(rows, images=None).build(samples):
-        count = int(row["seq_ids"][-1]) + 1
-        records = [next(left, []) for _ in range(count)]
-        yield from documents(row, shown, color, records, None if reader is None else reader.token_id)
+        num_documents = int(row["seq_ids"][-1]) + 1
+        images = images_by_document[first : first + num_documents]
+        first += num_documents
+        images += [[]] * (num_documents - len(images))
+        yield from documents(row, printer, has_color, images, image_id)
 
 
 def documents(
-    row: Row, shown: Shown, color: bool, images: Sequence[Sequence[ImageRecord]], image_id: int | None
+    row: Row, printer: TokenPrinter, has_color: bool, images: Sequence[Sequence[ImageRecord]], image_id: int | None
 ) -> Iterator[str]:
-    """Yield the text of each document of a row, its trained tokens marked, and a mark in the place of the tokens of
-    each image. images: of each document; image_id: the id of image tokens."""
-    begin, end = (TRAINED, PLAIN) if color else ("[[", "]]")
-    targets = torch.zeros_like(row["labels"], dtype=torch.bool)
-    targets[1:] = row["labels"][:-1] != IGNORE_INDEX  # a label stands one place before the token that it names
+    """Yield the text of each document of a row. Trained tokens are marked, and each image is one mark.
+
+    Args:
+        row: The row.
+        printer: Turns token ids into text.
+        has_color: Whether marks are colours.
+        images: Images of each document.
+        image_id: Id of image tokens. None if the model has no images.
+    """
+    begin, end = (GREEN, RESET_COLOR) if has_color else ("[[", "]]")
+    # labels[t] is the token after input_ids[t], so a token is trained if the position before it has a label.
+    is_trained = torch.zeros_like(row["labels"], dtype=torch.bool)
+    is_trained[1:] = row["labels"][:-1] != IGNORE_INDEX
     for document, records in enumerate(images):
-        inside = row["seq_ids"] == document
-        ids, trained = row["input_ids"][inside].tolist(), targets[inside].tolist()
-        numbers = chain.from_iterable(repeat(number, record.layout.tokens) for number, record in enumerate(records))
-        places = [next(numbers, None) if token == image_id else None for token in ids]  # an image's number, or text
-        spans = groupby(zip(trained, places, ids, strict=True), key=itemgetter(0, 1))
-        texts = (
-            (
-                is_trained,
-                shown.text([token for *_, token in span]) if number is None else image_mark(records[number]),
-            )
-            for (is_trained, number), span in spans
-        )
-        yield "".join(f"{begin}{text}{end}" if is_trained else text for is_trained, text in texts)
+        mask = row["seq_ids"] == document
+        spans = _spans(row["input_ids"][mask].tolist(), is_trained[mask].tolist(), records, image_id)
+        texts = []
+        for span in spans:
+            text = printer.text(span.ids) if span.image is None else image_mark(records[span.image])
+            texts.append(f"{begin}{text}{end}" if span.is_trained else text)
+        yield "".join(texts)
+
+
+@dataclass
+class _Span:
+    """Neighbouring tokens of a document that are printed together.
+
+    Attributes:
+        is_trained: Whether they are trained.
+        image: Index of the image that they belong to. None for text.
+        ids: The tokens.
+    """
+
+    is_trained: bool
+    image: int | None
+    ids: list[int]
+
+
+def _spans(
+    ids: Sequence[int], trained: Sequence[bool], records: Sequence[ImageRecord], image_id: int | None
+) -> list[_Span]:
+    """Split the tokens of a document where text and images, or trained and other tokens, meet."""
+    # The index of the image of each image token, in order. An image has as many tokens as its layout says.
+    image_indices = [index for index, record in enumerate(records) for _ in range(record.layout.tokens)]
+    num_image_tokens = 0
+    spans: list[_Span] = []
+    for token, is_trained in zip(ids, trained, strict=True):
+        image = None
+        if token == image_id:
+            if num_image_tokens < len(image_indices):
+                image = image_indices[num_image_tokens]
+            num_image_tokens += 1
+        if spans and (spans[-1].is_trained, spans[-1].image) == (is_trained, image):
+            spans[-1].ids.append(token)
+        else:
+            spans.append(_Span(is_trained, image, [token]))
+    return spans
 
 
 def image_mark(record: ImageRecord) -> str:
-    """Return the words that stand for an image in a row: its name, its size as it is resized, its tokens."""
+    """Return the text that is printed for an image: its name, its size after resizing, its number of tokens."""
     height, width, _, tokens = record.layout
     return f"[image {record.name} {width} × {height}, {tokens} {plural(tokens, 'token')}]"
 
 
 def histogram(samples: Samples) -> list[str]:
-    """Return the histogram of the documents' lengths in tokens, before truncation, as lines."""
+    """Return a histogram of the documents' lengths in tokens, before truncation, as lines."""
 
     def blocks() -> Iterator[Tensor]:
         for start in range(0, len(samples), BLOCK):
             yield samples.full_lengths(start, min(len(samples), start + BLOCK))
 
-    lows, highs, sums = zip(*((int(b.min()), int(b.max()), int(b.sum())) for b in blocks()), strict=True)
-    lowest, highest, limit = min(lows), max(highs), samples.meta["max_length"]
-    width = max(1, -(-(highest + 1 - lowest) // BUCKETS))
+    lows, highs, totals = [], [], []
+    for block in blocks():
+        lows.append(int(block.min()))
+        highs.append(int(block.max()))
+        totals.append(int(block.sum()))
+    lowest, highest = min(lows), max(highs)
+    width = max(1, math.ceil((highest + 1 - lowest) / BUCKETS))
+    # The blocks are read a second time, because the buckets depend on all of them.
     counts = torch.stack([((block - lowest) // width).bincount(minlength=BUCKETS) for block in blocks()]).sum(0)
-    mean = sum(sums) / (len(samples) * samples.documents_per_sample)
+    mean = sum(totals) / (len(samples) * samples.documents_per_sample)
+    limit = samples.meta["max_length"]
     lines = [f"lengths in tokens: {lowest} to {highest}, mean {mean:.1f} (max_length {limit})"]
+    largest_count = int(counts.max())
     for bucket, count in enumerate(counts.tolist()):
-        low, high = lowest + bucket * width, lowest + (bucket + 1) * width - 1
+        low = lowest + bucket * width
         if low <= highest:
-            lines.append(f"{low:>8} - {high:<8} {count:>9,} {'#' * round(BAR * count / int(counts.max()))}".rstrip())
+            bar = "#" * round(BAR * count / largest_count)
+            lines.append(f"{low:>8} - {low + width - 1:<8} {count:>9,} {bar}".rstrip())
     return lines
 
 
 def packing(rows: Rows) -> list[str]:
-    """Return the rows and tokens of an epoch and how full packed rows are, as lines."""
-    count, tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
+    """Return the numbers of rows and tokens of an epoch, and how full packed rows are, as lines."""
+    num_rows, num_tokens = rows.rows_in_epoch(0), rows.tokens_in_epoch(0)
     noun = rows.samples.noun
     unit = "rows" if rows.packing or noun == "samples" else noun
-    lines = [f"an epoch: {count:,} {unit}, {tokens:,} tokens"]
+    lines = [f"an epoch: {num_rows:,} {unit}, {num_tokens:,} tokens"]
     if rows.packing:
-        full = 100 * tokens / (count * rows.capacity)
-        per_row = sum(share.total for share in rows.samples.sources) / count
+        full = 100 * num_tokens / (num_rows * rows.capacity)
+        per_row = sum(source.total for source in rows.samples.sources) / num_rows
         lines.append(f"packed rows of {rows.capacity} tokens are {full:.1f}% full, {per_row:.1f} {noun} each")
     return lines

@@ -1,6 +1,7 @@
-"""The device of a rank: which it takes, and what is wrong with it or with those of all ranks together.
+"""The device of each rank, and checks that the devices of all ranks can work together.
 
-Ranks meet in a store before NCCL starts, which would hang or speak of its own matters where two of them cannot talk.
+The checks use a torch.distributed store, before NCCL starts. NCCL itself would hang, or fail with a message about its
+own internals, if two ranks share a GPU or use MIG slices.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtrain.base.errors import UserError
 from dtrain.base.hardware import VISIBLE_DEVICES, choose_device_type, hidden_gpu_reason
+from dtrain.base.ranges import plural
 from dtrain.launch.rank_info import RankInfo
 from dtrain.recipe.world import AUTO, MAX_AUTO_BATCH, Config, mesh_problems, replace_keys
 
@@ -23,17 +25,27 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own settings
-FREE_SHARE = 0.9  # share of a device that is free, below which others hold memory there
-CPU_PROCESSES = 64  # that a machine of few cores is let start: each has torch in its memory
-BFLOAT16_CAPABILITY = (8, 0)  # compute capability from which on a GPU computes in bfloat16, and has flash attention
-DRIVER = Path("/proc/driver/nvidia/version")  # there where a driver is loaded
+# Environment variables with a user's own settings of torch's allocator.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+FREE_SHARE = 0.9  # if less of a device's memory is free, other processes are using it
+CPU_PROCESSES = 64  # number of CPU processes that is always allowed; each loads torch into memory
+BFLOAT16_CAPABILITY = (8, 0)  # first compute capability with bfloat16 arithmetic and flash attention
+DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A rank's GPU. memory: bytes; capability: CUDA's compute capability, major and minor; free: bytes, where other
-    processes hold a tenth of the memory or more."""
+    """A rank's GPU.
+
+    Attributes:
+        rank: The rank.
+        host: Name of its host.
+        name: Name of the GPU.
+        memory: Bytes.
+        capability: CUDA's compute capability, (major, minor).
+        uuid: Identifier of the GPU, unique on its host.
+        free: Free bytes if other processes use more than a tenth of the memory, otherwise None.
+    """
 
     rank: int
     host: str
@@ -45,68 +57,77 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Support of bfloat16 and of flash attention, which go together."""
+        """Whether the GPU supports bfloat16 and flash attention, which come together."""
         return self.capability >= BFLOAT16_CAPABILITY
 
     @property
     def description(self) -> str:
+        """Name, memory and compute capability as text."""
         major, minor = self.capability
         return f"{self.name} ({self.memory / 2**30:.0f} GiB, compute capability {major}.{minor})"
 
 
 def resolve_nproc(recipe: Config) -> Config:
-    """Return `recipe` with a number for `launch.nproc=auto`: of this machine's CUDA devices as many as can share the
-    mesh and the batch, or 1. CUDA is not started."""
-    launch, count = recipe.launch, 0  # type: ignore[attr-defined]
+    """Replace `launch.nproc=auto` by a number, without starting CUDA.
+
+    The number is the largest number of this machine's CUDA devices for which the mesh and the batch can be divided, or
+    1 if there is none.
+    """
+    launch = recipe.launch  # type: ignore[attr-defined]
     if launch.nproc != AUTO:
         return recipe
+    num_devices = 0
     if launch.device != "cpu":
         import torch
 
-        count = torch.cuda.device_count()
-    fitting = (number for number in range(count, 1, -1) if _shares(recipe, number))
-    return replace_keys(recipe, {"launch.nproc": next(fitting, 1)})
+        num_devices = torch.cuda.device_count()
+    nproc = 1
+    for count in range(num_devices, 1, -1):
+        if _can_run_on(recipe, count):
+            nproc = count
+            break
+    return replace_keys(recipe, {"launch.nproc": nproc})
 
 
-def _shares(recipe: Any, count: int) -> bool:
-    """Return whether the mesh and the batch of `recipe` can be shared by `count` processes."""
-    problems, shape = mesh_problems(recipe, count)
-    total = recipe.train.global_batch
-    return (
-        not problems
-        and shape is not None
-        and (total if isinstance(total, int) else MAX_AUTO_BATCH) % prod(shape[:2]) == 0
-    )
+def _can_run_on(recipe: Any, num_processes: int) -> bool:
+    """Return whether `num_processes` can divide the mesh and the global batch of the recipe."""
+    problems, shape = mesh_problems(recipe, num_processes)
+    if problems or shape is None:
+        return False
+    dp_size = prod(shape[:2])
+    global_batch = recipe.train.global_batch
+    if not isinstance(global_batch, int):
+        global_batch = MAX_AUTO_BATCH
+    return global_batch % dp_size == 0
 
 
-def choose_device(wanted: str, rank_info: RankInfo) -> "torch.device":
-    """Return the device of a rank of this machine. CUDA is not started.
+def choose_device(requested: str, rank_info: RankInfo) -> "torch.device":
+    """Return the device of a rank of this machine, without starting CUDA.
 
     Args:
-        wanted: `launch.device`: auto, cpu or cuda.
-        place: The rank, and how many run on this machine.
+        requested: `launch.device`: auto, cpu or cuda.
+        rank_info: The rank, and the number of ranks on this machine.
 
     Raises:
-        UserError: If there is no device of that kind, or fewer than ranks.
+        UserError: If there is no such device, or fewer than ranks.
     """
     import torch
 
-    device_type = choose_device_type("launch.device", wanted, rank_info.environ)
+    device_type = choose_device_type("launch.device", requested, rank_info.environ)
     if device_type == "cpu":
-        if wanted == "auto":
+        if requested == "auto":
             _note_unused_gpu(rank_info)
         _check_cpu_processes(rank_info)
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count == 1 and rank_info.started_by == "slurm":  # srun --gpus-per-task=1 shows each rank its own
+    if count == 1 and rank_info.started_by == "slurm":  # srun --gpus-per-task=1 makes one GPU visible to each rank
         return torch.device("cuda", 0)
     if rank_info.local_world_size > count:
-        shown = (
-            f" ({VISIBLE_DEVICES}={rank_info.environ[VISIBLE_DEVICES]})" if VISIBLE_DEVICES in rank_info.environ else ""
-        )
+        visible = rank_info.environ.get(VISIBLE_DEVICES)
+        setting = "" if visible is None else f" ({VISIBLE_DEVICES}={visible})"
         raise UserError(
-            f"{rank_info.local_world_size} processes on a machine with {count} CUDA device{'s' if count > 1 else ''}"
-            f"{shown}: set launch.nproc={count}, or launch.device=cpu"
+            f"{rank_info.local_world_size} processes on a machine with {count} CUDA {plural(count, 'device')}{setting}"
+            f": set launch.nproc={count}, or launch.device=cpu"
         )
     return torch.device("cuda", rank_info.local_rank)
 
@@ -119,23 +140,26 @@ def _note_unused_gpu(rank_info: RankInfo) -> None:
 
 
 def _check_cpu_processes(rank_info: RankInfo) -> None:
-    """Refuse more processes on a CPU than its memory and cores are good for."""
+    """Raise UserError if a CPU would run more processes than its memory and cores can serve."""
     cores = os.cpu_count() or 1
-    most = max(CPU_PROCESSES, 4 * cores)
-    if rank_info.local_world_size > most:
-        plural = "s" if cores > 1 else ""
+    max_processes = max(CPU_PROCESSES, 4 * cores)
+    if rank_info.local_world_size > max_processes:
         raise UserError(
-            f"{rank_info.local_world_size} processes on a CPU with {cores} core{plural}, which has room for {most} at "
-            f"most: set launch.nproc={cores}"
+            f"{rank_info.local_world_size} processes on a CPU with {cores} {plural(cores, 'core')}, which has room for "
+            f"{max_processes} at most: set launch.nproc={cores}"
         )
 
 
 def start_device(device: "torch.device", rank_info: RankInfo) -> DeviceFacts:
-    """Start CUDA on `device`, the default from here on. Raises UserError where the driver does not let it start."""
+    """Start CUDA on `device` and make it the default device of this process.
+
+    Raises:
+        UserError: If the driver does not let CUDA start.
+    """
     import torch
 
     if not any(name in rank_info.environ for name in ALLOCATOR):
-        # Lengths differ from step to step: segments of fixed size would be left with holes.
+        # Sequence lengths differ from step to step, and segments of fixed size would leave gaps.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         torch.cuda.init()
@@ -148,44 +172,66 @@ def start_device(device: "torch.device", rank_info: RankInfo) -> DeviceFacts:
             f"{torch.version.cuda}: update the driver (`nvidia-smi` shows its version), install a torch for an older "
             "CUDA, or set launch.device=cpu"
         ) from error
-    capability = (properties.major, properties.minor)
-    uuid = str(getattr(properties, "uuid", device.index))
-    total, free = properties.total_memory, torch.cuda.mem_get_info(device)[0]
-    rest = free if free < FREE_SHARE * total else None
-    return DeviceFacts(rank_info.rank, socket.gethostname(), properties.name, total, capability, uuid, rest)
+    free, total = torch.cuda.mem_get_info(device)[0], properties.total_memory
+    return DeviceFacts(
+        rank=rank_info.rank,
+        host=socket.gethostname(),
+        name=properties.name,
+        memory=total,
+        capability=(properties.major, properties.minor),
+        uuid=str(getattr(properties, "uuid", device.index)),
+        free=free if free < FREE_SHARE * total else None,
+    )
 
 
-def resolve_device_type(wanted: str, dtype: str, count: int, environ: MutableMapping[str, str]) -> str:
-    """Return the type of the devices that `count` processes of this machine would have, once each has been started
-    here. wanted: `launch.device`. Raises UserError."""
-    rank_info = RankInfo(world_size=count, local_world_size=count, environ=environ)
-    device = choose_device(wanted, rank_info)
+def resolve_device_type(requested: str, dtype: str, num_processes: int, environ: MutableMapping[str, str]) -> str:
+    """Return the device type of `num_processes` processes on this machine. Starts every CUDA device that they use.
+
+    Args:
+        requested: `launch.device`: auto, cpu or cuda.
+        dtype: `train.dtype`.
+        num_processes: Number of processes.
+        environ: Environment of this process.
+
+    Raises:
+        UserError: If the devices do not suffice.
+    """
+    first_rank = RankInfo(world_size=num_processes, local_world_size=num_processes, environ=environ)
+    device = choose_device(requested, first_rank)
     if device.type == "cuda":
         import torch
 
-        rank_infos = [replace(rank_info, rank=rank, local_rank=rank) for rank in range(count)]
-        refusals = find_device_problems(
-            [start_device(torch.device("cuda", each.rank), each) for each in rank_infos], dtype
-        )
-        if refusals:
-            raise UserError("\n".join(refusals))
+        devices = []
+        for rank in range(num_processes):
+            rank_info = replace(first_rank, rank=rank, local_rank=rank)
+            devices.append(start_device(torch.device("cuda", rank), rank_info))
+        problems = find_device_problems(devices, dtype)
+        if problems:
+            raise UserError("\n".join(problems))
     return device.type
 
 
 def find_device_problems(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str] | None = None) -> list[str]:
-    """Return the reasons why a run in `train.dtype` cannot run on the `devices` of its ranks, one line each. kernels:
-    those of this torch, `torch.cuda.get_arch_list()`."""
+    """Return the reasons, one line each, why a run cannot use the GPUs of its ranks.
+
+    Args:
+        devices: GPUs of all ranks.
+        dtype: `train.dtype`.
+        kernels: Architectures that torch was built for, as of `torch.cuda.get_arch_list()`. None: those of this torch.
+    """
     if kernels is None:
         import torch
 
         kernels = torch.cuda.get_arch_list() if torch.version.cuda else ()
-    return [*_unfit(devices, dtype, kernels), *_unlike(devices)]
+    return [*_unsupported(devices, dtype, kernels), *_incompatible(devices)]
 
 
-def _unfit(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -> list[str]:
+def _unsupported(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -> list[str]:
+    """Return the reasons why some of the devices cannot compute the run, once for each compute capability."""
     reasons = []
-    for device in {each.capability: each for each in devices}.values():
-        if kernels and not _has_kernels(device.capability, kernels):
+    by_capability = {device.capability: device for device in devices}
+    for device in by_capability.values():
+        if kernels and not has_kernels(device.capability, kernels):
             reasons.append(
                 f"this torch has no kernels for {device.description}: it is built for {', '.join(kernels)}; install a "
                 "build of torch that names this capability"
@@ -198,8 +244,16 @@ def _unfit(devices: Sequence[DeviceFacts], dtype: str, kernels: Sequence[str]) -
     return reasons
 
 
-def _has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
-    """Binary kernels (sm) run on their own major version from their minor one on, PTX (compute) on all later ones."""
+def has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """Return whether code that was compiled for `kernels` runs on a GPU.
+
+    Binary kernels (sm) run on GPUs of the same major version from their minor version on. PTX (compute) is compiled on
+    the machine and runs on all later versions.
+
+    Example:
+        >>> has_kernels((8, 6), ["sm_80"]), has_kernels((9, 0), ["sm_80"]), has_kernels((9, 0), ["compute_80"])
+        (True, False, True)
+    """
     for kernel in kernels:
         kind, _, digits = kernel.partition("_")
         number = int("".join(filter(str.isdigit, digits)) or 0)
@@ -209,73 +263,104 @@ def _has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
     return False
 
 
-def _unlike(devices: Sequence[DeviceFacts]) -> list[str]:
+def _incompatible(devices: Sequence[DeviceFacts]) -> list[str]:
     """Return the reasons why the devices cannot work together."""
     if len(devices) == 1:
         return []
-    sliced = next((device for device in devices if " MIG " in f"{device.name} "), None)
-    if sliced is not None:
-        return [
-            f"rank {sliced.rank} has a MIG slice, {sliced.name}, and NCCL does not connect slices: set launch.nproc=1, "
-            "or have MIG switched off"
-        ]
+    for device in devices:
+        if " MIG " in f"{device.name} ":
+            return [
+                f"rank {device.rank} has a MIG slice, {device.name}, and NCCL does not connect slices: set "
+                "launch.nproc=1, or have MIG switched off"
+            ]
     reasons = []
-    for host, count in Counter(device.host for device in devices).items():
-        distinct = len({device.uuid for device in devices if device.host == host})
-        if distinct < count:
+    num_ranks_by_host = Counter(device.host for device in devices)
+    for host, num_ranks in num_ranks_by_host.items():
+        num_gpus = len({device.uuid for device in devices if device.host == host})
+        if num_gpus < num_ranks:
             reasons.append(
-                f"{count} ranks on {host} share {distinct} GPU{'s' if distinct > 1 else ''}, and NCCL takes one rank "
+                f"{num_ranks} ranks on {host} share {num_gpus} {plural(num_gpus, 'GPU')}, and NCCL takes one rank "
                 f"each: give every rank its own ({VISIBLE_DEVICES}, or the batch system's --gpus-per-task)"
             )
-    if len({device.capability for device in devices}) > 1:
+    capabilities = {device.capability for device in devices}
+    if len(capabilities) > 1:
         reasons.append(
-            f"the GPUs are of different kinds, {_kinds(devices)}: ranks would take different kernels, whose numbers "
-            f"differ. Choose GPUs of one kind ({VISIBLE_DEVICES}, or the batch system's constraint)"
+            f"the GPUs are of different kinds, {_list_kinds(devices)}: ranks would take different kernels, whose "
+            f"numbers differ. Choose GPUs of one kind ({VISIBLE_DEVICES}, or the batch system's constraint)"
         )
     return reasons
 
 
 def device_notes(devices: Sequence[DeviceFacts]) -> list[str]:
     """Return notes for the user on devices that work together but differ."""
-    if len({(device.name, device.memory) for device in devices}) == 1:
+    kinds = {(device.name, device.memory) for device in devices}
+    if len(kinds) == 1:
         return []
-    return [f"the GPUs differ, {_kinds(devices)}: the least memory is what counts, and the slowest sets the pace"]
+    return [f"the GPUs differ, {_list_kinds(devices)}: the smallest memory and the slowest GPU limit the run"]
 
 
-def _kinds(devices: Sequence[DeviceFacts]) -> str:
-    ranks: dict[str, list[int]] = {}
+def _list_kinds(devices: Sequence[DeviceFacts]) -> str:
+    """Return each kind of GPU with the ranks that have it, up to eight, as text."""
+    ranks_by_kind: dict[str, list[int]] = {}
     for device in devices:
-        ranks.setdefault(device.description, []).append(device.rank)
-    shown = (
-        f"{words} on rank {', '.join(map(str, of[:8]))}{', ...' if len(of) > 8 else ''}" for words, of in ranks.items()
-    )
-    return "; ".join(shown)
+        ranks_by_kind.setdefault(device.description, []).append(device.rank)
+    kinds = []
+    for description, ranks in ranks_by_kind.items():
+        listed = ", ".join(str(rank) for rank in ranks[:8])
+        more = ", ..." if len(ranks) > 8 else ""
+        kinds.append(f"{description} on rank {listed}{more}")
+    return "; ".join(kinds)
 
 
 def check_on_all_ranks(
     start: Callable[[], DeviceFacts],
     rank_info: RankInfo,
     store: "dist.Store | None",
-    judge: Callable[[Sequence[DeviceFacts]], Sequence[str]],
+    find_problems: Callable[[Sequence[DeviceFacts]], Sequence[str]],
 ) -> None:
-    """Raises UserError, on every rank, with what any rank's `start` raises, or else with what `judge` finds in the
-    devices of all, on rank 0. store: where the ranks of several meet."""
+    """Start every rank's device, check all devices on rank 0, and raise the same error on every rank.
+
+    Args:
+        start: Starts this rank's device.
+        rank_info: This rank.
+        store: Store of all ranks. None for a single rank.
+        find_problems: Called on rank 0 with the devices of all ranks.
+
+    Raises:
+        UserError: On every rank, with the errors of all ranks' `start`, or else with what `find_problems` returned.
+
+    Collectives:
+        Through `store`: every rank sets one key and reads one, rank 0 reads the keys of all.
+    """
     if store is None:
-        refusal = "\n".join(judge([start()]))
+        refusal = "\n".join(find_problems([start()]))
     else:
         prefix = f"devices of attempt {rank_info.attempt}"
+        # A rank reports its device as a JSON object, or its error as a JSON string.
         try:
-            answer = json.dumps(asdict(start()))
+            report = json.dumps(asdict(start()))
         except UserError as error:
-            answer = json.dumps(str(error))  # in place of a device
-        store.set(f"{prefix}/{rank_info.rank}", answer)
+            report = json.dumps(str(error))
+        store.set(f"{prefix}/{rank_info.rank}", report)
         if rank_info.rank == 0:
-            answers = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(rank_info.world_size)]
-            refused = dict.fromkeys(answer for answer in answers if isinstance(answer, str))
-            devices = [
-                DeviceFacts(**answer | {"capability": tuple(answer["capability"])}) for answer in answers if not refused
-            ]
-            store.set(f"{prefix}/refusal", "\n".join(refused or judge(devices)))
+            reports = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(rank_info.world_size)]
+            store.set(f"{prefix}/refusal", "\n".join(_problems_of_reports(reports, find_problems)))
         refusal = store.get(f"{prefix}/refusal").decode()
     if refusal:
         raise UserError(refusal)
+
+
+def _problems_of_reports(
+    reports: Sequence[dict[str, Any] | str], find_problems: Callable[[Sequence[DeviceFacts]], Sequence[str]]
+) -> Sequence[str]:
+    """Return the errors among the reports, each once, or the problems of the devices if all ranks have one."""
+    errors: list[str] = []
+    devices: list[DeviceFacts] = []
+    for report in reports:
+        if isinstance(report, str):
+            if report not in errors:
+                errors.append(report)
+        else:
+            # JSON has no tuples.
+            devices.append(DeviceFacts(**{**report, "capability": tuple(report["capability"])}))
+    return errors or find_problems(devices)

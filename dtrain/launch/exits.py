@@ -1,8 +1,8 @@
-"""How a rank ends early: its answer to signals, and the report of its error.
+"""The early end of a rank: its response to signals, and the report of its error.
 
-The first signal asks the run to stop, a second one ends it. The report is an error file that torch's elastic agent, or
-our own launcher, reads. torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`, which torchrun
-prints. Our launcher reads the entry `dtrain`, a `Report`.
+The first signal asks the run to save and stop, a second one ends it. The report is an error file that torch's elastic
+agent, or our own launcher, reads. torch defines the file's path (TORCHELASTIC_ERROR_FILE) and its entry `message`,
+which torchrun prints. Our launcher reads the entry `dtrain`, a `Report`.
 """
 
 import json
@@ -23,60 +23,68 @@ from dtrain.base.orphans import descendants, kill_all
 from dtrain.base.processes import STOP_SIGNALS, stop_signals_handled_by
 from dtrain.recipe import Recipe, redact
 
-SAME_SECONDS = 1.0  # two signals closer than this are one: `timeout` and torchrun pass on what the group got too
+# Signals within this time count as one: `timeout` and torchrun send a signal to a child whose group has received it.
+SAME_SECONDS = 1.0
 END_SECONDS = 5.0  # for the main thread to unwind after a second signal
 LOOK_SECONDS = 0.25
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-LAUNCHER_GONE = 128 + signal.SIGTERM  # exit status of a worker whose launcher is gone
+LAUNCHER_GONE = 128 + signal.SIGTERM  # exit status of a worker whose launcher has ended
 
 
 @contextmanager
-def on_stop_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """Call `ask` with the number of the first stop signal; raise KeyboardInterrupt with the number of a second one.
+def on_stop_signals(request_stop: Callable[[int], None]) -> Iterator[None]:
+    """Handle stop signals inside the block: the first one requests a stop, a second one raises KeyboardInterrupt.
 
-    If the block does not end by that KeyboardInterrupt, the process ends within seconds. Only the main thread handles
-    signals; in others this does nothing.
+    If the KeyboardInterrupt does not end the block, for example because user code catches it, a thread ends the process
+    within seconds. Only the main thread can handle signals. In other threads this does nothing.
+
+    Args:
+        request_stop: Called with the number of the first signal.
+
+    Raises:
+        KeyboardInterrupt: With the number of the second signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     owner = os.getpid()
-    asked_at: list[float] = []
-    last: list[int] = []
-    ended = threading.Event()
+    requested_at: list[float] = []
+    second_signal: list[int] = []
+    block_ended = threading.Event()
 
     def handle(signum: int, frame: object) -> None:
-        if os.getpid() != owner:  # a forked helper: the run's own process decides for both
+        if os.getpid() != owner:
+            # A forked helper inherited this handler. The run's own process decides for both when to stop.
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
-        elif not asked_at:
-            asked_at.append(time.monotonic())
-            ask(signum)
-        elif time.monotonic() - asked_at[0] > SAME_SECONDS:
-            last.append(signum)
+        elif not requested_at:
+            requested_at.append(time.monotonic())
+            request_stop(signum)
+        elif time.monotonic() - requested_at[0] > SAME_SECONDS:
+            second_signal.append(signum)
             raise KeyboardInterrupt(signum)
 
-    def insist() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            if last and not ended.wait(END_SECONDS):  # code of the user's may catch everything
+    def end_process_if_stuck() -> None:
+        while not block_ended.wait(LOOK_SECONDS):
+            if second_signal and not block_ended.wait(END_SECONDS):
                 kill_all(descendants(owner))
-                os._exit(128 + last[0])
+                os._exit(128 + second_signal[0])
 
-    threading.Thread(target=insist, daemon=True).start()
+    threading.Thread(target=end_process_if_stuck, daemon=True).start()
     try:
         with stop_signals_handled_by(handle):
             yield
     finally:
-        ended.set()
+        block_ended.set()
 
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
     """Block stop signals in this thread, and in processes that the block starts until they call `unblock_stop_signals`.
 
-    A process that has just been started has no handlers yet, so that a signal would end it without a word. A blocked
+    A process that has just been started has no handlers yet, so that a signal would end it without a message. A blocked
     signal stays pending instead.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -158,13 +166,14 @@ class Report:
 def find_cause(reports: Sequence[Report], statuses: Mapping[int, int], recipe: Recipe) -> Exception:
     """Return the one error to show when ranks of this machine have failed.
 
-    One failure causes others, so causes are looked for in this order: a user's mistake, memory, a rank that was killed,
-    a crash (which may only be a lost connection to a killed rank), a stop, an exit without a report.
+    One failure causes others. For example, if the system kills rank 1, then rank 0 crashes because it lost its
+    connection. So causes are looked for in this order: a user's mistake, out of memory, a rank that was killed, a
+    crash, a stop, an exit without a report.
 
     Args:
         reports: The reports of all ranks that wrote one.
         statuses: Exit statuses of the ranks that failed before the launcher ended the others, by rank.
-        recipe: The recipe, for the place of the logs.
+        recipe: The recipe, for the paths of the logs.
     """
     in_order = sorted(reports, key=lambda report: report.time)
     mistakes = [report.text for report in in_order if report.kind == "user"]
@@ -190,7 +199,7 @@ def find_cause(reports: Sequence[Report], statuses: Mapping[int, int], recipe: R
     ended_by_themselves = [rank for rank, status in statuses.items() if status != LAUNCHER_GONE]
     rank = min(ended_by_themselves or statuses)
     return WorkerFailed(
-        f"rank {rank} on {host} ended with status {statuses[rank]} without a word{_see_log(recipe, rank)}"
+        f"rank {rank} on {host} ended with status {statuses[rank]} and no error message{_see_log(recipe, rank)}"
     )
 
 
@@ -200,7 +209,11 @@ def log_file(recipe: Recipe, rank: int) -> Path:
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Return a sentence about the checkpoint from which the same command continues. run: the run's directory."""
+    """Return a sentence that says where the same command would continue.
+
+    Args:
+        run: The run's directory.
+    """
     checkpoints = run / "checkpoints"
     steps = []
     for path in checkpoints.glob("step-*"):
@@ -208,7 +221,7 @@ def newest_checkpoint(run: Path) -> str:
         if number.isdecimal():
             steps.append(int(number))
     if steps:
-        return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command goes on there"
+        return f"The last checkpoint is {checkpoints / f'step-{max(steps)}'}: the same command continues from it"
     return "No checkpoint was saved yet: the same command starts over"
 
 

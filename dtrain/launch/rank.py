@@ -1,4 +1,4 @@
-"""One rank of a run, from its device to its training: `run_rank` calls the steps below in their order.
+"""One rank of a run, from its device to its training. `run_rank` calls the steps below in order.
 
 `run_in_place` is `run_rank` in a process that torchrun or SLURM started, or in the command's own process. Ranks that
 `launch.nproc` starts come from `dtrain.launch.processes`.
@@ -82,7 +82,7 @@ class RunJob:
     Attributes:
         recipe: The recipe.
         threads: CPU threads of each rank. None: torch's choice.
-        train: The function that trains. None: `run.trainer.train_checked`.
+        train: The function that trains. None: `training.trainer.train_checked`.
         plan: Starts the computation of the run's plan. None: there is no plan.
     """
 
@@ -136,10 +136,10 @@ def run_rank(
 
     Args:
         job: The run.
-        place: This rank's place among all ranks.
+        rank_info: This rank.
         device: Its device.
         stop: Set by a stop signal.
-        meeting: The meeting of ranks that torchrun or SLURM started. None for ranks of `launch.nproc`.
+        rendezvous: The rendezvous of ranks that torchrun or SLURM started. None for ranks of `launch.nproc`.
         terminal: A descriptor on which a failure is shown, if this process's stderr goes to its log.
 
     Raises:
@@ -170,6 +170,7 @@ def run_rank(
 
 
 def set_threads(threads: int | None) -> None:
+    """Set the number of torch's CPU threads. None leaves torch's choice."""
     import torch
 
     if threads is not None:
@@ -209,14 +210,18 @@ def start_plan(
     if is_open and device.type == "cpu":
         machine = describe_machine(rank_info.world_size, CPU, total_memory())
         sizing = sizing_without_plan(recipe, machine, free_host_memory(rank_info.local_world_size))
-    is_wanted = device.type == "cuda" if recipe.metrics.plan == "auto" else bool(recipe.metrics.plan)
-    if is_open and sizing is None and recipe.metrics.plan is not False:
-        is_wanted = True
-    has_cuda = torch.cuda.is_initialized()  # by an earlier run in this process: CUDA survives no fork
-    if not is_wanted or has_cuda:
+    needs_plan = is_open and sizing is None
+    if recipe.metrics.plan == "auto":
+        is_planned = device.type == "cuda" or needs_plan
+    elif recipe.metrics.plan is False:
+        is_planned = False
+    else:
+        is_planned = bool(recipe.metrics.plan) or needs_plan
+    # An earlier run in this process may have started CUDA, which does not survive a fork.
+    if not is_planned or torch.cuda.is_initialized():
         return StartedPlan(is_open, sizing)
-    known = recipe if sizing is None else replace_keys(recipe, sizing.values)
-    planned = stack.enter_context(job.plan(known, rank_info.world_size, device.type))
+    sized_recipe = recipe if sizing is None else replace_keys(recipe, sizing.values)
+    planned = stack.enter_context(job.plan(sized_recipe, rank_info.world_size, device.type))
     return StartedPlan(is_open, sizing, planned)
 
 
@@ -232,12 +237,13 @@ def open_store(rank_info: RankInfo, rendezvous: "RendezvousResult | None") -> "d
 
 
 def use_interfaces(recipe: Recipe, job: RunJob, rank_info: RankInfo, device: "torch.device", stack: ExitStack) -> None:
-    """Name the network interfaces that the process groups use, until `stack` closes."""
+    """Set the network interfaces of the process groups until `stack` closes."""
     from dtrain.launch.rendezvous import network_interface_set
 
-    # NCCL's variable counts for the process, which may need a group that reaches beyond this host.
-    reaches_out = job.train is not None or build_method(recipe).sends_weights()
-    stack.enter_context(network_interface_set(rank_info, nccl=device.type == "cuda" and not reaches_out))
+    # NCCL reads its variable once per process. A run that sends weights to a server, or a caller's own training
+    # function, may later create a group that reaches beyond this host, so NCCL is then not limited to the loopback.
+    may_leave_host = job.train is not None or build_method(recipe).sends_weights()
+    stack.enter_context(network_interface_set(rank_info, nccl=device.type == "cuda" and not may_leave_host))
 
 
 def start_devices(
@@ -248,15 +254,23 @@ def start_devices(
     store: "dist.Store | None",
     plan: StartedPlan,
 ) -> list[DeviceFacts]:
-    """Start CUDA; return the devices of all ranks on rank 0, an empty list elsewhere. Collective over `store`.
+    """Start CUDA and check that the run can use the devices of all ranks.
 
-    Raises UserError, on every rank, if the run cannot go on with the devices.
+    Returns:
+        The devices of all ranks on rank 0. An empty list on other ranks and on CPUs.
+
+    Raises:
+        UserError: On every rank, if the run cannot use the devices.
+
+    Collectives:
+        Those of `check_on_all_ranks`, through `store`.
     """
     devices: list[DeviceFacts] = []
     if device.type == "cuda":
         start = partial(start_device, device, rank_info)
-        judge = partial(_find_device_problems, recipe, None if plan.is_open else plan.planned, devices)
-        check_on_all_ranks(start, replace(rank_info, attempt=attempt), store, judge)
+        planned = None if plan.is_open else plan.planned
+        find_problems = partial(_find_device_problems, recipe, planned, devices)
+        check_on_all_ranks(start, replace(rank_info, attempt=attempt), store, find_problems)
     return devices
 
 
@@ -268,12 +282,24 @@ def choose_sizes(
     plan: StartedPlan,
     devices: Sequence[DeviceFacts],
 ) -> ResolvedSizes:
-    """Decide on rank 0 what the recipe leaves to `auto`, and share it. Collective over `store`."""
+    """Choose values for the keys that are `auto`, on rank 0, and share them with all ranks.
+
+    Args:
+        recipe: The recipe.
+        rank_info: This rank.
+        attempt: Number of restarts.
+        store: Store of all ranks. None for a single rank.
+        plan: Values that are known already, and the plan.
+        devices: Devices of all ranks. Empty on CPUs and on ranks other than 0.
+
+    Collectives:
+        Through `store`, if the recipe has keys that are `auto`.
+    """
     from dtrain.training.sizing import CPU, describe_machine, share_sizing, sizing_with_plan
 
     if not plan.is_open:
         return ResolvedSizes(recipe)
-    smallest = min(devices, key=lambda device: device.memory, default=None)  # None on CPU and on ranks other than 0
+    smallest = min(devices, key=lambda device: device.memory, default=None)
     if smallest is None:
         machine = describe_machine(rank_info.world_size, CPU, total_memory())
     else:
@@ -352,7 +378,7 @@ def _find_device_problems(
     Args:
         recipe: The recipe.
         planned: The run's plan, or None.
-        seen: The devices are appended to it.
+        seen: List to which the devices are appended.
         devices: The devices of all ranks.
     """
     seen += devices

@@ -1,4 +1,4 @@
-"""The meeting of ranks that torchrun, SLURM or a job of pods started. It comes before any process group.
+"""The rendezvous of ranks that torchrun, SLURM or a job of pods started. It comes before any process group.
 
 Each rank reports the problem that it found, if any, so that a mistake on one host is shown on all of them, and the
 others do not wait. The ranks communicate through torch's key-value store:
@@ -75,7 +75,7 @@ def join_rendezvous(rank_info: RankInfo, stop: StopFlag, problem: str | None = N
     """Wait for the other ranks. Collective over all ranks, through the store.
 
     Args:
-        place: This rank's place.
+        rank_info: This rank.
         stop: Set by a stop signal.
         problem: A reason why the run cannot begin. None if this rank knows of none.
 
@@ -86,7 +86,9 @@ def join_rendezvous(rank_info: RankInfo, stop: StopFlag, problem: str | None = N
     host, port = rank_info.master
     seconds = MEET_SECONDS if problem is None else PROBLEM_SECONDS
     try:
-        return _interruptible(partial(_exchange_entries, rank_info, problem, seconds), stop, seconds, f"{host}:{port}")
+        return _run_interruptibly(
+            partial(_exchange_entries, rank_info, problem, seconds), stop, seconds, f"{host}:{port}"
+        )
     except (dist.DistError, TimeoutError) as error:
         if problem is not None:
             raise UserError(problem) from error
@@ -110,11 +112,11 @@ def raise_on_all_ranks(rank_info: RankInfo, problem: UserError) -> NoReturn:
     sys.exit(1)
 
 
-def _interruptible(act: Callable[[], T], stop: StopFlag, seconds: float, where: str) -> T:
-    """Run `act` in a thread, because it waits inside torch, where Python's signal handlers do not run."""
+def _run_interruptibly(function: Callable[[], T], stop: StopFlag, seconds: float, where: str) -> T:
+    """Run `function` in a thread, because it waits inside torch, where Python's signal handlers do not run."""
     began = time.monotonic()
     is_noted = False
-    result = _in_thread(act)
+    result = _in_thread(function)
     while not wait([result], POLL_SECONDS).done:
         waited = time.monotonic() - began
         if stop.signum:
@@ -127,13 +129,13 @@ def _interruptible(act: Callable[[], T], stop: StopFlag, seconds: float, where: 
     return result.result()
 
 
-def _in_thread(act: Callable[[], T]) -> Future[T]:
-    """Call `act` in a daemon thread, which does not keep the process alive."""
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """Call `function` in a daemon thread, which does not keep the process alive."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.set_result(act())
+            result.set_result(function())
         except BaseException as error:  # raised where the result is read
             result.set_exception(error)
 
@@ -212,7 +214,7 @@ def _token(rank_info: RankInfo, store: dist.Store, seconds: float) -> str:
                 missing.remove(rank)
         if time.monotonic() - began > seconds:
             first_missing = ", ".join(str(rank) for rank in sorted(missing)[:8])
-            raise TimeoutError(f"ranks {first_missing} did not come")
+            raise TimeoutError(f"ranks {first_missing} did not arrive")
         time.sleep(POLL_SECONDS)
     return token
 
@@ -249,7 +251,7 @@ def network_interface_set(rank_info: RankInfo, *, nccl: bool) -> Iterator[None]:
     not changed.
 
     Args:
-        place: This rank's place, with its environment.
+        rank_info: This rank, with its environment.
         nccl: Whether NCCL should use the loopback interface too, if all ranks are on one host.
     """
     chosen: dict[str, str] = {}
@@ -300,8 +302,8 @@ def first_failure_reported(
     failure, which they read from the store.
 
     Args:
-        place: This rank's place.
-        store: The store of the meeting.
+        rank_info: This rank.
+        store: The store of the rendezvous.
         recipe: The recipe, for its secrets and the run's directory.
         terminal: On one process of each host whose stderr goes to a log, a descriptor of its former stderr.
     """

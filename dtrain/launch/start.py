@@ -1,10 +1,10 @@
-"""The start of a run: the only reader of the environment.
+"""The start of a run. This is the only module that reads the environment.
 
-Three ways to run, told apart by what the environment says:
+A recipe runs in one of three ways:
 
-    torchrun, srun started this process    it is one rank of theirs: in place
-    launch.nproc == 1                      in place, without a process group
-    launch.nproc > 1                       that many processes of this machine, which `processes` starts
+    started by torchrun or srun    this process is one of several ranks, and the run happens in this process
+    launch.nproc == 1              in this process, without a process group
+    launch.nproc > 1               in `launch.nproc` processes on this machine, which `processes` starts
 """
 
 import os
@@ -18,7 +18,7 @@ from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import plural
 from dtrain.launch.devices import resolve_device_type, resolve_nproc
 from dtrain.launch.rank import RunJob, StartPlan, Train, run_in_place
-from dtrain.launch.rank_info import RankInfo, number, read_rank_info
+from dtrain.launch.rank_info import RankInfo, read_number, read_rank_info
 from dtrain.recipe import Recipe, derive_sizes, redact, redacted_errors
 from dtrain.recipe.world import unresolved_auto_keys
 from dtrain.training import recipe_and_problems
@@ -29,22 +29,34 @@ from dtrain.training.setup.code import named_code
 
 
 def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, plan: StartPlan | None = None) -> Recipe:
-    """Run `recipe`, or what it gives, to its end, in place or in processes of its own, and return it as it was run.
-    `train` defaults to `dtrain.training.trainer.train_checked`. plan: computes the run's plan while it runs, if
-    metrics.plan asks for one; a function of a module, for workers to import.
+    """Run a recipe to its end, in this process or in processes that it starts.
 
-    Raises UserError (RecipeError for the recipe's own problems, before anything starts), Stopped after SIGINT, SIGTERM,
-    SIGHUP or SIGUSR1, KeyboardInterrupt after a second signal, WorkerFailed when a worker died of anything else.
+    Args:
+        recipe: The recipe, or a function that loads it.
+        train: Function that trains. None: `dtrain.training.trainer.train_checked`.
+        plan: Starts the computation of the run's plan in the background, if metrics.plan asks for one. Must be a
+            module-level function, because worker processes import it.
+
+    Returns:
+        The recipe as it was run, with defaults filled in.
+
+    Raises:
+        UserError: If the run cannot go on. RecipeError (before anything starts) for mistakes in the recipe.
+        Stopped: After SIGINT, SIGTERM, SIGHUP or SIGUSR1, once the run has saved.
+        KeyboardInterrupt: After a second signal.
+        WorkerFailed: If a worker process died of anything else.
     """
     rank_info = None
     try:
         recipe = resolve_nproc(recipe() if callable(recipe) else recipe)
         rank_info = read_rank_info(os.environ, recipe.launch.num_processes)
-        recipe = _checked(recipe, rank_info.world_size if rank_info else recipe.launch.num_processes)
+        world_size = rank_info.world_size if rank_info else recipe.launch.num_processes
+        recipe = _with_checked_model(recipe, world_size)
     except UserError as problem:
+        # Other ranks may be waiting for this one, so the problem is raised on all of them.
         rank_info = rank_info or read_rank_info(os.environ, 1)
         if rank_info is not None and rank_info.needs_rendezvous:
-            from dtrain.launch.rendezvous import raise_on_all_ranks  # of several hosts only
+            from dtrain.launch.rendezvous import raise_on_all_ranks  # loads torch
 
             raise_on_all_ranks(rank_info, problem)
         raise
@@ -54,10 +66,19 @@ def launch(recipe: Recipe | Callable[[], Recipe], train: Train | None = None, pl
 
 
 def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_size: int | None = None) -> list[str]:
-    """Return lines about a recipe that `launch` would run to its first step; nothing is started.
+    """Check a recipe as `launch` would up to its first step, without starting anything.
 
-    world_size: of a world that may be elsewhere, so that this machine's devices play no part; None: `launch.nproc`
-    processes here. Raises UserError as `read` does, RecipeError with every problem that is found.
+    Args:
+        recipe: File, name or content of the recipe.
+        overrides: Changes such as "optimizer.lr=1e-5".
+        world_size: Number of ranks of a world that may be elsewhere, so the devices of this machine are not checked.
+            None: `launch.nproc` processes on this machine.
+
+    Returns:
+        Lines that describe the run.
+
+    Raises:
+        UserError: If the recipe cannot be read. RecipeError with all problems that were found.
     """
     parsed, problems = recipe_and_problems(recipe, overrides)
     is_here = world_size is None
@@ -78,31 +99,36 @@ def validate(recipe: str | Path | Mapping, overrides: Sequence[str] = (), world_
     found = [*device_problems, *result.problems]
     if found:
         raise RecipeError(redacted(problem, loaded) for problem in found)
-    steps = f", {result.steps} {plural(result.steps, 'step')}" if result.steps is not None else ""
+    steps = "" if result.steps is None else f", {result.steps} {plural(result.steps, 'step')}"
     verdict = f"ok: {loaded.run.name}, {loaded.method} on {size} {plural(size, 'process')}{steps}"
     lines = [verdict, str(derive_sizes(result.recipe, size)), *notes(loaded), *result.notes]
-    if keys := unresolved_auto_keys(loaded):
-        lines.append(f"auto: the run's plan decides {', '.join(keys)} (dtrain plan shows it)")
+    auto_keys = unresolved_auto_keys(loaded)
+    if auto_keys:
+        lines.append(f"auto: {', '.join(auto_keys)} are chosen when the run starts (`dtrain plan` shows the values)")
     lines += [*small.pending_downloads.values(), *to_copy(loaded)]
     return [redact(line, loaded) for line in lines]
 
 
 def _start(recipe: Recipe, rank_info: RankInfo | None, train: Train | None, plan: StartPlan | None) -> None:
-    _admit_code(recipe, rank_info is None or rank_info.rank == 0)
-    if rank_info is None and recipe.launch.num_processes == 1:
-        _note_tasks(os.environ)
-    if rank_info is None and recipe.launch.num_processes > 1:
+    """Run a checked recipe in this process or in worker processes."""
+    num_processes = recipe.launch.num_processes
+    _print_imported_code(recipe, is_printed=rank_info is None or rank_info.rank == 0)
+    if rank_info is None and num_processes > 1:
         from dtrain.launch import processes  # loads torch
 
-        processes.run_workers(RunJob(recipe, _threads(recipe.launch.num_processes), train, plan), os.environ)
+        processes.run_workers(RunJob(recipe, _num_threads(num_processes), train, plan), os.environ)
         return
-    rank_info = rank_info or RankInfo(environ=os.environ)
-    per_task = number(os.environ, "SLURM_CPUS_PER_TASK", 0) if rank_info.started_by == "slurm" else None
-    run_in_place(RunJob(recipe, _threads(rank_info.local_world_size, per_task), train, plan), rank_info)
+    if rank_info is None:
+        _note_missing_srun(os.environ)
+        rank_info = RankInfo(environ=os.environ)
+    cores_per_task = None
+    if rank_info.started_by == "slurm":
+        cores_per_task = read_number(os.environ, "SLURM_CPUS_PER_TASK", default=0)
+    run_in_place(RunJob(recipe, _num_threads(rank_info.local_world_size, cores_per_task), train, plan), rank_info)
 
 
-def _checked(recipe: Recipe, world_size: int) -> Recipe:
-    """`recipe` with a model that is here, downloaded perhaps. Raises UserError."""
+def _with_checked_model(recipe: Recipe, world_size: int) -> Recipe:
+    """Return a recipe without problems whose model is on this machine. Downloads the model if necessary."""
     recipe = with_local_model(recipe)
     problems = preflight(recipe, world_size)
     if not problems and missing_problems(recipe):
@@ -113,18 +139,19 @@ def _checked(recipe: Recipe, world_size: int) -> Recipe:
     return recipe
 
 
-def _admit_code(recipe: Recipe, tells: bool) -> None:
-    """A recipe may come from anyone: what it makes a run import is said before that happens."""
+def _print_imported_code(recipe: Recipe, is_printed: bool) -> None:
+    """Print the code that the recipe makes this run import, and notes. A recipe may come from anyone."""
     lines = named_code(RunInputs.of(recipe, World(1)))
     if lines:
         sys.path[:] = import_search_path()
         lines = ["the recipe names code, which this run imports:", *(f"  {line}" for line in lines)]
-    for line in [*lines, *notes(recipe)] if tells else []:
-        print(line, file=sys.stderr)
+    if is_printed:
+        for line in [*lines, *notes(recipe)]:
+            print(line, file=sys.stderr)
 
 
-def _note_tasks(environ: Mapping[str, str]) -> None:
-    """A batch script that forgot srun runs on one process of all that it was given."""
+def _note_missing_srun(environ: Mapping[str, str]) -> None:
+    """Print a note if a SLURM batch script calls `dtrain run` without srun, which uses only one of its tasks."""
     tasks = environ.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ and tasks not in ("0", "1"):
         print(
@@ -134,17 +161,27 @@ def _note_tasks(environ: Mapping[str, str]) -> None:
 
 
 def work(directory: str) -> None:
-    """Be a process that `processes.run_workers` started. Never returns."""
+    """Run as a worker process that `processes.run_workers` started. Never returns.
+
+    Args:
+        directory: Private directory that the launcher and its workers share.
+    """
     rank_info = read_rank_info(os.environ, 1)
-    assert rank_info is not None, "its launcher says which rank it is"
+    assert rank_info is not None, "the launcher sets RANK and WORLD_SIZE"
     from dtrain.launch import processes
 
     processes.work(Path(directory), rank_info)
 
 
-def _threads(processes: int, per_task: int | None = None) -> int | None:
-    """CPU threads of each of `processes` on this machine, of which each was given `per_task` cores; None, torch's own
-    choice, where OMP_NUM_THREADS is set."""
+def _num_threads(num_processes: int, cores_per_task: int | None = None) -> int | None:
+    """Return the number of CPU threads per process. None leaves it to torch, which reads OMP_NUM_THREADS.
+
+    Args:
+        num_processes: Processes of the run on this machine.
+        cores_per_task: Cores that SLURM assigned to this process, if it says so.
+    """
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return min(num_cores(), per_task) if per_task else max(1, num_cores() // processes)
+    if cores_per_task:
+        return min(num_cores(), cores_per_task)
+    return max(1, num_cores() // num_processes)

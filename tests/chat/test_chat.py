@@ -68,9 +68,9 @@ def test_an_adapter_beside_the_model_comes_and_goes(model, chat):
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        (["/again"], [], "nothing was said yet"),
+        (["/again"], [], "there is no message to answer yet"),
         (["/adapter off"], [], "there is no adapter"),
-        (["/thinkin on"], [], "/thinkin is no command:\n/again"),
+        (["/thinkin on"], [], "/thinkin is not a command:\n/again"),
         ([], ["--temperature", "-1"], "temperature=-1.0 must be a number of at least 0"),
         (["w5 " * 127], [], "the conversation has 129 tokens, and the model's context holds 128: /reset begins a new"),
     ],
@@ -103,8 +103,8 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
     encoder = PromptEncoder(tokenizer, template, max_length=128, options=PromptOptions(128))
     engine, sampling = Engine(from_pretrained(model)), SamplingParams(50, temperature=0.0)
     conversation = Conversation(engine, ChatEncoder(encoder), 128, sampling)
-    pieces = conversation.say("w5")
+    pieces = conversation.send("w5")
     said = next(pieces) + next(pieces)
     pieces.close()
     assert conversation.messages == [{"role": "user", "content": "w5"}, {"role": "assistant", "content": said}]
-    assert not conversation.engine.has_work and said.startswith(next(conversation.again()))
+    assert not conversation.engine.has_work and said.startswith(next(conversation.answer_again()))

@@ -137,7 +137,7 @@ def test_options_of_a_reward():
         (["nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["columns.jsonl"], "Rename the columns of the file, such as body to question\n"),
         (["rows-0.jsonl", "--reward", "math_exakt"], "did you mean math_exact"),
-        (["rows-0.jsonl", "--reward", "regex={"], "are no JSON"),
+        (["rows-0.jsonl", "--reward", "regex={"], "are not JSON"),
         (["rows-0.jsonl", "--reward", "regex=[1]"], "must be a JSON object"),
         (["rows-0.jsonl", "--out", "no/such/out.jsonl"], "there is no directory"),
         (["rows-0.jsonl", "--temperature", "-1"], "temperature=-1.0"),

@@ -181,7 +181,7 @@ def test_srun_s_ranks_name_those_of_a_dead_node_and_go_on_when_they_are_queued_a
     assert len(told) == 1 and "Traceback" not in both[0].text(), both[0].text()  # one rank of the host
     assert f"on {socket.gethostname()} lost another rank: " in told[0]
     newest = max(saved(tmp_path, 0).parent.glob("step-*"), key=lambda path: int(path.name[5:]))
-    assert f"The last checkpoint is {newest}: the same command goes on there" in told[0]
+    assert f"The last checkpoint is {newest}: the same command continues from it" in told[0]
     steps = int(newest.name[5:]) + 2
     again = [
         start(*commands, environments=given, starts=True)

@@ -87,7 +87,7 @@ def test_ranks_take_one_kind_of_gpu():
 def test_other_memory_is_only_told():
     world = ranks(H100, replace(H100, memory=94 * 2**30))
     assert find_device_problems(world, "auto", KERNELS) == []
-    assert "the least memory is what counts" in device_notes(world)[0]
+    assert "the smallest memory and the slowest GPU limit the run" in device_notes(world)[0]
 
 
 def test_two_ranks_on_one_card():

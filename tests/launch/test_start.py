@@ -97,7 +97,7 @@ def test_an_environment_that_contradicts_itself_is_refused():
     for name in ("SLURM_LOCALID", "SLURM_NTASKS"):
         with pytest.raises(UserError, match=f"{name} is not set"):
             read_rank_info({key: value for key, value in SLURM.items() if key != name}, 1)
-    with pytest.raises(UserError, match="WORLD_SIZE is 'two', which is no number"):
+    with pytest.raises(UserError, match="WORLD_SIZE is 'two', which is not a number"):
         read_rank_info({**TORCHRUN, "WORLD_SIZE": "two"}, 1)
     with pytest.raises(UserError, match="LOCAL_WORLD_SIZE is not set"):  # of one host or several: it cannot be told
         read_rank_info({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 1)

@@ -61,7 +61,7 @@ def test_the_first_combination_that_fits_is_chosen(tmp_path):
             and choice.peak == peak
         )
         kind = values["train.activation_checkpointing"]
-        assert f"train.activation_checkpointing={kind} (auto): for memory" in choice.lines
+        assert f"train.activation_checkpointing={kind} (auto): to save memory" in choice.lines
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_a_choice_is_the_same_for_any_number_of_processors(tmp_path, monkeypatch
         planned = Planned(peaks, held=10, host=host)
         monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
         if place is None:  # what fits on the device takes too much of the host
-            with pytest.raises(TooLarge, match="it also takes .* for each rank; take a smaller model, or more devices"):
+            with pytest.raises(TooLarge, match="it also needs .* for each rank; use a smaller model, or more devices"):
                 choose(spec, 60, H100, host=50)
         else:
             assert planned.place(choose(spec, 60, H100, host=50).values) == place
@@ -276,7 +276,7 @@ def test_nothing_is_planned_that_holds_too_much_alike(tmp_path, monkeypatch):
     monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "parallel.optimizer_offload=false", "train.micro_batch=1")
-    with pytest.raises(TooLarge, match="the least that was planned takes"):
+    with pytest.raises(TooLarge, match="the smallest planned peak is"):
         choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
     assert {length for _, length, _ in planned.seen} == {512}  # shorter rows hold as much
     assert [place for place, _, adapted in planned.seen if not adapted][:2] == [2, 5]  # then more devices, of two on
@@ -296,7 +296,7 @@ def test_beside_the_least_that_takes_too_much_only_more_devices_are_planned(tmp_
     monkeypatch.setattr("dtrain.commands.plan.choose.plan_steps", planned)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     recipe = tiny_recipe(tmp_path, *AUTO, *ROWS, "train.micro_batch=1")
-    with pytest.raises(TooLarge, match="the least that was planned takes"):
+    with pytest.raises(TooLarge, match="the smallest planned peak is"):
         choose(resolve_plan(recipe, 1, "cuda", H100), 50, H100)
     as_it_is = [place for place, length, adapted in planned.seen if length == 512 and not adapted]
     assert as_it_is == [2, 5, 5]  # and that on 2 devices, which have fewer micro-batches: of 4 each would have no row

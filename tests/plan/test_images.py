@@ -48,7 +48,7 @@ def test_a_plan_says_what_images_it_takes_rows_to_have(tmp_path):
     assert (
         "images: every row is assumed to have 2 images of " in page and "the most by the first rows of data.tr" in page
     )
-    assert "of these the vision tower" in page and "train.vision=frozen" in page
+    assert "of these, vision tower" in page and "train.vision=frozen" in page
 
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": [{"role": "user", "content": "a"}] * 2}])
     reasons = {str(plain): "the first rows of data.train have none", "none.jsonl": "cannot be read"}

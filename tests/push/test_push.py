@@ -119,7 +119,7 @@ def test_every_curve_stays_in_its_picture(train, val):
     kind = "{http://www.w3.org/2000/svg}"
     points = [point.split(",") for line in picture.iter(f"{kind}polyline") for point in line.get("points").split()]
     points += [(dot.get("cx"), dot.get("cy")) for dot in picture.iter(f"{kind}circle")]
-    assert points and len(points) <= card.MOST + len(val)
+    assert points and len(points) <= card.MAX_POINTS + len(val)
     assert all(0 <= float(x) <= card.WIDTH and 0 <= float(y) <= card.HEIGHT for x, y in points)
 
 
@@ -171,11 +171,11 @@ def test_an_adapter_names_its_base_by_the_id(tmp_path, hub, logged_in):  # noqa:
             NAME,
             None,
             True,
-            "the hub knows no token of yours, or it is the wrong one: run `hf auth login`, or set HF_TOKEN",
+            "the hub does not accept your token, or you have none: run `hf auth login`, or set HF_TOKEN",
         ),
-        (NAME, "hf_wrong", True, "the hub knows no token of yours, or it is the wrong one"),
-        ("org/tiny", "hf_right", False, "org/tiny: your token may not write there"),
-        ("tiny", "hf_right", True, "tiny is no model's id on the hub: give OWNER/NAME"),
+        (NAME, "hf_wrong", True, "the hub does not accept your token, or you have none"),
+        ("org/tiny", "hf_right", False, "org/tiny: your token may not write to this repository"),
+        ("tiny", "hf_right", True, "tiny is not the id of a model on the hub: give OWNER/NAME"),
         ("me/a b", "hf_right", True, "me/a b could not be pushed"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_run_without_an_export(tmp_path, trained, capsys):
     assert main(["push", str(trained), NAME]) == 1
     assert f"{trained} has no export: give a run's directory; `dtrain export {trained}" in capsys.readouterr().err
     assert main(["push", str(tmp_path / "gone"), NAME]) == 1
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 def test_a_dry_run_sends_nothing(hub, trained, capsys):  # noqa: F811

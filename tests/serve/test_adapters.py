@@ -175,7 +175,7 @@ def test_unloading_waits_for_what_is_under_way_or_aborts_it(server, adapters):
     thread, got = paused_under_way(url, 1, lambda: ask(url, COMPLETIONS, long))
     assert ask(url, UNLOAD, {"lora_name": "mine", "mode": "abort"})[0] == 200
     thread.join()
-    assert got[0][0] == 503 and "ask again" in str(got[0][1])
+    assert got[0][0] == 503 and "send the request again" in str(got[0][1])
     assert ask(url, UNLOAD, {"lora_name": "mine", "mode": "keep"})[0] == 400
 
 
@@ -291,7 +291,7 @@ def test_the_command_takes_an_adapter_to_begin_with(base, adapters, tmp_path):
         assert any("mine" in line for line in process.lines)
     finally:
         process.kill()
-    for name, directory, wanted in (("mine", base, "adapter_config.json"), ("tiny", first, "name it unlike")):
+    for name, directory, wanted in (("mine", base, "adapter_config.json"), ("tiny", first, "under a name other than")):
         process = Process(base, "--name", "tiny", "--adapter", f"{name}={directory}")
         assert process.process.wait(60) != 0
         process._reader.join(5)

@@ -77,7 +77,7 @@ def test_outputs_are_those_of_transformers(served):
     [
         ("/classify", {}, 400, "give input"),
         ("/classify", {"input": "w3", "messages": []}, 400, "one of them"),
-        ("/classify", {"input": [3, 9999]}, 400, "beyond the vocabulary"),
+        ("/classify", {"input": [3, 9999]}, 400, "not in the vocabulary"),
         ("/classify", {"input": "w3 " * 40}, 400, "has 41 tokens"),
         ("/classify", {"input": "w3", "model": "other"}, 404, "the model is tiny"),
         ("/classify", {"inputs": "w3"}, 400, "did you mean input?"),

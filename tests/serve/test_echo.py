@@ -67,9 +67,9 @@ def test_texts_are_echoed_and_the_likeliest_are_told_where_they_are_asked_for(se
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"stream": True}, "echo=True is not for streams"),
-        ({"stream": True, "return_routed_experts": True}, "return_routed_experts=True is not for streams"),
-        ({"temperature": 1, "logprobs": 1}, "logprobs=1 names the likeliest tokens"),
+        ({"stream": True}, "echo=True cannot be streamed"),
+        ({"stream": True, "return_routed_experts": True}, "return_routed_experts=True cannot be streamed"),
+        ({"temperature": 1, "logprobs": 1}, "logprobs=1 returns the most likely tokens"),
         ({"prompt": [3] * 200, "max_tokens": 0}, "the model's context"),
     ],
 )

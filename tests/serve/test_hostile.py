@@ -220,7 +220,7 @@ def test_an_unknown_field_is_told_the_nearest():
         hint = f"; did you mean {right}?" if right else ""
         with pytest.raises(ApiError) as caught:
             check({wrong: 1}, table)
-        assert str(caught.value).endswith(f"{wrong} is no field that dtrain serve knows{hint}")
+        assert str(caught.value).endswith(f"{wrong} is not a field that dtrain serve knows{hint}")
 
 
 def test_tables_read_every_value_by_kind():

@@ -188,7 +188,7 @@ def test_a_server_answers_images_and_refuses_what_it_cannot_read(made):
         large = data_uri(png_that_claims(6000, 6000))
         status, answer = ask(url, path, shows("w5", large, large))
         assert status == 400 and answer["error"]["param"] == "messages[0].content[2]"
-        assert "64 megapixels together" in answer["error"]["message"]
+        assert "64 megapixels in total" in answer["error"]["message"]
         status, answer = ask(url, path, {"messages": [{"role": "user", "content": [{"text": "w5", "image_url": {}}]}]})
         assert status == 400 and "must have the field text, and no other" in answer["error"]["message"]
 
@@ -255,13 +255,13 @@ def test_images_beside_token_ids_are_of_one_prompt_that_has_their_tokens(made):
     good = data_uri(made[2][0].read_bytes())
     body = {"prompt": [8, START, *[IMAGE] * 8, END, 5, 9], "images": [good], "max_tokens": DRAWN, "temperature": 0}
     bad = {
-        "4 image tokens, and by this model's image processor 8": {"prompt": [8, *[IMAGE] * 4, 9]},
+        "4 image tokens, but by this model's image processor its images have 8": {"prompt": [8, *[IMAGE] * 4, 9]},
         "those of an image in a row ([8])": {"prompt": [8, *[IMAGE] * 4, 5, *[IMAGE] * 4, 9]},
-        "images are of one prompt of token ids": {"prompt": "w5"},
+        "images need a single prompt of token ids": {"prompt": "w5"},
         "of one prompt of token ids, which has their tokens, without echo": {"echo": True},
         "images[0]: ": {"images": [data_uri(b"hello")]},
-        "images[0]='cat.png' must hold the image itself": {"images": ["cat.png"]},
-        "by this model's image processor 1": {"mm_processor_kwargs": {"max_pixels": 128}},
+        "images[0]='cat.png' must contain the image": {"images": ["cat.png"]},
+        "by this model's image processor its images have 1": {"mm_processor_kwargs": {"max_pixels": 128}},
     }
     with serving(made[0]) as (url, _):
         status, answer = ask(url, "/v1/completions", {**body, "return_token_ids": True})

@@ -355,4 +355,4 @@ def test_it_ends_in_order(server):
     assert last == "[DONE]" and pieces[-1]["choices"][0]["finish_reason"] == "length"
     status, answer = got[0]
     assert status == 200 and [len(choice["text"].split()) for choice in answer["choices"]] == [120] * 12
-    assert "every completion under way was answered" in server.lines[-1]
+    assert "all running requests were finished" in server.lines[-1]

@@ -1,7 +1,7 @@
 """A conversation with a model, in a terminal or through a pipe.
 
-`Conversation` has the messages and the engine, whose answers come in pieces. In a terminal each piece is printed when
-it comes. Lines from a pipe get one answer each.
+`Conversation` has the messages and the engine, and returns answers piece by piece. `Terminal` prints each piece when it
+arrives. Each line from a pipe gets one answer.
 """
 
 import sys
@@ -26,25 +26,33 @@ from dtrain.inference.request import Request, SamplingParams
 from dtrain.inference.sampling import check_request
 from dtrain.training.metrics.terminal import printable
 
-SWITCHES = ("enable_thinking", "thinking")  # the names of this variable in chat templates
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable for thinking in chat templates
 
-HELP = """/again            draw the last answer anew
+HELP = """/again            generate the last answer again
 /reset            begin a new conversation
-/system TEXT      the system message of a new conversation; without TEXT none
-/image PATH       an image, in front of the next message
-/thinking on|off  whether the model thinks first
-/adapter on|off   with the adapter of --adapter, or without
-/exit             or Ctrl-D; Ctrl-C ends an answer
-A line that ends with \\ goes on in the next one."""
+/system TEXT      begin a new conversation with this system message, or without TEXT with none
+/image PATH       put an image before the next message
+/thinking on|off  whether the model thinks before it answers
+/adapter on|off   whether the adapter of --adapter is used
+/exit             end, as Ctrl-D does; Ctrl-C ends an answer
+A line that ends with \\ continues on the next line."""
 
 
 @dataclass
 class Conversation:
     """A conversation with one model.
 
-    max_length: of prompt and answer together; sampling: its max_new_tokens is the most of an answer. system: the
-    first message, None for none. variables: for the chat template. Each answer has draws of its own, the `drawn`-th of
-    `seed`. shown: image parts of the next message.
+    Attributes:
+        engine: Engine of the model.
+        chats: Encoder of conversations.
+        max_length: Maximum tokens of prompt and answer together.
+        sampling: Sampling parameters. Its max_new_tokens limits an answer.
+        seed: Seed of the samples.
+        system: System message, or None.
+        variables: Variables of the chat template.
+        messages: Messages without the system message.
+        num_answers: Number of answers so far. Each is sampled with an index of its own.
+        pending_images: Images for the next message.
     """
 
     engine: Engine
@@ -54,43 +62,47 @@ class Conversation:
     seed: int = 0
     system: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)  # without the system's
-    drawn: int = 0
-    shown: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    num_answers: int = 0
+    pending_images: list[dict[str, Any]] = field(default_factory=list)
 
-    def show(self, path: Path) -> None:
-        """Put the image in a file in front of the next message. Raises UserError if it cannot be used."""
+    def add_image(self, path: Path) -> None:
+        """Put an image before the next message. Raises UserError if the file cannot be used."""
         part = image_part(path)
         self.chats.lay_out(part["image"])
-        self.shown.append(part)
+        self.pending_images.append(part)
 
     def reset(self) -> None:
         """Begin a new conversation."""
         self.messages.clear()
-        self.shown.clear()
+        self.pending_images.clear()
 
-    def think(self, on: bool) -> None:
-        """Set whether the model thinks first. Raises UserError if the template has no variable for it."""
+    def set_thinking(self, is_on: bool) -> None:
+        """Set whether the model thinks before it answers. Raises UserError if the template has no variable for it."""
         template = self.chats.encoder.template
-        switch = next((name for name in SWITCHES if template is not None and template.has_variable(name)), None)
-        if switch is None:
-            raise UserError(f"the chat template has no switch for thinking ({' or '.join(SWITCHES)})")
-        self.variables[switch] = on
+        for switch in SWITCHES:
+            if template is not None and template.has_variable(switch):
+                self.variables[switch] = is_on
+                return
+        raise UserError(f"the chat template has no switch for thinking ({' or '.join(SWITCHES)})")
 
-    def again(self) -> Generator[str]:
-        """Return another answer to the last message, in pieces. Raises UserError if there is none."""
+    def answer_again(self) -> Generator[str]:
+        """Generate another answer to the last message, piece by piece. Raises UserError if there is none."""
         if not self.messages:
-            raise UserError("nothing was said yet")
-        del self.messages[-1]  # every answer is one, if an empty one
+            raise UserError("there is no message to answer yet")
+        del self.messages[-1]  # the last message is always an answer, perhaps an empty one
         return self._answer(self._request())
 
-    def say(self, text: str) -> Generator[str]:
-        """Return the answer to `text`, in pieces. The pieces drawn until the caller stops are the answer that is kept.
+    def send(self, text: str) -> Generator[str]:
+        """Send a message and generate the answer, piece by piece.
 
-        Raises UserError if the context is full or an image is torn; neither `text` nor images are then added.
+        If the caller stops early, the pieces so far are the answer that stays in the conversation.
+
+        Raises:
+            UserError: If the context is full or an image is damaged. The message is then not added.
         """
-        shown, self.shown = self.shown, []
-        content = [*shown, {"type": "text", "text": text}] if shown else text
+        images, self.pending_images = self.pending_images, []
+        content = [*images, {"type": "text", "text": text}] if images else text
         self.messages.append({"role": "user", "content": content})
         try:
             return self._answer(self._request())
@@ -99,77 +111,93 @@ class Conversation:
             raise
 
     def _answer(self, request: Request) -> Generator[str]:
+        """Generate the completion of a request, and add it to the messages however far it came."""
         tokenizer = self.chats.encoder.tokenizer
         stream = TextStream(partial(tokenizer.decode, skip_special_tokens=True))
-        ticket, num_sent, answer = self.engine.add(request), 0, ""
+        ticket = self.engine.add(request)
+        num_sent = 0
+        answer = ""
         try:
-            while True:
+            is_done = False
+            while not is_done:
                 ended = dict(self.engine.step())
-                ids = ended[ticket].ids[num_sent:] if ticket in ended else self.engine.progress(ticket, num_sent)[0]
+                is_done = ticket in ended
+                if is_done:
+                    ids = ended[ticket].ids[num_sent:]
+                else:
+                    ids, _ = self.engine.progress(ticket, num_sent)
                 num_sent += len(ids)
-                piece = stream.push(ids, last=ticket in ended)
+                piece = stream.push(ids, last=is_done)
                 answer += piece
                 if piece:
                     yield piece
-                if ticket in ended:
-                    return
         finally:
             self.engine.drop_all_work()
             self.messages.append({"role": "assistant", "content": answer})
 
     def _request(self) -> Request:
-        begin = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = self.chats.encode(Prompt([*begin, *self.messages], variables=self.variables))
+        """Return the request for the next answer. Raises UserError if the context is full."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = self.chats.encode(Prompt([*system, *self.messages], variables=self.variables))
         num_left = self.max_length - len(prompt.ids)
         if num_left < 1:
             raise UserError(
                 f"the conversation has {len(prompt.ids)} tokens, and the model's context holds {self.max_length}: "
                 "/reset begins a new one"
             )
-        self.drawn += 1
+        self.num_answers += 1
         sampling = replace(self.sampling, max_new_tokens=min(num_left, self.sampling.max_new_tokens))
         images = self.chats.images_of(prompt)
-        request = Request(prompt.ids, sampling, self.seed, sample_index=self.drawn, images=images)
+        request = Request(prompt.ids, sampling, self.seed, sample_index=self.num_answers, images=images)
         self.engine.check(request, "the conversation")
         return request
 
 
-def talk(arguments: Namespace) -> None:
-    """Hold the conversation of the command's `arguments` to its end. Raises UserError."""
+def chat(arguments: Namespace) -> None:
+    """Chat with a model until the user ends. Raises UserError.
+
+    Args:
+        arguments: Arguments of the command.
+    """
     device = choose_device(arguments.device)
-    # At the start: at the first image the model may have adapters, and a tower is small beside its text.
-    sees = image_problem(arguments.directory) is None
-    loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=sees)
+    # The vision tower is loaded at the start: at the first image the model may have adapters, which could not be added
+    # to it any more. It is small compared to the text model.
+    has_images = image_problem(arguments.directory) is None
+    loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
     model, tokenizer = loaded
     if arguments.adapter is not None:
         if model.adapters is not None:
             raise UserError(
-                f"--adapter {arguments.adapter}: {arguments.directory} has one already: give its base model"
+                f"--adapter {arguments.adapter}: {arguments.directory} already has an adapter: give its base model"
             )
-        beside = read_adapter_model(model, arguments.adapter)
-        attach_adapters(model, beside)
-        model.adapters = beside.adapters
+        adapter_model = read_adapter_model(model, arguments.adapter)
+        attach_adapters(model, adapter_model)
+        model.adapters = adapter_model.adapters
     template = loaded.template(arguments.chat_template)
     if template is None:
         raise UserError(
             f"{arguments.directory} has no chat template: give --chat-template FILE, or complete texts with `dtrain "
             "generate --raw`"
         )
-    length = model.config.max_position_embeddings
-    stops = tuple(tokenizer.eos_ids)
     sampling = SamplingParams(
-        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, stop_ids=stops
+        arguments.max_new_tokens,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        stop_ids=tuple(tokenizer.eos_ids),
     )
     check_request(Request([0], sampling), model.config.vocab_size, "the conversation", has_decode=False)
-    chats, engine = loaded.chats(template, length, arguments.directory), Engine(model, max_rows=1)
+    length = model.config.max_position_embeddings
+    chats = loaded.chats(template, length, arguments.directory)
+    engine = Engine(model, max_rows=1)
     conversation = Conversation(engine, chats, length, sampling, arguments.seed, arguments.system)
     if arguments.thinking is not None:
-        conversation.think(arguments.thinking == "on")
+        conversation.set_thinking(arguments.thinking == "on")
     Terminal(conversation).run()
 
 
 class Terminal:
-    """Terminal loop: lines of standard input to `conversation`, its answers to standard output."""
+    """The loop that reads lines from standard input and prints the answers of a conversation."""
 
     def __init__(self, conversation: Conversation):
         self.conversation = conversation
@@ -181,22 +209,24 @@ class Terminal:
         """Read lines until the end of input, or /exit."""
         if self.is_terminal:
             with suppress(ImportError):
-                import_module("readline")  # `input` then edits lines and keeps those before
-            print("Talk to the model; /help has the commands.")
+                import_module("readline")  # lets `input` edit lines and recall earlier ones
+            print("Chat with the model. /help lists the commands.")
         for line in self._lines():
             if line == "/exit":
                 return
             try:
                 if line.startswith("/"):
-                    self._obey(*line[1:].partition(" ")[::2])
+                    command, _, argument = line[1:].partition(" ")
+                    self._run_command(command, argument.strip())
                 elif line:
-                    self._print(self.conversation.say(line))
+                    self._print(self.conversation.send(line))
             except UserError as error:
                 if not self.is_terminal:
                     raise
                 print(f"dtrain: {error}", file=sys.stderr)
 
     def _lines(self) -> Iterator[str]:
+        """Yield lines of input. A line that ends with a backslash is joined with the next one."""
         while True:
             text, mark = "", "> "
             while not text or text.endswith("\\"):
@@ -206,12 +236,16 @@ class Terminal:
                     if self.is_terminal:
                         print()
                     return
-                text, mark = text[:-1] + ("\n" if text else "") + line.rstrip("\r"), ". "
+                if text:
+                    text = f"{text[:-1]}\n"  # without the backslash
+                text += line.rstrip("\r")
+                mark = ". "
                 if not text:
                     break
             yield text.strip()
 
     def _print(self, pieces: Generator[str]) -> None:
+        """Print an answer. Ctrl-C ends it."""
         try:
             with closing(pieces):
                 for piece in pieces:
@@ -221,23 +255,27 @@ class Terminal:
                 raise
         print(flush=True)
 
-    def _obey(self, word: str, rest: str) -> None:
-        conversation, rest = self.conversation, rest.strip()
-        if word == "again":
-            self._print(conversation.again())
-        elif word == "image" and rest:
-            conversation.show(Path(rest).expanduser())
-        elif word in ("reset", "system"):
+    def _run_command(self, command: str, argument: str) -> None:
+        """Run a command of HELP. Raises UserError if it is unknown or cannot be run."""
+        conversation = self.conversation
+        is_on = argument == "on"
+        has_switch = argument in ("on", "off")
+        if command == "again":
+            self._print(conversation.answer_again())
+        elif command == "image" and argument:
+            conversation.add_image(Path(argument).expanduser())
+        elif command == "reset":
             conversation.reset()
-            if word == "system":
-                conversation.system = rest or None
-        elif word == "thinking" and rest in ("on", "off"):
-            conversation.think(rest == "on")
-        elif word == "adapter" and rest in ("on", "off"):
+        elif command == "system":
+            conversation.reset()
+            conversation.system = argument or None
+        elif command == "thinking" and has_switch:
+            conversation.set_thinking(is_on)
+        elif command == "adapter" and has_switch:
             if conversation.engine.model.adapters is None:
-                raise UserError("there is no adapter: --adapter DIR, when the command starts, has one")
-            conversation.engine.use_adapters(rest == "on")
-        elif word == "help":
+                raise UserError("there is no adapter: start the command with --adapter DIR")
+            conversation.engine.use_adapters(is_on)
+        elif command == "help":
             print(HELP)
         else:
-            raise UserError(f"/{word[:40]} is no command:\n{HELP}")
+            raise UserError(f"/{command[:40]} is not a command:\n{HELP}")

@@ -1,4 +1,4 @@
-"""`dtrain eval`: a directory's model answers the prompts of data files, and rewards judge its answers."""
+"""`dtrain eval`: a model answers the prompts of data files, and rewards score its answers."""
 
 import json
 import math
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from dtrain.base.errors import UserError
@@ -19,8 +21,9 @@ from dtrain.checkpoint.huggingface.merged import step_of_adapter
 from dtrain.data.formats.encoder import refuse_without_template, resolve_prompts_as
 from dtrain.data.images.reader import ImageReader
 from dtrain.data.sources.files import find_files
+from dtrain.data.text.template import ChatTemplate
 from dtrain.inference.engine import Engine
-from dtrain.inference.generate import choose_device, choose_dtype, image_problem, load, model_files
+from dtrain.inference.generate import LoadedModel, choose_device, choose_dtype, image_problem, load, model_files
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.recipe.rollouts import Reward
 from dtrain.rl.evaluation import (
@@ -40,7 +43,7 @@ from dtrain.training.eval_sets import default_max_new_tokens
 from dtrain.training.metrics import records
 from dtrain.training.setup.evals import usual_reward
 
-MANY = 0.2  # of the answers, cut at their longest
+MANY = 0.2  # share of truncated answers from which on a longer limit is recommended
 REWARD_OPTIONS = RewardKeys(
     rewards="--reward",
     timeout="--reward-timeout",
@@ -57,9 +60,15 @@ OPTION_OF_KEY = {
 
 
 def evaluate(arguments: Namespace) -> Report:
-    """Answer the prompts of data files (data/formats/prompts.py says what a row may be), and judge the answers.
+    """Answer the prompts of data files and score the answers.
 
-    arguments: the command's. Raises UserError.
+    data/formats/prompts.py describes the rows of the files.
+
+    Args:
+        arguments: Arguments of the command.
+
+    Raises:
+        UserError: If the model, the data or the rewards cannot be used.
     """
     out, files = arguments.out, find_files(arguments.data, "DATA")
     rewards = [read_reward(text) for text in arguments.reward or [usual_reward(files)]]
@@ -71,88 +80,115 @@ def evaluate(arguments: Namespace) -> Report:
     )
     with judges:
         model_files(arguments.directory)  # refuses a directory without a model before the data are read
-        has_images = any_prompt_has_images(files, arguments.limit)
-        if has_images and (problem := image_problem(arguments.directory)):
-            raise UserError(f"DATA: the prompts have images: {problem}")
-        loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
+        loaded, images = _load_model(arguments, files, device)
         model, tokenizer = loaded
-        images = ImageReader(tokenizer, model_files(arguments.directory)) if has_images else None
-        length = model.config.max_position_embeddings
-        new = arguments.max_new_tokens or default_max_new_tokens(length)
-        if new >= length:
-            raise UserError(
-                f"--max-new-tokens {new} leaves no room for a prompt within the model's {length} positions: set less"
-            )
         template = loaded.template(arguments.chat_template, arguments.template_kwargs)
         refuse_without_template(arguments.prompts_as, template, tokenizer.directory)
-        chosen, trained_plain = (arguments.prompts_as, 0) if arguments.prompts_as else trained_as(arguments.directory)
-        sampling = SamplingParams(
-            new,
-            arguments.temperature,
-            arguments.top_k,
-            arguments.top_p,
-            arguments.min_p,
-            stop=tuple(arguments.stop),
-        )
-        options = QuestionOptions(
-            sampling=sampling,
-            samples=arguments.samples,
-            seed=arguments.seed,
-            pass_reward=arguments.pass_reward,
-            system_prompt=arguments.system,
-            prompts_as=resolve_prompts_as(chosen, trained_plain, template),
-            limit=arguments.limit,
-            columns_key=None,
-        )
+        options = _question_options(arguments, model.config.max_position_embeddings, template)
+        length = model.config.max_position_embeddings
         prepared = prepare_questions("DATA", files, options, tokenizer, template, length, images)
         for line in prepared.notes:
             print(with_options(line), file=sys.stderr)
         questions = replace(prepared.questions, judge_batch_size=judge_batch_size)
-        rows = questions.items
-        columns = example_row(row.prompt.columns for row in rows)
+        columns = example_row(question.prompt.columns for question in questions.items)
         problems = missing_column_problems(rewards, [columns], REWARD_OPTIONS)
         if problems:
             raise UserError("\n".join(problems))
         engine = Engine(model, decode=loaded.decode, max_rows=arguments.max_rows)
-        draw, write = partial(_drawn, engine), partial(_write, out, questions)
-        return answer_and_judge(questions, draw, loaded.decode, judges, write, ranks=Ranks(single_process=True))
+        generate, write = partial(_generate, engine), partial(_write, out, questions)
+        ranks = Ranks(single_process=True)
+        return answer_and_judge(questions, generate, loaded.decode, judges, write, ranks=ranks)
+
+
+def _load_model(
+    arguments: Namespace, files: Sequence[Path], device: torch.device
+) -> tuple[LoadedModel, ImageReader | None]:
+    """Load the model, and a reader of images if the prompts have any."""
+    has_images = any_prompt_has_images(files, arguments.limit)
+    if has_images:
+        problem = image_problem(arguments.directory)
+        if problem:
+            raise UserError(f"DATA: the prompts have images: {problem}")
+    loaded = load(arguments.directory, choose_dtype(arguments.dtype, device), device, vision=has_images)
+    images = ImageReader(loaded.tokenizer, model_files(arguments.directory)) if has_images else None
+    return loaded, images
+
+
+def _question_options(arguments: Namespace, max_positions: int, template: ChatTemplate | None) -> QuestionOptions:
+    """Return how prompts are read and answered."""
+    max_new_tokens = arguments.max_new_tokens or default_max_new_tokens(max_positions)
+    if max_new_tokens >= max_positions:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt within the model's {max_positions} "
+            "positions: set less"
+        )
+    if arguments.prompts_as:
+        prompts_as, num_plain_prompts = arguments.prompts_as, 0
+    else:
+        prompts_as, num_plain_prompts = trained_as(arguments.directory)
+    sampling = SamplingParams(
+        max_new_tokens,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        arguments.min_p,
+        stop=tuple(arguments.stop),
+    )
+    return QuestionOptions(
+        sampling=sampling,
+        samples=arguments.samples,
+        seed=arguments.seed,
+        pass_reward=arguments.pass_reward,
+        system_prompt=arguments.system,
+        prompts_as=resolve_prompts_as(prompts_as, num_plain_prompts, template),
+        limit=arguments.limit,
+        columns_key=None,
+    )
 
 
 def trained_as(directory: Path) -> tuple[str | None, int]:
-    """Return `data.prompts_as` of the run whose directory, export or checkpoint `directory` is, and how many of its
-    training rows had a plain prompt; (None, 0) of a model that is none of a run's. Raises UserError for a damaged
-    config.yaml or data.json."""
+    """Return how the run that trained a model read plain prompts.
+
+    Args:
+        directory: Directory of a run, of its export or of one of its checkpoints.
+
+    Returns:
+        `data.prompts_as` of the run, and the number of its training rows with a plain prompt. (None, 0) if no run
+        trained the model.
+
+    Raises:
+        UserError: If config.yaml or data.json is damaged.
+    """
     run = (step_of_adapter(directory) or directory).absolute()
     if run.name == "export":
         run = run.parent
     elif run.parent.name == "checkpoints":
         run = run.parent.parent
-    chosen = (records.read_recipe(run).get("data") or {}).get("prompts_as")
+    recipe_data = records.read_recipe(run).get("data") or {}
     data = read_json(run / DATA) if (run / DATA).is_file() else {}
-    return chosen, data.get("train", {}).get("plain_prompts", 0)
+    return recipe_data.get("prompts_as"), data.get("train", {}).get("plain_prompts", 0)
 
 
 def as_json(report: Report) -> str:
-    """Return the report as one line of JSON; unknown values are null."""
-    fields = {**report.__dict__, "passes": {str(k): value for k, value in report.passes.items()}}
-    return json.dumps(nan_to_none(fields))
+    """Return the report as one line of JSON. Values that are not known are null."""
+    passes = {str(k): value for k, value in report.passes.items()}  # keys of JSON objects are texts
+    return json.dumps(nan_to_none({**report.__dict__, "passes": passes}))
 
 
 def as_table(report: Report) -> str:
-    rows = [
-        ("prompts", f"{report.prompts} × {report.samples}"),
-        ("reward", _shown(report.reward, report.reward_stderr)),
-    ]
+    """Return the report as a table for the terminal."""
+    rows = [("prompts", f"{report.prompts} × {report.samples}")]
+    reward = _format_score(report.reward, report.reward_stderr)
     if len(report.rewards) == 1:
-        rows[1] = ("reward", f"{rows[1][1]} by {next(iter(report.rewards))}")
+        (name,) = report.rewards
+        rows.append(("reward", f"{reward} by {name}"))
     else:
-        rows += [(f"  {name}", _shown(value)) for name, value in report.rewards.items()]
+        rows.append(("reward", reward))
+        rows += [(f"  {name}", _format_score(value)) for name, value in report.rewards.items()]
     rows += [(f"pass@{k}", f"{value:.1%}") for k, value in report.passes.items()]
+    rows.append(("tokens", f"{report.completion_len:.1f} on average, at most {report.completion_len_max}"))
     advice = "; raise --max-new-tokens" if report.truncated_frac > MANY else ""
-    rows += [
-        ("tokens", f"{report.completion_len:.1f} on average, at most {report.completion_len_max}"),
-        ("truncated", f"{report.truncated_frac:.1%}" + advice),
-    ]
+    rows.append(("truncated", f"{report.truncated_frac:.1%}{advice}"))
     if report.unknown:
         rows.append(("without reward", str(report.unknown)))
     if report.cut_prompts:
@@ -162,15 +198,20 @@ def as_table(report: Report) -> str:
 
 
 def read_reward(text: str) -> Reward:
-    """Return the reward that `text` names: a name or an import path, with options as JSON after `=`.
+    """Parse the value of --reward: a name or an import path, with options as JSON after `=`.
 
-    Raises UserError.
+    Example:
+        >>> read_reward('regex={"pattern": "yes"}').kwargs
+        {'pattern': 'yes'}
+
+    Raises:
+        UserError: If the options are not a JSON object.
     """
     name, separator, options = text.partition("=")
     try:
         kwargs = json.loads(options) if separator else {}
     except ValueError as error:
-        raise UserError(f"--reward {text}: the options after = are no JSON ({error})") from error
+        raise UserError(f"--reward {text}: the options after = are not JSON ({error})") from error
     if not isinstance(kwargs, dict):
         raise UserError(
             f'--reward {text}: the options after = must be a JSON object, such as regex={{"pattern": "yes"}}'
@@ -178,8 +219,8 @@ def read_reward(text: str) -> Reward:
     return Reward(name, kwargs=kwargs)
 
 
-def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Return the completions in the order of `requests`; shows a progress bar on a terminal's stderr."""
+def _generate(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Return the completions in the order of `requests`. Shows a progress bar if stderr is a terminal."""
     tickets = [engine.add(request) for request in requests]
     completions: dict[int, Completion] = {}
     with tqdm(total=len(requests), unit="completion", disable=None, leave=False) as bar:
@@ -191,39 +232,48 @@ def _drawn(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
 
 
 def _write(out: Path | None, questions: Questions, answers: Sequence[ScoredAnswer]) -> None:
+    """Write each answer with its rewards as a JSON line."""
     if out is None:
         return
     try:
         with out.open("w", encoding="utf-8") as file:
             for answer in answers:
                 question = questions.items[answer.index]
-                prompt, images = question.prompt, [image.entry for image in question.images]
-                row = {
+                row: dict[str, Any] = {
                     "prompt_index": answer.index,
                     "sample_index": answer.sample,
-                    "prompt": prompt.content,
-                    **({"images": images} if images else {}),
+                    "prompt": question.prompt.content,
+                }
+                if question.images:
+                    row["images"] = [image.entry for image in question.images]
+                row |= {
                     "completion": answer.text,
                     "reward": answer.reward,
                     "rewards": answer.parts,
                     "tokens": len(answer.completion.ids),
                     "finish": answer.completion.finish,
-                    "columns": prompt.columns,
+                    "columns": question.prompt.columns,
                 }
                 file.write(json.dumps(nan_to_none(row), ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror or error}") from error
 
 
-def _shown(value: float, error: float = math.nan) -> str:
+def _format_score(value: float, error: float = math.nan) -> str:
     if math.isnan(value):
         return "not known"
-    return f"{value:.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+    text = f"{value:.4f}"
+    return text if math.isnan(error) else f"{text} ± {error:.4f}"
 
 
 def with_options(message: str) -> str:
-    """Return a message that may name keys of a recipe, followed by this command's options for these keys."""
-    named = [f"{key} is {option} here" for key, option in OPTION_OF_KEY.items() if key in message]
-    if not named:
+    """Append this command's options to a message that names keys of a recipe.
+
+    Example:
+        >>> with_options("set model.path")
+        'set model.path (model.path is DIR here)'
+    """
+    options = [f"{key} is {option} here" for key, option in OPTION_OF_KEY.items() if key in message]
+    if not options:
         return message
-    return f"{message} ({', '.join(named)})"
+    return f"{message} ({', '.join(options)})"

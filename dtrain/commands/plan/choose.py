@@ -1,11 +1,16 @@
-"""Choice of what a recipe leaves to `auto`: micro-batch, checkpointing, reduction and offload, for a device's memory.
+"""Values for the recipe keys that are `auto`: micro-batch, checkpointing, gradient reduction and offload.
 
-The method. Whatever needs less memory costs time. `_ladder` has the combinations in the order of their times; each
-needs less memory than the one before. A bisection finds the first whose planned step fits with one row a micro-batch,
-unless even the one of the least memory does not.
-The optimizer's state goes to the host where nothing else fits, or where that is faster than tiles.
-Then the micro-batch grows as far as it makes the step faster and fits. Where it stays too small to hide what its passes
-send, the last combination is compared by the estimate too. A choice is a function of recipe, world and device alone.
+The method. Every setting that saves memory costs time. `_ladder` returns combinations of settings in the order of their
+times. Each needs less memory than the one before:
+
+    none < reduce_each < selective checkpointing < full checkpointing < tile=mlp < activation_offload < tile=all
+
+A bisection finds the first combination that fits with one row per micro-batch. If none fits, or only a tiled one, the
+same ladder is tried with the optimizer's state on the host, and the faster result is used. Then the micro-batch grows
+as long as it makes the step faster and fits. If it stays too small to hide the communication of a pass, the last
+combination of the ladder, which leaves room for more rows, is compared too.
+
+The choice depends only on the recipe, the world and the device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +40,9 @@ from dtrain.recipe.world import (
 from dtrain.training.sizing import Sizing
 from dtrain.training.step_spec import StepSpec
 
-FREE_SHARE = 0.1
-"""Share of a device's memory that a choice leaves free."""
-LAUNCH = 6e-6  # seconds in which the host starts a kernel
-HIDING = 2  # times what a pass sends and starts that its computing should take
+FREE_SHARE = 0.1  # share of a device's memory that a choice leaves free
+LAUNCH_SECONDS = 6e-6  # time that the host needs to start a kernel
+HIDING_FACTOR = 2  # computing a pass should take this many times as long as its communication and kernel starts
 
 OFFLOAD = "parallel.optimizer_offload"
 
@@ -47,105 +51,163 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choice(Sizing):
-    """Sizes by the plan. peak: bytes of a rank's tensors."""
+    """Sizes that were chosen with a plan.
+
+    Attributes:
+        peak: Planned peak of a rank's tensors, in bytes.
+    """
 
     peak: int
 
 
 class TooLarge(UserError):
-    """No choice fits into the memory."""
+    """No combination of settings fits into the memory."""
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A combination with a micro-batch whose step was planned."""
+class _PlannedCombination:
+    """A combination of settings with a micro-batch, and its planned step.
+
+    Attributes:
+        values: Values of the keys that are `auto`, without the micro-batch.
+        micro_batch: Rows of a micro-batch.
+        step: The planned step.
+        time: Estimated seconds of the step. 0 on CPUs, for which there is no estimate.
+    """
 
     values: Values
-    micro: int
+    micro_batch: int
     step: Step
     time: float
 
 
 def choose(spec: StepSpec, memory: int, hardware: Hardware | None = None, host: int | None = None) -> Choice:
-    """Return values for the open keys of a spec of `resolve_plan`, on devices with `memory` bytes each.
+    """Choose values for the keys of a recipe that are `auto`. Plans steps in processes that are forked from this one.
 
-    hardware: whose numbers decide what is fast; None: the first of the table. host: bytes of the host's memory for each
-    rank, where what is offloaded has to lie; None: as much as it takes. Plans in processes forked from this one.
-    Raises TooLarge, which names what would fit; UserError where there is no plan of the recipe.
+    Args:
+        spec: The step, from `resolve_plan`.
+        memory: Bytes of each device.
+        hardware: Devices whose speed decides what is fast. None: the first of the table.
+        host: Bytes of the host's memory per rank, for what is offloaded. None: no limit.
+
+    Raises:
+        TooLarge: If no combination fits. The message names changes that would.
+        UserError: If the recipe cannot be planned.
     """
     return _Search(spec, memory, hardware, host).choice()
 
 
 def chosen_plan(recipe: Any, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
-    """Return the plan of `recipe` as of `make_plan`, with values chosen for what it leaves to `auto`."""
+    """Return the plan of a recipe, like `make_plan`, with values chosen for the keys that are `auto`."""
     if not unresolved_auto_keys(recipe):
         return make_plan(recipe, world_size, hardware, budget)
-    is_cpu = recipe.launch.device == "cpu"
-    memory = (
-        free_host_memory(world_size) if is_cpu else int((hardware.budget if budget is None else budget) / USABLE_MEMORY)
-    )
-    choice = choose(resolve_plan(recipe, world_size, "cpu" if is_cpu else "cuda", hardware), memory, hardware)
+    if recipe.launch.device == "cpu":
+        device_type, memory = "cpu", free_host_memory(world_size)
+    else:
+        # A budget is the memory for tensors, which is a share of the device's memory.
+        tensor_memory = hardware.budget if budget is None else budget
+        device_type, memory = "cuda", int(tensor_memory / USABLE_MEMORY)
+    choice = choose(resolve_plan(recipe, world_size, device_type, hardware), memory, hardware)
     plan = make_plan(replace_keys(recipe, choice.values), world_size, hardware, budget)
     return replace(plan, choices=choice.lines)
 
 
 class _Search:
+    """The search for a combination that fits and is fast.
+
+    Attributes:
+        budget: Bytes of a device that a choice may use.
+        host_budget: The same of the host, per rank.
+        rows: Rows of a rank in a step.
+        micro_batches: Sizes of a micro-batch that are possible, if the key is `auto`, otherwise empty.
+        smallest_micro_batch: The smallest of them, or the recipe's own.
+        planned: The combinations that were planned, by their values and micro-batch.
+        ladder: Combinations of settings, from the fastest to the one with the least memory.
+        offloaded_ladder: The same with the optimizer's state on the host. Empty if that is not possible.
+    """
+
     def __init__(self, spec: StepSpec, memory: int, hardware: Hardware | None, host: int | None):
-        self.spec, self.recipe, self.world_size = spec, spec.original_recipe, spec.world.size
-        self.keys, self.memory, self.budget = unresolved_auto_keys(self.recipe), memory, int(memory * (1 - FREE_SHARE))
+        self.spec = spec
+        self.recipe = spec.original_recipe
+        self.world_size = spec.world.size
+        self.keys = unresolved_auto_keys(self.recipe)
+        self.memory = memory
+        self.budget = int(memory * (1 - FREE_SHARE))
         self.host_budget = inf if host is None else host * (1 - FREE_SHARE)
         self.hardware = hardware or next(iter(GPUS.values()))
         self.is_gpu = spec.world.device_type == "cuda"
-        self.rows = self.spec.sizes.global_batch // self.spec.sizes.dp  # of a rank
-        self.micros = [micro for micro in divisors(self.rows) if self._has_a_kernel(micro)]
-        self.micros = self.micros if MICRO_BATCH in self.keys else []
-        self.least = self.micros[0] if self.micros else self.spec.recipe.train.num_micro_batch_rows
-        self.known: dict[tuple, _Tried] = {}  # what was planned, by combination and micro-batch
-        self.ladder, self.offloaded = self._ladder(), self._ladder(is_offloaded=True)
+        self.rows = spec.sizes.global_batch // spec.sizes.dp
+        self.micro_batches: list[int] = []
+        if MICRO_BATCH in self.keys:
+            self.micro_batches = [size for size in divisors(self.rows) if self._attention_fits(size)]
+        self.smallest_micro_batch = (
+            self.micro_batches[0] if self.micro_batches else spec.recipe.train.num_micro_batch_rows
+        )
+        self.planned: dict[tuple, _PlannedCombination] = {}
+        self.ladder = self._ladder()
+        self.offloaded_ladder = self._ladder(is_offloaded=True)
 
-    def _has_a_kernel(self, micro: int) -> bool:
-        """Return whether attention of a micro-batch needs no mask that is too large: packed completions are one row."""
-        recipe, device = self.spec.recipe, self.spec.world.device_type
-        length = self.spec.method_class(replace_keys(recipe, {MICRO_BATCH: micro})).max_row_length()
-        longest = max_masked_row_length(recipe, self.spec.precision, device) if device == "cuda" else None
-        return micro == 1 or longest is None or length <= longest
+    def _attention_fits(self, micro_batch: int) -> bool:
+        """Return whether attention of a micro-batch can be computed without a mask that is too large.
+
+        Packed completions of a micro-batch are one row, so a larger micro-batch means a longer row.
+        """
+        recipe, device_type = self.spec.recipe, self.spec.world.device_type
+        if micro_batch == 1 or device_type != "cuda":
+            return True
+        max_masked = max_masked_row_length(recipe, self.spec.precision, device_type)
+        method = self.spec.method_class(replace_keys(recipe, {MICRO_BATCH: micro_batch}))
+        return max_masked is None or method.max_row_length() <= max_masked
 
     def choice(self) -> Choice:
-        ladder, offloaded = self.ladder, self.offloaded
+        """Run the search. Raises TooLarge if nothing fits."""
+        ladder = self.ladder
+        # The bisection begins at the last combination without tiles and activation offload, which most often decides.
         quick = [values for values in ladder if not _is_tiled(values) and not values.get("train.activation_offload")]
-        tried = self._first_that_fits(ladder, first=len(quick) - 1)
-        if tried is None or _is_tiled(tried.values):
-            other = self._first_that_fits(offloaded, first=len(offloaded) - 1)
-            if tried is None or (other is not None and other.time < tried.time):
-                ladder, tried = offloaded or ladder, other
-        if tried is None:
-            tried = self._least(ladder[-1])
+        found = self._first_that_fits(ladder, first=len(quick) - 1)
+        if found is None or _is_tiled(found.values):
+            # Offloading the optimizer's state may be faster than tiles.
+            offloaded = self._first_that_fits(self.offloaded_ladder, first=len(self.offloaded_ladder) - 1)
+            if found is None or (offloaded is not None and offloaded.time < found.time):
+                ladder = self.offloaded_ladder or ladder
+                found = offloaded
+        if found is None:
+            found = self._least_memory(ladder[-1])
         else:
-            tried = self._with_more_rows(tried, ladder[-1])
-        values = {key: tried.micro if key == MICRO_BATCH else tried.values[key] for key in self.keys}
-        return Choice(values, tuple(self._lines(tried, values, self._wanted(tried))), tried.step.peak)
+            found = self._with_more_rows(found, ladder[-1])
+        values = {}
+        for key in self.keys:
+            values[key] = found.micro_batch if key == MICRO_BATCH else found.values[key]
+        lines = self._lines(found, values, self._fast_micro_batch(found))
+        return Choice(values, tuple(lines), found.step.peak)
 
     def _ladder(self, is_offloaded: bool = False) -> list[Values]:
-        """Return combinations of the open keys, each of more time and less memory than the one before; is_offloaded:
-        all with `parallel.optimizer_offload`, [] where that is not open or refused."""
+        """Return combinations of the open keys, each slower and with less memory than the one before.
+
+        Args:
+            is_offloaded: Whether all of them have `parallel.optimizer_offload`. The list is empty if that key is not
+                open or not possible.
+        """
         base = {key: FASTEST_VALUES[key] for key in self.keys if key != MICRO_BATCH}
         if is_offloaded:
             offload = {OFFLOAD: True}
-            if OFFLOAD not in base or not self.is_gpu or self._refused(offload):
+            if OFFLOAD not in base or not self.is_gpu or self._is_refused(offload):
                 return []
             base |= offload
         ladder: list[Values] = [base]
-        for more in self._means(self.spec.recipe):
-            if more.keys() <= base.keys() and not self._refused(base | more):
-                base = base | more
+        for change in self._memory_savers(self.spec.recipe):
+            if change.keys() <= base.keys() and not self._is_refused(base | change):
+                base = base | change
                 ladder.append(base)
         return ladder
 
-    def _means(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """Yield changes in the order in which they are made, each beside those before."""
-        shards = self.spec.sizes.dp_shard * self.spec.sizes.cp
-        # Sums of masters in bfloat16 are rounded at random, each micro-batch's under reduce_each.
-        if shards > 1 and self.rows > self.least and recipe.train.masters == "float32":
+    def _memory_savers(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Yield changes that save memory, in the order of their cost. Each is made in addition to those before."""
+        num_shards = self.spec.sizes.dp_shard * self.spec.sizes.cp
+        has_several_micro_batches = self.rows > self.smallest_micro_batch
+        # With bfloat16 masters the accumulated gradients are rounded stochastically. reduce_each would round them once
+        # per micro-batch instead of once per step.
+        if num_shards > 1 and has_several_micro_batches and recipe.train.masters == "float32":
             yield {"parallel.reduce_each": True}
         yield {"train.activation_checkpointing": "selective"}
         yield {"train.activation_checkpointing": "full"}
@@ -153,171 +215,248 @@ class _Search:
         yield {"train.activation_offload": True}
         yield {"train.tile": "all"}
 
-    def _refused(self, values: Values) -> bool:
+    def _is_refused(self, values: Values) -> bool:
+        """Return whether a run would refuse the recipe with these values."""
         return bool(problems(replace_keys(self.spec.recipe, values), self.world_size))
 
-    def _at(self, spec: StepSpec, values: Values, micro: int) -> StepSpec:
-        """Return `spec` with `values` and a micro-batch, where that is open."""
-        recipe = replace_keys(spec.recipe, {**values, **({MICRO_BATCH: micro} if self.micros else {})})
+    def _spec_with(self, spec: StepSpec, values: Values, micro_batch: int) -> StepSpec:
+        """Return `spec` with `values`, and with the micro-batch if that is open."""
+        changes = dict(values)
+        if self.micro_batches:
+            changes[MICRO_BATCH] = micro_batch
+        recipe = replace_keys(spec.recipe, changes)
         return with_keys(spec, recipe, derive_sizes(recipe, spec.world.size))
 
-    def _tried(self, combinations: Sequence[tuple[Values, int]]) -> list[_Tried]:
-        """Return `combinations` with their steps. Each is planned once."""
-        keys = {(*values.items(), micro): (values, micro) for values, micro in combinations}
-        new = {key: combination for key, combination in keys.items() if key not in self.known}
-        specs = [self._at(self.spec, values, micro) for values, micro in new.values()]
-        for (key, (values, micro)), spec, step in zip(new.items(), specs, plan_steps(specs), strict=True):
-            self.known[key] = _Tried(values, micro, step, self._time(step, spec) if self.is_gpu else 0.0)
-        return [self.known[key] for key in keys]
+    def _plan(self, combinations: Sequence[tuple[Values, int]]) -> list[_PlannedCombination]:
+        """Plan the steps of combinations (values, micro-batch). Each is planned only once."""
+        keys = []
+        new: dict[tuple, tuple[Values, int]] = {}
+        for values, micro_batch in combinations:
+            key = (*values.items(), micro_batch)
+            keys.append(key)
+            if key not in self.planned:
+                new[key] = (values, micro_batch)
+        specs = [self._spec_with(self.spec, values, micro_batch) for values, micro_batch in new.values()]
+        for key, spec, step in zip(new, specs, plan_steps(specs), strict=True):
+            values, micro_batch = new[key]
+            time = self._time(step, spec) if self.is_gpu else 0.0
+            self.planned[key] = _PlannedCombination(values, micro_batch, step, time)
+        return [self.planned[key] for key in keys]
 
     def _time(self, step: Step, spec: StepSpec) -> float:
+        """Return the estimated seconds of a step, which cannot be shorter than the host needs to start its kernels."""
         time = estimate_step(step, spec.sizes, self.hardware)
-        return max(time.total, step.num_kernels * LAUNCH + time.exposed + time.optimizer)
+        return max(time.total, step.num_kernels * LAUNCH_SECONDS + time.exposed + time.optimizer)
 
     def _fits(self, step: Step) -> bool:
-        on_host = step.host_activations + step.host_optimizer_bytes if self.is_gpu else 0
-        return step.peak <= self.budget and on_host <= self.host_budget
+        host_bytes = step.host_activations + step.host_optimizer_bytes if self.is_gpu else 0
+        return step.peak <= self.budget and host_bytes <= self.host_budget
 
-    def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _Tried | None:
-        """Return the first combination that fits with the least micro-batch; as many are planned at once as there are
-        processors for. first: the place to begin at, with those before it: what most probably decides.
+    def _first_that_fits(self, ladder: Sequence[Values], first: int) -> _PlannedCombination | None:
+        """Return the first combination of a ladder that fits with the smallest micro-batch.
 
-        The bisection is by the device's memory, of which each takes less than the one before. The host's is looked at
-        from the first on that fits there.
+        A search by sections: in each round, as many combinations are planned at once as there are processors. The
+        combinations need less and less memory of the device. For example, if of [0, 5, 9] only 9 fits, then the answer
+        is between 6 and 9. Memory of the host does not decrease along the ladder, so it is checked afterwards, from the
+        first combination on that fits on the device.
+
+        Args:
+            ladder: The combinations.
+            first: Index at which to begin, with those before it.
         """
-        width, high, fits_device = max(1, num_cores() // num_traces(self.spec)), len(ladder), False
-        low = 1 + max((place for place, values in enumerate(ladder) if self._is_too_much(values)), default=-1)
+        num_at_once = max(1, num_cores() // num_traces(self.spec))
+        # The answer is in [low, high]. `high` is the length of the ladder while none is known to fit.
+        low, high = 0, len(ladder)
+        for index, values in enumerate(ladder):
+            if self._is_known_too_large(values):
+                low = index + 1
+        any_fits = False
         while low < high:
-            places: Sequence[int] = range(max(low, first + 1 - width), first + 1)
-            if not low <= first < high:
-                count = min(width, high - low)
-                places = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
-            every = self._tried([(ladder[place], self.least) for place in places])
-            fits = [tried.step.peak <= self.budget for tried in every]
-            if any(fits):
-                number, fits_device = fits.index(True), True
-                high, low = places[number], places[number - 1] + 1 if number else low
+            if low <= first < high:
+                indices = list(range(max(low, first + 1 - num_at_once), first + 1))
             else:
-                low = places[-1] + 1 if fits_device or not self._is_hopeless(every[-1]) else len(ladder)
-        candidates = (self._tried([(values, self.least)])[0] for values in ladder[high:])
-        return next((tried for tried in candidates if self._fits(tried.step)), None)
+                count = min(num_at_once, high - low)
+                indices = sorted({low + (high - low) * (number + 1) // (count + 1) for number in range(count)})
+            planned = self._plan([(ladder[index], self.smallest_micro_batch) for index in indices])
+            fits = [combination.step.peak <= self.budget for combination in planned]
+            if any(fits):
+                any_fits = True
+                number = fits.index(True)
+                high = indices[number]
+                if number > 0:
+                    low = indices[number - 1] + 1
+            elif any_fits or not self._is_hopeless(planned[-1]):
+                low = indices[-1] + 1
+            else:
+                low = len(ladder)
+        for values in ladder[high:]:
+            (combination,) = self._plan([(values, self.smallest_micro_batch)])
+            if self._fits(combination.step):
+                return combination
+        return None
 
-    def _is_too_much(self, values: Values) -> bool:
-        """Return whether a combination is known to take too much: by its plan, or by the one with the optimizer's state
-        on the device, where there is at most this state, the masters and what they are rounded to for it to save."""
-        known = self.known.get((*{**values, OFFLOAD: False}.items(), self.least))
-        return (
-            known is not None
-            and known.step.peak - known.step.optimizer_state - 2 * known.step.trained_parameters > self.budget
-        )
+    def _is_known_too_large(self, values: Values) -> bool:
+        """Return whether a combination with an offloaded optimizer is known to need too much memory.
 
-    def _is_hopeless(self, tried: _Tried) -> bool:
-        """Return whether none fits beside one that does not: what they hold alike is too much, or the least of all."""
-        if tried.step.resident > self.budget:
+        The same combination without the offload was planned. The offload saves at most the optimizer's state, the
+        masters and their rounded copies.
+        """
+        key = (*{**values, OFFLOAD: False}.items(), self.smallest_micro_batch)
+        known = self.planned.get(key)
+        if known is None:
+            return False
+        step = known.step
+        return step.peak - step.optimizer_state - 2 * step.trained_parameters > self.budget
+
+    def _is_hopeless(self, planned: _PlannedCombination) -> bool:
+        """Return whether no combination can fit, given one that does not."""
+        if planned.step.resident > self.budget:
             return True
-        (least,) = self._tried([((self.offloaded or self.ladder)[-1], self.least)])
+        last = (self.offloaded_ladder or self.ladder)[-1]
+        (least,) = self._plan([(last, self.smallest_micro_batch)])
         return least.step.peak > self.budget
 
-    def _with_more_rows(self, tried: _Tried, last: Values) -> _Tried:
-        """Return the fastest of `tried` with more rows a micro-batch, and of the `last` combination where these are
-        fewer than make the step fast. For a CPU no times are estimated that could be compared."""
-        best, wanted = self._largest(tried)
-        if self.is_gpu and best.micro < wanted and last != tried.values:
-            (other,) = self._tried([(last, self.least)])
+    def _with_more_rows(self, planned: _PlannedCombination, last: Values) -> _PlannedCombination:
+        """Return the fastest combination with more rows in a micro-batch.
+
+        If `planned` has no room for enough rows to be fast, the `last` combination of the ladder is compared with it.
+        On CPUs no times are estimated that could be compared.
+        """
+        best, fast_micro_batch = self._largest_micro_batch(planned)
+        if self.is_gpu and best.micro_batch < fast_micro_batch and last != planned.values:
+            (other,) = self._plan([(last, self.smallest_micro_batch)])
             if self._fits(other.step):
-                best = min(best, self._largest(other)[0], key=lambda each: each.time)
+                other, _ = self._largest_micro_batch(other)
+                if other.time < best.time:
+                    best = other
         return best
 
-    def _largest(self, tried: _Tried) -> tuple[_Tried, int]:
-        """Return `tried` with the largest micro-batch that fits, up to the one that makes the step fast; and that."""
-        wanted = self._wanted(tried)
-        larger = [micro for micro in self.micros if tried.micro < micro <= wanted]
+    def _largest_micro_batch(self, planned: _PlannedCombination) -> tuple[_PlannedCombination, int]:
+        """Return the combination with the largest micro-batch that fits, and the one from which on a step is fast.
+
+        The micro-batch does not grow beyond the latter.
+        """
+        fast_micro_batch = self._fast_micro_batch(planned)
+        larger = [size for size in self.micro_batches if planned.micro_batch < size <= fast_micro_batch]
         while larger:
-            parts = tried.step.parts
-            per_row = (parts["activations"] + parts["loss"] + parts["temporaries"] + 1) / tried.micro
-            most = tried.micro + (self.budget - tried.step.peak) / per_row
-            micro = max([micro for micro in larger if micro <= most], default=larger[0])
-            (more,) = self._tried([(tried.values, micro)])
-            if self._fits(more.step):
-                tried, larger = more, [each for each in larger if each > micro] if micro == larger[0] else []
+            # Estimate the memory of a row from the planned step, and try the largest micro-batch that should fit.
+            parts = planned.step.parts
+            per_row = (parts["activations"] + parts["loss"] + parts["temporaries"] + 1) / planned.micro_batch
+            estimated_limit = planned.micro_batch + (self.budget - planned.step.peak) / per_row
+            micro_batch = max([size for size in larger if size <= estimated_limit], default=larger[0])
+            (candidate,) = self._plan([(planned.values, micro_batch)])
+            if not self._fits(candidate.step):
+                larger = [size for size in larger if size < micro_batch]
+            elif micro_batch == larger[0]:
+                # The estimate may have been too low, so larger ones are tried once more.
+                planned = candidate
+                larger = [size for size in larger if size > micro_batch]
             else:
-                larger = [each for each in larger if each < micro]
-        return tried, wanted
+                planned = candidate
+                larger = []
+        return planned, fast_micro_batch
 
-    def _wanted(self, tried: _Tried) -> int:
-        """Return the micro-batch from which on a pass computes longer than it sends and starts kernels."""
+    def _fast_micro_batch(self, planned: _PlannedCombination) -> int:
+        """Return the micro-batch from which on computing a pass hides its communication and kernel starts."""
         if not self.is_gpu:
-            return max([micro for micro in self.micros if micro <= DEFAULT_MICRO_BATCH], default=tried.micro)
-        spec = self._at(self.spec, tried.values, tried.micro)
-        time, passes = estimate_step(tried.step, spec.sizes, self.hardware), spec.sizes.accumulation
-        of_row = (time.arithmetic + time.memory) / (passes * tried.micro)
-        of_pass = max(time.hidden, tried.step.num_kernels * LAUNCH) / passes
-        return next((micro for micro in self.micros if micro * of_row >= HIDING * of_pass), self.rows)
+            return max(
+                [size for size in self.micro_batches if size <= DEFAULT_MICRO_BATCH], default=planned.micro_batch
+            )
+        spec = self._spec_with(self.spec, planned.values, planned.micro_batch)
+        time = estimate_step(planned.step, spec.sizes, self.hardware)
+        num_passes = spec.sizes.accumulation
+        seconds_per_row = (time.arithmetic + time.memory) / (num_passes * planned.micro_batch)
+        overhead_per_pass = max(time.hidden, planned.step.num_kernels * LAUNCH_SECONDS) / num_passes
+        for size in self.micro_batches:
+            if size * seconds_per_row >= HIDING_FACTOR * overhead_per_pass:
+                return size
+        return self.rows
 
-    def _least(self, values: Values) -> _Tried:
-        """Return the combination of the least memory. Raises TooLarge where it is more than the devices have."""
-        (tried,) = self._tried([(values, self.least)])
-        host = tried.step.host_activations + tried.step.host_optimizer_bytes
-        if tried.step.peak <= self.memory and host <= self.host_budget / (1 - FREE_SHARE):
-            return tried
-        also = f"; it also takes {gib(host)} of the host's memory for each rank" if host > self.host_budget else ""
-        chosen = {MICRO_BATCH: tried.micro} | dict(values)
-        least = " ".join(format_overrides(chosen))
-        ways = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._ways(tried), 2)]
-        fix = f"what fits: {', or '.join(ways)}" if ways else "take a smaller model, or more devices"
+    def _least_memory(self, values: Values) -> _PlannedCombination:
+        """Return the combination with the least memory. It may use the memory that a choice usually leaves free.
+
+        Raises:
+            TooLarge: If it needs more than the devices have.
+        """
+        (planned,) = self._plan([(values, self.smallest_micro_batch)])
+        host_bytes = planned.step.host_activations + planned.step.host_optimizer_bytes
+        if planned.step.peak <= self.memory and host_bytes <= self.host_budget / (1 - FREE_SHARE):
+            return planned
+        host = ""
+        if host_bytes > self.host_budget:
+            host = f"; it also needs {gib(host_bytes)} of the host's memory for each rank"
+        settings = " ".join(format_overrides({MICRO_BATCH: planned.micro_batch} | dict(values)))
+        changes = [f"{overrides} (peak {gib(peak)})" for overrides, peak in islice(self._changes_that_fit(planned), 2)]
+        fix = f"what fits: {', or '.join(changes)}" if changes else "use a smaller model, or more devices"
         raise TooLarge(
-            f"this does not fit: the least that was planned takes {gib(tried.step.peak)} ({least}), and a device has "
-            f"{gib(self.memory)}{also}; {fix}"
+            f"this does not fit: the smallest planned peak is {gib(planned.step.peak)} ({settings}), and a device has "
+            f"{gib(self.memory)}{host}; {fix}"
         )
 
-    def _ways(self, tried: _Tried) -> Iterator[tuple[str, int]]:
-        """Yield overrides with which what was `tried` fits, each with its peak: the nearest first. Those that hold too
-        much alike are not planned: shorter rows hold as much, more ranks at least their share. What comes and goes
-        shrinks at most with a row, masks with its square. With more ranks it may vanish: they have fewer micro-batches,
-        and a single one keeps no unsharded gradients."""
-        values, held, peak = tried.values, tried.step.resident, tried.step.peak
-        always = tried.step.parameters + tried.step.optimizer_state  # gradients may not be there yet at the peak
-        recipe, world = self.recipe, self.world_size
-        lora, length, nproc = recipe.lora or Lora(), recipe.data.max_length, "launch.nproc"
+    def _changes_that_fit(self, planned: _PlannedCombination) -> Iterator[tuple[str, int]]:
+        """Yield overrides with which `planned` would fit, each with its peak: the smallest change first.
+
+        At most one of each kind is yielded. Changes that cannot fit by a bound are not planned: what a rank always
+        holds does not shrink with shorter rows, and with more ranks it shrinks at most to its share. The rest shrinks
+        at most in proportion to the length of a row, or to its square if attention needs a mask.
+        """
+        values, step = planned.values, planned.step
+        always = step.parameters + step.optimizer_state  # without gradients, which may not exist yet at the peak
+        recipe, world_size, length = self.recipe, self.world_size, self.recipe.data.max_length
+        device_type = self.spec.world.device_type
+        has_mask = max_masked_row_length(self.spec.recipe, self.spec.precision, device_type) is not None
+        exponent = 2 if has_mask else 1
+        lora = recipe.lora or Lora()
         nf4 = replace(lora, quantize="nf4")
-        has_mask = max_masked_row_length(self.spec.recipe, self.spec.precision, self.spec.world.device_type) is not None
-        groups = [
-            [("lora={}", replace(recipe, lora=lora), world)] if recipe.lora is None else [],
-            [("lora.quantize=nf4", replace(recipe, lora=nf4), world)] if nf4 != recipe.lora else [],
-            [
-                (f"data.max_length={length // part}", replace_keys(recipe, {"data.max_length": length // part}), world)
-                for part in (2, 4, 8)
-                if max(held, always + (peak - always) / part ** (2 if has_mask else 1)) <= self.budget
-            ],
-            [(f"{nproc}={world * times}", recipe, world * times) for times in (2, 4, 8) if held <= times * self.budget],
-        ]
+        groups: list[list[tuple[str, Recipe, int]]] = []
+        if recipe.lora is None:
+            groups.append([("lora={}", replace(recipe, lora=lora), world_size)])
+        if nf4 != recipe.lora:
+            groups.append([("lora.quantize=nf4", replace(recipe, lora=nf4), world_size)])
+        shorter_rows = []
+        for part in (2, 4, 8):
+            if max(step.resident, always + (step.peak - always) / part**exponent) <= self.budget:
+                shorter = replace_keys(recipe, {"data.max_length": length // part})
+                shorter_rows.append((f"data.max_length={length // part}", shorter, world_size))
+        groups.append(shorter_rows)
+        more_ranks = []
+        for factor in (2, 4, 8):
+            # With more ranks there are fewer micro-batches, and a single one keeps no unsharded gradients. So the peak
+            # may shrink by more than the factor, and only what is always held gives a bound.
+            if step.resident <= factor * self.budget:
+                more_ranks.append((f"launch.nproc={world_size * factor}", recipe, world_size * factor))
+        groups.append(more_ranks)
         for group in groups:
-            for overrides, other, ranks in group:
-                with suppress(RecipeError):
-                    spec = resolve_plan(
-                        replace_keys(other, values),
-                        ranks,
-                        self.spec.world.device_type,
-                        self.hardware if self.is_gpu else None,
-                    )
-                    (step,) = plan_steps([self._at(spec, {}, self.least)])
-                    if self._fits(step):
-                        yield overrides, step.peak
+            for overrides, changed_recipe, num_ranks in group:
+                with suppress(RecipeError):  # the change is refused for another reason
+                    changed = replace_keys(changed_recipe, values)
+                    spec = resolve_plan(changed, num_ranks, device_type, self.hardware if self.is_gpu else None)
+                    (changed_step,) = plan_steps([self._spec_with(spec, {}, self.smallest_micro_batch)])
+                    if self._fits(changed_step):
+                        yield overrides, changed_step.peak
                         break
 
-    def _lines(self, tried: _Tried, values: Values, wanted: int) -> Iterator[str]:
+    def _lines(self, planned: _PlannedCombination, values: Values, fast_micro_batch: int) -> Iterator[str]:
+        """Yield lines for the terminal about the choice."""
         if MICRO_BATCH in values:
-            why = "more would not be faster" if tried.micro >= wanted else "more do not fit"
-            why = "all rows of a rank" if tried.micro == self.rows else why
-            (choice,) = format_choices(self.spec.original_recipe, {MICRO_BATCH: tried.micro})
-            yield f"{choice} (auto): {why}"
-        others = {key: value for key, value in values.items() if key != MICRO_BATCH}
-        usual = {key: value for key, value in others.items() if value == FASTEST_VALUES[key]}
-        for text in format_overrides({key: value for key, value in others.items() if key not in usual}):
-            yield f"{text} (auto): for memory"
+            if planned.micro_batch == self.rows:
+                reason = "all rows of a rank"
+            elif planned.micro_batch >= fast_micro_batch:
+                reason = "more would not be faster"
+            else:
+                reason = "more do not fit"
+            (choice,) = format_choices(self.spec.original_recipe, {MICRO_BATCH: planned.micro_batch})
+            yield f"{choice} (auto): {reason}"
+        usual: dict[str, Any] = {}
+        for_memory: dict[str, Any] = {}
+        for key, value in values.items():
+            if key != MICRO_BATCH:
+                (usual if value == FASTEST_VALUES[key] else for_memory)[key] = value
+        for override in format_overrides(for_memory):
+            yield f"{override} (auto): to save memory"
         if usual:
             yield f"{', '.join(format_overrides(usual))} (auto)"
-        yield f"planned peak {gib(tried.step.peak)} of {gib(self.memory)}"
+        yield f"planned peak {gib(planned.step.peak)} of {gib(self.memory)}"
 
 
 def _is_tiled(values: Values) -> bool:

@@ -1,21 +1,23 @@
-"""Devices of base/gpus.toml, and the estimate of a step's time by their numbers alone.
+"""The GPUs of base/gpus.toml, and the estimate of a step's time from their data sheets.
 
-The estimate adds up:
+The estimated time is the sum of
 
-- matrix products, at the share of the peak that they `reach`. Attention counts hidden pairs too, so a kernel that
-  reaches 60% on a causal row is counted with 30% of the peak.
+- matrix products, at the share of the peak that they `reach`. Attention counts masked pairs too, so a kernel that
+  reaches 60% on a causal row is counted as reaching 30% of the peak.
 - all other operations, at `USABLE_BANDWIDTH` of the memory's bandwidth.
 - messages: the time of their bytes, and of one hop for each rank of the ring. Messages of FSDP and of replicas, and
   activations that move to the host and back, overlap with all computing. Messages of cp overlap with the products
   before the wait for them. Messages of tp overlap with nothing.
 - the optimizer's step, which takes at least as long as its state on the host needs to arrive. The way back overlaps.
 
-Left out are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap with
+Not included are the start of kernels, stragglers, other traffic, the input pipeline, saving, and a ring's overlap with
 computing.
 
-Against what torchtitan has published of its own runs of these shapes (docs/performance.md, benchmarks/), in tokens/s of
-a GPU: Llama 3 8B on 64 A100 3,055 for its 2,904 to 2,973; 70B on 64 A100 324 for 323 to 331; 8B on 8 H100 with a memory
-of 2.4 TB/s 7,039 for 6,667 compiled, 5,762 not.
+Comparison with torchtitan's published runs of these shapes (docs/performance.md, benchmarks/), in tokens/s per GPU:
+
+    Llama 3 8B on 64 A100                             estimate 3,055    published 2,904 to 2,973
+    Llama 3 70B on 64 A100                            estimate   324    published 323 to 331
+    Llama 3 8B on 8 H100 with a memory of 2.4 TB/s    estimate 7,039    published 6,667 compiled, 5,762 not compiled
 """
 
 from collections.abc import Mapping
@@ -29,17 +31,30 @@ from dtrain.commands.plan.step import Step
 from dtrain.launch.devices import DeviceFacts
 from dtrain.recipe import Sizes
 
-USABLE_BANDWIDTH = 0.8  # of the memory's that elementwise kernels reach, and of the links' that large messages reach
-HOP_SECONDS = {True: 1e-6, False: 5e-6}  # seconds from rank to rank of a ring, inside a node and between nodes
-USABLE_MEMORY = 0.92  # of the memory: CUDA's context, NCCL's buffers and the allocator's gaps take the rest
+USABLE_BANDWIDTH = 0.8  # share of the bandwidth of memory and links that elementwise kernels and large messages reach
+# Seconds from one rank of a ring to the next.
+HOP_SECONDS_INSIDE_NODE = 1e-6
+HOP_SECONDS_BETWEEN_NODES = 5e-6
+USABLE_MEMORY = 0.92  # share of the memory that tensors can use: CUDA's context, NCCL and the allocator use the rest
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and its links, as base/gpus.toml explains them. arithmetic: by dtype of the operands, without the dtypes
-    that it does not compute in; per_node: devices of a node."""
+    """A device and its links, as base/gpus.toml describes them.
+
+    Attributes:
+        name: Name of the device.
+        memory_gib: Memory in GiB.
+        arithmetic: Peak FLOP/s by dtype of the operands. A dtype is missing if the device does not compute in it.
+        bandwidth: Bandwidth of the memory in bytes/s.
+        inside: Bandwidth to the other devices of the node in bytes/s, each way.
+        between: Bandwidth of a device's network card in bytes/s, each way.
+        host: Bandwidth to the host's memory in bytes/s, each way.
+        reach: Share of the peak arithmetic that matrix products reach.
+        per_node: Devices of a node.
+    """
 
     name: str
     memory_gib: float
@@ -53,21 +68,28 @@ class Hardware:
 
     @property
     def budget(self) -> int:
-        """The bytes that tensors may take."""
+        """The bytes that tensors may use."""
         return int(self.memory_gib * USABLE_MEMORY * 2**30)
 
 
 def _hardware(board: Mapping[str, Any]) -> Hardware:
-    rates = zip(_DTYPES, board["arithmetic"], strict=True)
-    return Hardware(**{**board, "arithmetic": {dtype: rate for dtype, rate in rates if rate}})
+    """Build the hardware of an entry of base/gpus.toml, where 0 stands for a dtype without arithmetic."""
+    arithmetic = {}
+    for dtype, rate in zip(_DTYPES, board["arithmetic"], strict=True):
+        if rate:
+            arithmetic[dtype] = rate
+    return Hardware(**{**board, "arithmetic": arithmetic})
 
 
 GPUS = {key: _hardware(board) for key, board in BOARDS.items()}
 
 
 def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:
-    """Return the row of `GPUS` of a device at hand, and lines for the terminal. In place of one that is not there the
-    first row stands in, with the device's name and memory, and without bfloat16 where the device has none."""
+    """Return the entry of `GPUS` for a device of this machine, and lines for the terminal.
+
+    A device that is not in the table gets the numbers of the first entry, with its own name and memory, and without
+    bfloat16 if it does not support it.
+    """
     board = find_board(device.name)
     if board is not None:
         return GPUS[board], ()
@@ -81,9 +103,16 @@ def hardware_of(device: DeviceFacts) -> tuple[Hardware, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step. arithmetic: matrix products; memory: all other operations; optimizer: its step;
-    hidden: sent beside the computing; exposed: sent after it; host: activations to host memory and back, beside the
-    computing."""
+    """Estimated seconds of an optimizer step.
+
+    Attributes:
+        arithmetic: Matrix products and attention.
+        memory: All other operations.
+        optimizer: The optimizer's update.
+        hidden: Communication during computing.
+        exposed: Communication while nothing computes.
+        host: Activations to host memory and back, during computing.
+    """
 
     arithmetic: float
     memory: float
@@ -94,61 +123,92 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """The time of the whole step."""
         computing = self.arithmetic + self.memory
         return max(computing, self.hidden, self.host) + self.exposed + self.optimizer
 
 
 def estimate_step(step: Step, sizes: Sizes, hardware: Hardware) -> StepTime:
-    """Return the estimated time of `step` on every rank of `sizes`."""
+    """Estimate the time of a step.
 
-    def products(flops: float, dtype: torch.dtype) -> float:
-        return flops / (hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32]) * hardware.reach)
+    Args:
+        step: The traced step of a rank.
+        sizes: The mesh.
+        hardware: The devices.
+    """
 
-    arithmetic = sum(products(flops, dtype) for dtype, flops in step.flops.items())
-    memory = step.bytes_moved / (hardware.bandwidth * USABLE_BANDWIDTH)
-    touched = 2 * step.parameters + step.gradients + 2 * step.optimizer_state
+    def product_seconds(flops: float, dtype: torch.dtype) -> float:
+        rate = hardware.arithmetic.get(dtype, hardware.arithmetic[torch.float32])
+        return flops / (rate * hardware.reach)
+
+    arithmetic = sum(product_seconds(flops, dtype) for dtype, flops in step.flops.items())
+    memory_bandwidth = hardware.bandwidth * USABLE_BANDWIDTH
+    memory = step.bytes_moved / memory_bandwidth
     hidden = exposed = 0.0
     for collective, (count, size) in step.traffic.items():
         dimension, kind, ranks, on_host = collective
         seconds = 0.0 if on_host else wire_time(dimension, kind, ranks, count, size, sizes, hardware)
-        beside = seconds
-        if dimension not in ("fsdp", "dp_replicate"):
-            computed = (
-                products(flops, dtype) for (of, dtype), flops in step.overlapped_flops.items() if of == collective
-            )
-            beside = min(seconds, sum(computed))
-        hidden, exposed = hidden + beside, exposed + seconds - beside
-    copies = step.offloaded_bytes / (hardware.host * USABLE_BANDWIDTH)
-    visits = step.host_optimizer_bytes / (hardware.host * USABLE_BANDWIDTH)  # to the device, and back at the same time
-    optimizer = max(touched / (hardware.bandwidth * USABLE_BANDWIDTH), visits)
-    return StepTime(arithmetic, memory, optimizer, hidden, exposed, copies)
+        if dimension in ("fsdp", "dp_replicate"):
+            overlapped = seconds
+        else:
+            # Only the products between the start of the collective and the wait for it can hide it.
+            computing = 0.0
+            for (other, dtype), flops in step.overlapped_flops.items():
+                if other == collective:
+                    computing += product_seconds(flops, dtype)
+            overlapped = min(seconds, computing)
+        hidden += overlapped
+        exposed = exposed + seconds - overlapped
+    host_bandwidth = hardware.host * USABLE_BANDWIDTH
+    offload = step.offloaded_bytes / host_bandwidth
+    # The update reads parameters, gradients and state, and writes parameters and state.
+    touched = 2 * step.parameters + step.gradients + 2 * step.optimizer_state
+    # State on the host comes to the device, and goes back at the same time.
+    optimizer = max(touched / memory_bandwidth, step.host_optimizer_bytes / host_bandwidth)
+    return StepTime(arithmetic, memory, optimizer, hidden, exposed, offload)
 
 
 def wire_time(
     dimension: str, kind: str, ranks: int, count: float, size: float, sizes: Sizes, hardware: Hardware
 ) -> float:
-    """Return the seconds for `count` messages of `size` bytes in all, one after the other, by a ring's algorithm. They
-    go by the node's links where the group lies in one node, else by the network cards of the group's ranks in a node
-    together."""
+    """Return the seconds of messages that are sent one after the other by a ring algorithm.
+
+    A group inside a node uses the node's links. Otherwise the ranks of the group in a node share their network cards.
+
+    Args:
+        dimension: Dimension of the mesh.
+        kind: Kind of collective.
+        ranks: Number of ranks of the group.
+        count: Number of messages.
+        size: Bytes of all messages together.
+        sizes: The mesh.
+        hardware: The devices.
+    """
     if ranks == 1:
         return 0.0
-    share = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}.get(kind)
-    sent = size if share is None else size * (share * (ranks - 1) / ranks)
-    rounds = {"all-reduce": 2, "send": 0}.get(kind, 1)
-    stride, group = _ranks_of(dimension, sizes)
+    # In a ring, a rank sends (n-1)/n of the message, for an all-reduce twice. Other messages are sent as they are.
+    num_rings = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}.get(kind)
+    sent = size if num_rings is None else size * (num_rings * (ranks - 1) / ranks)
+    num_hops = {"all-reduce": 2, "send": 0}.get(kind, 1) * (ranks - 1) or 1
+    stride, group_size = _stride_and_size(dimension, sizes)
     per_node, bandwidth = hardware.per_node, hardware.inside
-    if stride * group > per_node:
-        bandwidth = min(bandwidth, hardware.between * max(1, per_node // stride))
-    between = min(ranks, max(1, ranks * stride // per_node)) if ranks * stride > per_node else 0
-    seconds = (
-        (rounds * (ranks - 1) or 1) * (HOP_SECONDS[False] * between + HOP_SECONDS[True] * (ranks - between)) / ranks
-    )
-    return sent / (bandwidth * USABLE_BANDWIDTH) + count * seconds
+    if stride * group_size > per_node:
+        ranks_in_node = max(1, per_node // stride)
+        bandwidth = min(bandwidth, hardware.between * ranks_in_node)
+    hops_between_nodes = 0
+    if ranks * stride > per_node:
+        hops_between_nodes = min(ranks, max(1, ranks * stride // per_node))
+    hops_inside_node = ranks - hops_between_nodes
+    ring_seconds = HOP_SECONDS_BETWEEN_NODES * hops_between_nodes + HOP_SECONDS_INSIDE_NODE * hops_inside_node
+    return sent / (bandwidth * USABLE_BANDWIDTH) + count * (num_hops * ring_seconds / ranks)
 
 
-def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
-    """Return the stride between the ranks of a group over `dimension`, and its size: tp's ranks are next to each other,
-    then cp's."""
+def _stride_and_size(dimension: str, sizes: Sizes) -> tuple[int, int]:
+    """Return the distance between neighbouring ranks of a group, and the group's size.
+
+    The ranks of tp are next to each other, then those of cp. For example, with tp=2 and cp=2 the cp group of rank 0 has
+    ranks 0 and 2, so its stride is 2.
+    """
     strides = {
         "tp": (1, sizes.tp),
         "cp": (sizes.tp, sizes.cp),
@@ -160,10 +220,22 @@ def _ranks_of(dimension: str, sizes: Sizes) -> tuple[int, int]:
 
 
 def gib(size: float) -> str:
+    """Format a number of bytes.
+
+    Example:
+        >>> gib(512), gib(3 * 2**20), gib(3 * 2**30)
+        ('512 B', '3.00 MiB', '3.00 GiB')
+    """
     if size < 2**13:
         return f"{size:,.0f} B"
     return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
 
 
 def seconds(time: float) -> str:
+    """Format a time.
+
+    Example:
+        >>> seconds(1.5), seconds(0.0025)
+        ('1.50 s', '2.50 ms')
+    """
     return f"{time:,.2f} s" if time >= 0.1 or time == 0 else f"{time * 1e3:,.2f} ms"

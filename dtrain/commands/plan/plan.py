@@ -1,8 +1,8 @@
-"""A recipe on a world of so many devices, as a plan: what fits, what is sent, how long it may take.
+"""The plan of a recipe on a number of devices: whether it fits, what is sent, and how long a step may take.
 
-`make_plan` resolves the spec of a run, as `validate` does, in a world that is not here, and traces its step. Of the
-files that the recipe names it reads each model's config.json and no other, but for a model that takes images: of this
-one also the first rows of the data, the tokenizer and the image processor, where these are here.
+`make_plan` resolves the spec of a run like `validate`, for devices that need not exist, and traces its step. Of the
+files that the recipe names it reads only each model's config.json. For a model with images it also reads the first rows
+of the data, the tokenizer and the image processor, if they are on this machine.
 """
 
 from collections import Counter
@@ -24,13 +24,23 @@ from dtrain.training.step_spec import StepSpec, config_of, resolve_step
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's step on one rank of the world of `spec`.
+    """A recipe's step on one rank.
 
-    table: the model's tensor-parallel plan, module pattern → style in words, used where tp is more than 1.
-    total_parameters, trained_parameters: of the whole model, with its adapter. tokens: of an optimizer step over all
-    ranks, every row full. flops_per_token: of `models.common.flops`, for full rows of one document. budget: bytes for
-    tensors on a device. evaluation: bytes that the longest answer of `eval` takes at least, with what a rank holds
-    between two steps; 0 without. assumed: in place of the code that the recipe names. chosen: lines on what `auto` is.
+    Attributes:
+        spec: The step.
+        hardware: The devices.
+        budget: Bytes that tensors may use on a device.
+        step: Memory, traffic and arithmetic of the step.
+        time: Estimated time of the step.
+        table: The model's tensor-parallel plan: module pattern -> style. Used if tp is larger than 1.
+        total_parameters: Number of parameters of the full model, with its adapter.
+        trained_parameters: Number of those that are trained.
+        tokens: Tokens of an optimizer step over all ranks, if every row is full.
+        flops_per_token: FLOPs of `models.common.flops`, for full rows of one document.
+        evaluation_bytes: Bytes that the longest answer of `eval` needs at least, with the rank's parameters and
+            optimizer state. 0 if the recipe has no `eval`.
+        assumptions: Lines on what was planned in place of something that cannot be planned.
+        choices: Lines on the values chosen for keys that are `auto`.
     """
 
     spec: StepSpec
@@ -49,27 +59,41 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether the step and an evaluation fit into the budget."""
         return max(self.step.peak, self.evaluation_bytes) <= self.budget
 
     @property
     def device(self) -> str:
-        """Type of the devices: cuda, or cpu where the recipe says launch.device=cpu."""
+        """Type of the devices: "cuda", or "cpu" if the recipe has launch.device=cpu."""
         return self.spec.world.device_type
 
     def mfu(self, step_time: float) -> float:
-        """Return the share of the devices' peak arithmetic that a step of `step_time` seconds would mean."""
+        """Return the model FLOPs utilization of steps that take `step_time` seconds."""
         peak = self.hardware.arithmetic[self.spec.precision.compute] * self.spec.world.size
         return self.flops_per_token * self.tokens / (step_time * peak)
 
 
 def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int | None = None) -> Plan:
-    """Return the plan of `recipe` on `world_size` ranks. Raises RecipeError if it cannot run there, whatever the
-    memory."""
-    spec = resolve_plan(recipe, world_size, "cpu" if recipe.launch.device == "cpu" else "cuda", hardware)
+    """Plan a recipe.
+
+    Args:
+        recipe: The recipe.
+        world_size: Number of devices.
+        hardware: The devices.
+        budget: Bytes that tensors may use on a device. None: `hardware.budget`.
+
+    Raises:
+        RecipeError: If the recipe cannot run there, whatever the memory.
+    """
+    device_type = "cpu" if recipe.launch.device == "cpu" else "cuda"
+    spec = resolve_plan(recipe, world_size, device_type, hardware)
     recipe, method, facts = spec.recipe, spec.method, spec.facts
     step = plan_step(spec)
     grids = [image.grid for image in spec.row_images]
     answer_bytes = facts.longest_answer_bytes(spec.precision.compute, spec.sizes.tp)
+    evaluation_bytes = 0
+    if answer_bytes:
+        evaluation_bytes = step.parameters + step.optimizer_state + answer_bytes
     return Plan(
         spec=spec,
         hardware=hardware,
@@ -81,8 +105,8 @@ def make_plan(recipe: Recipe, world_size: int, hardware: Hardware, budget: int |
         trained_parameters=facts.weights.trained,
         tokens=recipe.train.num_batch_rows * method.rows_per_sample() * method.row_length(),
         flops_per_token=facts.row_flops_per_token(method.row_length(), grids),
-        evaluation_bytes=step.parameters + step.optimizer_state + answer_bytes if answer_bytes else 0,
-        assumptions=tuple(_assumed(spec)),
+        evaluation_bytes=evaluation_bytes,
+        assumptions=tuple(_assumptions(spec)),
     )
 
 
@@ -104,20 +128,23 @@ def resolve_plan(recipe: Recipe, world_size: int, device_type: str, hardware: Ha
     return resolve_step(recipe, world_size, device_type, without_bfloat16, _unplanned_problems(recipe))
 
 
-def _assumed(spec: StepSpec) -> Iterator[str]:
-    """Yield notes of what `resolve_step` put in place of what was written."""
-    name, tensor_plan = spec.original_recipe.optimizer.name, spec.original_recipe.parallel.custom_plan
-    if name != spec.recipe.optimizer.name:
-        yield f"optimizer.name={name} is not imported: its state is taken to be as large as AdamW's"
-    if tensor_plan != spec.recipe.parallel.custom_plan:
-        yield f"parallel.custom_plan={tensor_plan} is not imported: the model's own plan stands in"
+def _assumptions(spec: StepSpec) -> Iterator[str]:
+    """Yield notes on what `resolve_step` replaced in the recipe."""
+    optimizer = spec.original_recipe.optimizer.name
+    custom_plan = spec.original_recipe.parallel.custom_plan
+    if optimizer != spec.recipe.optimizer.name:
+        yield f"optimizer.name={optimizer} is not imported: its state is assumed to be as large as AdamW's"
+    if custom_plan != spec.recipe.parallel.custom_plan:
+        yield f"parallel.custom_plan={custom_plan} is not imported: the model's own plan is used"
     if spec.sizes.is_upper_bound:
-        yield (f"train.global_batch=auto is taken to be {spec.sizes.global_batch}; data of few rows make it smaller")
+        yield (
+            f"train.global_batch=auto is assumed to be {spec.sizes.global_batch}; data with few rows make it smaller"
+        )
     yield from spec.notes
 
 
 def ready(recipe: Recipe) -> Recipe:
-    """Return `recipe` with missing keys filled in that a step's size does not depend on: the data, and the length."""
+    """Fill in missing keys that a step's size does not depend on: the data and the number of steps."""
     if not recipe.data.train.path and not recipe.data.train.sources:
         recipe = replace_keys(recipe, {"data.train": replace(recipe.data.train, path="data.jsonl")})
     if recipe.train.steps is None and recipe.train.epochs is None:
@@ -126,12 +153,12 @@ def ready(recipe: Recipe) -> Recipe:
 
 
 def problems(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Return the errors of `recipe` on `world_size` ranks, except for memory and the files that only a run reads."""
+    """Return the mistakes of a recipe on a number of ranks, except for memory and for files that only a run reads."""
     return [*shapes(recipe, world_size), *_unplanned_problems(recipe)]
 
 
 def _unplanned_problems(recipe: Recipe) -> list[Problem]:
-    """Return the errors of a recipe for what a run can do and a plan cannot follow."""
+    """Return problems with settings that a run supports and a plan does not."""
     errors = []
     if recipe.parallel.cpu_offload and recipe.launch.device != "cpu":
         text = "parallel.cpu_offload=true moves parameters between host and device, which a plan does not follow"
@@ -152,25 +179,39 @@ def with_keys(spec: StepSpec, recipe: Recipe, sizes: Sizes) -> StepSpec:
 
 
 def choose_starting_mesh(recipe: Recipe, world_size: int, per_node: int) -> Recipe:
-    """Return `recipe` as it is, or, if its mesh or micro-batch alone keeps it from `world_size` ranks, on the first of
-    `candidates` that does not."""
+    """Return a recipe that can run on `world_size` ranks, for a search to begin with.
+
+    This is the recipe itself if it can. Otherwise it gets the first mesh and micro-batch of `candidates` with which it
+    can. If none helps, or if the recipe has other mistakes, it is returned unchanged.
+    """
     if not problems(recipe, world_size) or not recipe.model.path:
         return recipe
-    if problems(with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1)), 1):
+    single_rank = with_mesh(recipe, Sizes(1, 1, -1, 1, 1, 1, 1, 1))
+    if problems(single_rank, 1):
         return recipe
-    tried = candidates(recipe, config_of(recipe), world_size, per_node, Counter())
-    fitting = (with_mesh(recipe, world) for world in tried)
-    return next((other for other in fitting if not problems(other, world_size)), recipe)
+    for sizes in candidates(recipe, config_of(recipe), world_size, per_node, Counter()):
+        changed = with_mesh(recipe, sizes)
+        if not problems(changed, world_size):
+            return changed
+    return recipe
 
 
 def candidates(
     recipe: Recipe, config: ModelConfig, world_size: int, per_node: int, counts: Counter[str]
 ) -> Iterator[Sizes]:
-    """Yield every mesh and micro-batch that the model and the recipe allow; the others are counted in `counts`."""
-    length, is_open = recipe.data.max_length, recipe.train.global_batch == "auto"
-    total = MAX_AUTO_BATCH if is_open else recipe.train.num_batch_rows
+    """Yield every mesh and micro-batch that the model and the recipe allow.
+
+    Args:
+        recipe: The recipe.
+        config: The model.
+        world_size: Number of ranks.
+        per_node: Devices of a node. tp does not leave a node.
+        counts: The meshes that are not possible are counted here by reason.
+    """
+    length, ep = recipe.data.max_length, recipe.parallel.ep
+    global_batch = MAX_AUTO_BATCH if recipe.train.global_batch == "auto" else recipe.train.num_batch_rows
     for tp in divisors(world_size):
-        if check_model_mesh(config, tp, recipe.parallel.ep):
+        if check_model_mesh(config, tp, ep):
             counts["tp does not fit the model"] += 1
             continue
         if tp > per_node:
@@ -178,17 +219,33 @@ def candidates(
             continue
         for cp in divisors(world_size // tp):
             if cp > 1 and length < 2 * cp:
-                counts["cp cuts rows into pieces of nothing"] += 1
+                counts["cp is too large for data.max_length"] += 1
                 continue
             dp = world_size // tp // cp
-            if total % dp:
-                counts["train.global_batch is no multiple of dp"] += 1
+            if global_batch % dp:
+                counts["train.global_batch is not a multiple of dp"] += 1
                 continue
+            rows = global_batch // dp
             for replicate in divisors(dp):
-                for micro in divisors(total // dp):
-                    accumulation, ep = total // dp // micro, recipe.parallel.ep
-                    yield Sizes(world_size, replicate, dp // replicate, cp, tp, total, micro, accumulation, ep)
+                for micro_batch in divisors(rows):
+                    yield Sizes(
+                        world_size,
+                        replicate,
+                        dp // replicate,
+                        cp,
+                        tp,
+                        global_batch,
+                        micro_batch,
+                        rows // micro_batch,
+                        ep,
+                    )
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """Return the divisors of a number in ascending order.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -1,15 +1,16 @@
-"""Other meshes and micro-batches for the same ranks: which fit, and which are fastest by the estimate.
+"""Search for the fastest meshes and micro-batches for a number of ranks that fit into memory.
 
-The method. Every mesh (dp_replicate, dp_shard, cp, tp) of so many ranks and every micro-batch that divides a rank's
-rows is a candidate. What its shards take is a closed form, and so is a rough time: arithmetic is shared alike, and what
-FSDP, replicas, tp and cp send follows from the sizes (dtrain/parallel/README.md). In the order of that time candidates
-are traced, each as `dtrain plan` would. The search ends with the `best` that fit, or after `max_traces`.
+The method. Every mesh (dp_replicate, dp_shard, cp, tp) of this number of ranks and every micro-batch that divides a
+rank's rows is a candidate. The size of its shards has a closed form, and so has a rough step time: arithmetic is
+divided evenly, and the messages of FSDP, replicas, tp and cp follow from the sizes (dtrain/parallel/README.md).
+Candidates whose shards fit are traced in the order of the rough time, each as `dtrain plan` would. The search ends when
+`best` candidates fit, or after `max_traces`.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.commands.plan.hardware import StepTime, estimate_step, wire_time
 from dtrain.commands.plan.plan import Plan, candidates, divisors, problems, with_keys, with_mesh
@@ -20,7 +21,13 @@ from dtrain.recipe.world import FASTEST_VALUES, format_overrides, get_key, repla
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate that was traced: its step, and the estimate of its time."""
+    """A mesh and micro-batch that was traced.
+
+    Attributes:
+        sizes: The mesh and the micro-batch.
+        step: The traced step.
+        time: Its estimated time.
+    """
 
     sizes: Sizes
     step: Step
@@ -29,8 +36,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Outcome of a search. best: the candidates that fit, fastest first. too_large: those that were traced and do not.
-    counts: the number of candidates by outcome."""
+    """The outcome of a search.
+
+    Attributes:
+        best: Candidates that fit, fastest first.
+        too_large: Candidates that were traced and do not fit.
+        counts: Number of candidates by outcome.
+    """
 
     best: list[Candidate]
     too_large: list[Candidate]
@@ -38,131 +50,204 @@ class SearchResult:
 
 
 def search(plan: Plan, *, best: int = 10, max_traces: int = 16) -> SearchResult:
-    """Return the fastest meshes and micro-batches of a plan's recipe on its ranks whose peak is within its budget."""
+    """Search the fastest meshes and micro-batches whose peak is within a plan's budget.
+
+    Args:
+        plan: Plan of the recipe on its own mesh.
+        best: Number of candidates to find.
+        max_traces: Maximum number of candidates to trace.
+    """
     counts: Counter[str] = Counter()
-    closed, spec = ClosedForms(plan), plan.spec
-    ranked = []
-    for world in candidates(spec.recipe, spec.model_config, spec.world.size, plan.hardware.per_node, counts):
-        if closed.shards(world) > plan.budget:
+    closed_forms, spec = ClosedForms(plan), plan.spec
+    ranked: list[tuple[float, Sizes]] = []
+    for sizes in candidates(spec.recipe, spec.model_config, spec.world.size, plan.hardware.per_node, counts):
+        if closed_forms.shard_bytes(sizes) > plan.budget:
             counts["shards alone exceed the budget"] += 1
         else:
-            ranked.append((closed.time(world), world))
+            ranked.append((closed_forms.time(sizes), sizes))
     ranked.sort(key=lambda entry: entry[0])
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    for index, (_, world) in enumerate(ranked):
+    for index, (_, sizes) in enumerate(ranked):
         if len(fitting) >= best or index >= max_traces:
             counts["slower by the rough time, not traced"] += len(ranked) - index
             break
-        step = plan_step(with_keys(spec, with_mesh(spec.recipe, world), world))
-        candidate = Candidate(world, step, estimate_step(step, world, plan.hardware))
-        (fitting if step.peak <= plan.budget else too_large).append(candidate)
+        step = plan_step(with_keys(spec, with_mesh(spec.recipe, sizes), sizes))
+        candidate = Candidate(sizes, step, estimate_step(step, sizes, plan.hardware))
+        if step.peak <= plan.budget:
+            fitting.append(candidate)
+        else:
+            too_large.append(candidate)
     counts["peak exceeds the budget"] = len(too_large)
     counts["fit"] = len(fitting)
     return SearchResult(sorted(fitting, key=lambda candidate: candidate.time.total), too_large, counts)
 
 
+class Message(NamedTuple):
+    """All messages of one kind in a step.
+
+    Attributes:
+        dimension: Dimension of the mesh.
+        kind: Kind of collective.
+        num_ranks: Ranks of the group.
+        num_messages: Number of messages.
+        size: Bytes of all messages together.
+    """
+
+    dimension: str
+    kind: str
+    num_ranks: int
+    num_messages: float
+    size: float
+
+
 class ClosedForms:
-    """The least bytes, the messages and the rough time of a candidate, from sizes alone."""
+    """Lower bound of the memory, messages and rough time of a candidate, computed from sizes without a trace.
+
+    Args:
+        plan: Plan of the recipe on its own mesh.
+    """
 
     def __init__(self, plan: Plan):
-        self.plan, recipe = plan, plan.spec.recipe
+        self.plan = plan
         self.precision = plan.spec.precision
         self.fsdp = plan.spec.facts.fsdp_messages(self.precision.compute)
-        self.computes_again = recipe.train.activation_checkpointing == "full"
-        self.resident = plan.step.resident * _shards(plan.spec.sizes)
+        self.recomputes = plan.spec.recipe.train.activation_checkpointing == "full"
+        self.unsharded_bytes = plan.step.resident * _num_shards(plan.spec.sizes)
 
-    def shards(self, world: Sizes) -> float:
+    def shard_bytes(self, sizes: Sizes) -> float:
         """Return the bytes of a rank's parameters, gradients and optimizer state, if all are sharded evenly."""
-        return self.resident / _shards(world)
+        return self.unsharded_bytes / _num_shards(sizes)
 
-    def time(self, world: Sizes) -> float:
+    def time(self, sizes: Sizes) -> float:
         """Return the rough seconds of a step."""
         plan, hardware = self.plan, self.plan.hardware
-        passes = 4 / 3 if self.computes_again else 1  # of a layer, by one forward and backward
-        flops = world.accumulation * self._tokens(world) * plan.flops_per_token * passes / world.tp
+        # A forward and a backward take three times the forward. Recomputing the layers adds one more forward.
+        recompute_factor = 4 / 3 if self.recomputes else 1
+        flops = sizes.accumulation * self._tokens(sizes) * plan.flops_per_token * recompute_factor / sizes.tp
         computing = flops / (hardware.arithmetic[self.precision.compute] * hardware.reach)
-        times = (wire_time(*message, world, hardware) for message in self.messages(world))
-        gathered, reduced, replicas, tp, cp = times
-        return max(computing, gathered + reduced + replicas) + tp + cp
+        gathers, reductions, replicas, tp, cp = [
+            wire_time(*message, sizes, hardware) for message in self.messages(sizes)
+        ]
+        # FSDP and replicas communicate while layers compute, tp and cp do not.
+        return max(computing, gathers + reductions + replicas) + tp + cp
 
-    def messages(self, world: Sizes) -> list[tuple[str, str, int, float, float]]:
-        """Return the dimension, kind, ranks, count and bytes of a step's messages, by the formulas of
-        dtrain/parallel/README.md: of FSDP the all-gathers and the reduce-scatters, of replicas, of tp and of cp."""
-        config, passes = self.plan.spec.model_config, world.accumulation
-        compute, reduce = self.precision.compute.itemsize, self.precision.reduce.itemsize
-        tokens, shards = self._tokens(world), world.dp_shard * world.cp
-        trained, layers = self.plan.trained_parameters / world.tp, config.num_hidden_layers
-        widths = self.plan.spec.facts.key_widths(world.tp)
-        keeping = len(widths)  # linear layers send states, whose size is that of no row
-        width = sum(widths) / max(keeping, 1)
-        keys = tokens * world.cp * width * compute  # and values, of a layer, on the mean
-        gathers, gathered, reduces = self.fsdp.num_gathers, self.fsdp.gathered_bytes, self.fsdp.num_reduces
-        sums = passes if self.plan.spec.recipe.parallel.reduce_each else 1  # of gradients over shards, in a step
-        in_layers = passes * (5 if self.computes_again else 4) * layers  # all-reduces over tp
-        exchanges = passes * (3 if self.computes_again else 2)  # of a layer's keys
+    def messages(self, sizes: Sizes) -> list[Message]:
+        """Return a step's messages: FSDP's all-gathers and reduce-scatters, then those of replicas, tp and cp.
+
+        The formulas are explained in dtrain/parallel/README.md.
+        """
+        spec, config = self.plan.spec, self.plan.spec.model_config
+        compute_bytes, reduce_bytes = self.precision.compute.itemsize, self.precision.reduce.itemsize
+        num_shards = sizes.dp_shard * sizes.cp
+        num_passes = sizes.accumulation
+        num_layers = config.num_hidden_layers
+        tokens = self._tokens(sizes)
+        trained = self.plan.trained_parameters / sizes.tp
+        num_gathers, num_reductions = self.fsdp.num_gathers, self.fsdp.num_reduces
+        reductions_per_step = num_passes if spec.recipe.parallel.reduce_each else 1
+        # Per layer and pass: two all-reduces in the forward, two in the backward, one more if it recomputes.
+        tp_reductions = num_passes * (5 if self.recomputes else 4) * num_layers
+        # Linear-attention layers have no keys: they send states, whose size does not depend on the row.
+        key_widths = spec.facts.key_widths(sizes.tp)
+        num_key_layers = len(key_widths)
+        mean_width = sum(key_widths) / max(num_key_layers, 1)
+        bytes_per_exchange = tokens * sizes.cp * mean_width * compute_bytes  # keys and values of a layer
+        cp_exchanges = num_passes * (3 if self.recomputes else 2)  # of each layer
         return [
-            ("fsdp", "all-gather", shards, passes * gathers, passes * gathered / world.tp),
-            ("fsdp", "reduce-scatter", shards, sums * reduces, sums * trained * reduce),
-            ("dp_replicate", "all-reduce", world.dp_replicate, reduces, trained / shards * reduce),
-            ("tp", "all-reduce", world.tp, in_layers, in_layers * tokens * config.hidden_size * compute),
-            ("cp", "all-gather", world.cp, exchanges * layers, exchanges * keeping * keys),
+            Message("fsdp", "all-gather", num_shards, num_passes * num_gathers, self._gathered_bytes(sizes)),
+            Message(
+                "fsdp",
+                "reduce-scatter",
+                num_shards,
+                reductions_per_step * num_reductions,
+                reductions_per_step * trained * reduce_bytes,
+            ),
+            Message(
+                "dp_replicate", "all-reduce", sizes.dp_replicate, num_reductions, trained / num_shards * reduce_bytes
+            ),
+            Message(
+                "tp", "all-reduce", sizes.tp, tp_reductions, tp_reductions * tokens * config.hidden_size * compute_bytes
+            ),
+            Message(
+                "cp",
+                "all-gather",
+                sizes.cp,
+                cp_exchanges * num_layers,
+                cp_exchanges * num_key_layers * bytes_per_exchange,
+            ),
         ]
 
-    def _tokens(self, world: Sizes) -> float:
+    def _gathered_bytes(self, sizes: Sizes) -> float:
+        return sizes.accumulation * self.fsdp.gathered_bytes / sizes.tp
+
+    def _tokens(self, sizes: Sizes) -> float:
         """Return the tokens of a pass on a rank."""
         method = self.plan.spec.method
-        return world.micro_batch * method.rows_per_sample() * method.row_length() / world.cp
+        return sizes.micro_batch * method.rows_per_sample() * method.row_length() / sizes.cp
 
 
-def _shards(world: Sizes) -> int:
-    return world.tp * world.dp_shard * world.cp
+def _num_shards(sizes: Sizes) -> int:
+    return sizes.tp * sizes.dp_shard * sizes.cp
 
 
 def find_smallest_change(plan: Plan) -> tuple[str, Step] | None:
-    """Return the first change that makes the recipe fit into the budget of a rank, as overrides, and its step. No
-    change affects a number that the run computes; the least change comes first.
+    """Find the smallest change with which a recipe fits into the plan's budget.
 
-    Tried: gradients reduced after each micro-batch, with that smaller micro-batches, activation checkpointing, both,
-    tiles, activations on the host, no replicas, more tp or cp, then more ranks.
+    No change affects the numbers that the run computes. They are tried in this order: gradients reduced after each
+    micro-batch, smaller micro-batches, activation checkpointing, both, tiles, activations on the host, no replicas,
+    more tp or cp, then more ranks.
+
+    Returns:
+        The change as overrides, and its step. None if none of the changes fits.
     """
-    closed, spec = ClosedForms(plan), plan.spec
-    for overrides, ranks in _changes(spec.recipe, spec.world.size, plan.hardware.per_node):
+    closed_forms, spec = ClosedForms(plan), plan.spec
+    for overrides, world_size in _changes(spec.recipe, spec.world.size, plan.hardware.per_node):
         recipe = replace_keys(spec.recipe, overrides)
-        if problems(recipe, ranks):
+        if problems(recipe, world_size):
             continue
-        world = derive_sizes(recipe, ranks)
-        if closed.shards(world) > plan.budget:
+        changed_sizes = derive_sizes(recipe, world_size)
+        if closed_forms.shard_bytes(changed_sizes) > plan.budget:
             continue
-        step = plan_step(with_keys(spec, recipe, world))
+        step = plan_step(with_keys(spec, recipe, changed_sizes))
         if step.peak <= plan.budget:
             words = format_overrides(overrides)
-            if ranks != spec.world.size:
-                words.append(f"--world-size {ranks}")
+            if world_size != spec.world.size:
+                words.append(f"--world-size {world_size}")
             return " ".join(words), step
     return None
 
 
-_LESS_KEPT = {"none": ["selective", "full"], "mlp": ["selective", "full"], "selective": ["full"], "full": []}
+# Kinds of activation checkpointing that keep less than a kind.
+_STRONGER_CHECKPOINTING = {
+    "none": ["selective", "full"],
+    "mlp": ["selective", "full"],
+    "selective": ["full"],
+    "full": [],
+}
 
 
 def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield changes (overrides, world size), smallest first. Later ones include some of the earlier ones."""
     train, parallel = recipe.train, recipe.parallel
     base: dict[str, Any] = {}
     is_sharded = parallel.dp_shard * parallel.cp > 1 or (parallel.dp_shard == -1 and world_size > parallel.tp)
     if not parallel.reduce_each and is_sharded and train.num_batch_rows > train.num_micro_batch_rows:
         base = {"parallel.reduce_each": True}
         yield base, world_size
-    for micro in reversed(divisors(train.num_micro_batch_rows)[:-1]):
-        yield base | {"train.micro_batch": micro}, world_size
-    kinds = [{"train.activation_checkpointing": kind} for kind in _LESS_KEPT[train.activation_checkpointing]]
-    for kind in kinds:
-        yield base | kind, world_size
+    for micro_batch in reversed(divisors(train.num_micro_batch_rows)[:-1]):
+        yield base | {"train.micro_batch": micro_batch}, world_size
+    checkpointing = [
+        {"train.activation_checkpointing": kind} for kind in _STRONGER_CHECKPOINTING[train.activation_checkpointing]
+    ]
+    for change in checkpointing:
+        yield base | change, world_size
     if train.num_micro_batch_rows > 1:
         base |= {"train.micro_batch": 1}
-        if kinds:
-            yield base | kinds[-1], world_size
-    base |= kinds[-1] if kinds else {}
+        if checkpointing:
+            yield base | checkpointing[-1], world_size
+    if checkpointing:
+        base |= checkpointing[-1]
     for key, value in (("train.tile", "all"), ("train.activation_offload", True)):
         if get_key(recipe, key) == FASTEST_VALUES[key]:
             base |= {key: value}
@@ -172,9 +257,16 @@ def _changes(recipe: Recipe, world_size: int, per_node: int) -> Iterator[tuple[d
     if parallel.dp_replicate > 1:
         base |= {"parallel.dp_replicate": 1}
         yield base, world_size
-    for ranks in (world_size * 2**n for n in range(8)):
-        for tp in (n for n in divisors(per_node) if n >= parallel.tp):
+    larger_tps = [tp for tp in divisors(per_node) if tp >= parallel.tp]
+    for exponent in range(8):
+        num_ranks = world_size * 2**exponent
+        for tp in larger_tps:
             for cp in (parallel.cp, 2 * parallel.cp):
-                if (ranks, tp, cp) != (world_size, parallel.tp, parallel.cp):
-                    shape = {"parallel.tp": tp} if tp != parallel.tp else {}
-                    yield base | shape | ({"parallel.cp": cp} if cp != parallel.cp else {}), ranks
+                if (num_ranks, tp, cp) == (world_size, parallel.tp, parallel.cp):
+                    continue
+                shape = {}
+                if tp != parallel.tp:
+                    shape["parallel.tp"] = tp
+                if cp != parallel.cp:
+                    shape["parallel.cp"] = cp
+                yield base | shape, num_ranks

@@ -1,13 +1,18 @@
-"""A training step on stand-in tensors, traced: memory, messages and arithmetic of a `Policy` on one rank.
+"""The memory, messages and arithmetic of a training step on one rank, traced on tensors without memory.
 
 The step is the trainer's own: the method's `prepare`, then `Policy.forward_backward` and `optimizer_step`, on a model
-that `policy.build.lay_out` laid out over a process group of as many ranks as are planned, of which this process is one
-and the only one. On a planned CPU the host's tensors lie in the same memory: the step's rows are counted too.
+that `policy.build.lay_out` placed on a mesh of the planned size. The process group has that many ranks, but only this
+process exists. On a planned CPU the host's tensors are in the same memory, so the step's rows are counted too.
 
-Few layers and micro-batches of it are traced, for everything in it grows evenly with either. Layers of one kind are
-alike, so a peak within the third layer's forward, say, or within the last layer's backward is so many bytes and so many
-more for each further layer. Two traces, a period of the layer types apart, give both numbers; phases are named by their
-distance from the first layer or from the last. Of the micro-batches the first and the last differ from those between.
+Only a few layers and micro-batches are traced, because everything grows linearly with both. Layers of one kind are
+alike, so a peak in the forward of the third layer, or in the backward of the last one, is a constant plus a number of
+bytes for each further layer. Two traces, one period of the layer types apart, give both numbers. For example, with
+traces of 4 and 5 layers a model of 32 layers has
+
+    peak(32) = peak(4) + (peak(5) - peak(4)) * 28
+
+Layers are matched by their distance from the nearer end. Of the micro-batches the first and the last differ from those
+between, so three are traced.
 """
 
 import warnings
@@ -33,44 +38,57 @@ from dtrain.recipe import Sizes
 from dtrain.training.full_rows import FullRows
 from dtrain.training.step_spec import StepSpec
 
-TRACED = 3  # micro-batches: a first, a last, and one like all between them
+TRACED = 3  # micro-batches that are traced: the first, the last, and one that stands for all between
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step of `layers` layers and `micro_batches` micro-batches.
+    """A traced step.
 
-    peaks: by phase, bytes by part. counts: as of `Tracer`. held: bytes by the name of a field of `Step`,
-    "offloaded_bytes" of one micro-batch; "rows", "micro rows": of the host's tensors on a planned CPU, and of those
-    that one micro-batch brings.
+    Attributes:
+        layers: Number of layers.
+        micro_batches: Number of micro-batches.
+        peaks: Bytes by part at the peak of each phase.
+        counts: Costs, as in `Tracer.counts`.
+        sizes: Bytes by the name of a field of `Step`. "offloaded_bytes" is that of one micro-batch. On a planned CPU
+            "rows" and "micro rows" are the bytes of the host's tensors, and of the rows of one micro-batch.
     """
 
     layers: int
     micro_batches: int
     peaks: dict[Phase, Counter[str]]
     counts: Counter[tuple]
-    held: Counter[str]
+    sizes: Counter[str]
+
+
+_STOP_FLAG_BYTES = 16  # two numbers
 
 
 def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
-    """Trace a step of `spec` on the model of `config`, as rank `rank` of its world computes it. Nothing is sent: no
-    other rank is in the process group.
+    """Trace a step on one rank. Nothing is sent, because no other rank is in the process group.
 
-    Can be called once, in a process of its own, which keeps the group. Raises RuntimeError where torch.distributed is
-    up: a plan never shares a process with a run.
+    Can be called once in a process, which keeps the process group.
+
+    Args:
+        spec: The step.
+        config: The model, perhaps with fewer layers.
+        rank: The rank.
+
+    Raises:
+        RuntimeError: If torch.distributed is initialized. A plan cannot share a process with a run.
     """
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
     if dist.is_initialized():
-        raise RuntimeError("a plan needs a process of its own, and torch.distributed is up in this one")
-    warnings.simplefilter("ignore")  # torch's own, of what a later release will want
-    sizes, device = spec.sizes, spec.world.device_type
+        raise RuntimeError("a plan needs its own process, but torch.distributed is initialized in this one")
+    warnings.simplefilter("ignore")  # torch warns of changes in later releases
+    sizes, device_type = spec.sizes, spec.world.device_type
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=sizes.world_size)
-    mesh = build_mesh(Runtime(), **sizes.shape, ep=sizes.ep)  # FSDP on stand-ins is FSDP on a CPU
-    planned = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    tracer = Tracer(mesh, on_host=device == "cpu")
-    memory = PlannedMemory(tracer.memory, is_pinned=device == "cuda")
-    kernel = select_planned_kernel(spec.recipe, spec.precision, device, mesh)
+    mesh = build_mesh(Runtime(), **sizes.shape, ep=sizes.ep)  # a CPU mesh: FSDP needs no device to open streams on
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    tracer = Tracer(mesh, on_host=device_type == "cpu")
+    memory = PlannedMemory(tracer.memory, is_pinned=device_type == "cuda")
+    kernel = select_planned_kernel(spec.recipe, spec.precision, device_type, mesh)
     observer = PlanObserver(tracer, kernel)
     options = BuildOptions(
         materialize=False,
@@ -80,8 +98,7 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
         determinism_check="none",
         step_local_shards=True,
     )
-    runtime = Runtime(rank=rank, device=planned)
-    policy = Policy(spec.recipe, config, mesh, runtime, options=options, observer=observer)
+    policy = Policy(spec.recipe, config, mesh, Runtime(rank=rank, device=device), options=options, observer=observer)
     weights = weight_memory(policy.model)
     tracer.see_all(weights.on_device, "parameters")
     tracer.see_all(weights.on_host, NOT_COUNTED)
@@ -91,21 +108,22 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
         tracer.see_all(tensors, name)
     micro_batches = min(sizes.accumulation, TRACED)
     rows = FullRows.of(spec, method, micro_batches, "meta")
-    tracer.see_all(rows.pixels, NOT_COUNTED)  # the host's, which are counted as its rows
-    with PlannedDevice(planned, tracer.few, tracer.as_one_kernel):
+    tracer.see_all(rows.pixels, NOT_COUNTED)  # they are in the host's memory, and are counted as rows below
+    with PlannedDevice(device, tracer.few, tracer.as_one_kernel):
         policy.init_optimizer(total_steps=10)
         updater = policy.updater
         assert updater is not None
-        with MetaKernels():  # a step as it is from the second one on
+        with MetaKernels():  # not traced: the state exists before the step, as from the second step on
             updater.allocate_state()
+        # Its exact size is added to the peak afterwards.
         tracer.see_all((tensor for tensor in updater.state_tensors() if tensor.is_meta), NOT_COUNTED)
-        observer.watch_optimizer(policy, device)
+        observer.watch_optimizer(policy, device_type)
         with torch.cpu.stream(PlannedStream()), tracer:
             tracer.memory.begin(Phase("start"))
             batch, loss = method.prepare(policy, rows.batch())
             policy.forward_backward(batch, loss, method.micro_rows)
             policy.optimizer_step()
-    held = Counter(
+    step_sizes = Counter(
         parameters=weights.total_bytes,
         trained_parameters=weights.trained_bytes,
         layer_embeddings=weights.layer_table_bytes,
@@ -118,25 +136,35 @@ def trace_step(spec: StepSpec, config: ModelConfig, rank: int = 0) -> Trace:
         offloaded_bytes=memory.copied_bytes // micro_batches,
     )
     if tracer.on_host:
-        held["rows"] = observer.host_bytes + bytes_of(rows.pixels)
-        held["micro rows"] = observer.micro_batch_bytes
-    return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), tracer.counts, held)
-
-
-_QUESTION = 16  # bytes: two numbers
+        step_sizes["rows"] = observer.host_bytes + bytes_of(rows.pixels)
+        step_sizes["micro rows"] = observer.micro_batch_bytes
+    return Trace(config.num_hidden_layers, micro_batches, tracer.memory.peaks(), tracer.counts, step_sizes)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Memory, traffic and arithmetic of one rank in an optimizer step, in bytes.
+    """Memory, traffic and arithmetic of one rank in an optimizer step. All sizes are bytes.
 
-    trained: of the parameters those that are; table: those that are embeddings for each layer; tower: those of the
-    vision tower. lightest: the smallest parameters that a rank has. peak: with the optimizer's state. parts: what it is
-    made of. moment: where it is. activations: kept for the backward of a micro-batch, at most. traffic: (messages,
-    bytes). flops: by the dtype of their operands. moved: read and written by all other operations. kernels: number of
-    operations that compute. host: of the host's memory for activations; offloaded: to it and back.
-    visiting: of what is on the host for the optimizer, which visits the device at the step. behind: flops of products
-    that are computed between the beginning of a collective of cp and the wait for it.
+    Attributes:
+        parameters: Parameters on the device.
+        trained_parameters: Those of them that are trained.
+        gradients: Gradients at the update.
+        optimizer_state: Optimizer state on the device.
+        smallest_parameters: The smallest parameters of any rank.
+        peak: The peak, with the optimizer state.
+        parts: Parts of the peak.
+        peak_phase: Phase of the peak.
+        activations: Activations that are kept for the backward of a micro-batch, at most.
+        traffic: (number of messages, bytes) by collective.
+        flops: FLOPs of matrix products and attention by the dtype of their operands.
+        bytes_moved: Bytes that all other operations read and write.
+        num_kernels: Number of operations that compute.
+        layer_embeddings: Parameters that are embeddings of each layer.
+        vision_tower: Parameters of the vision tower.
+        host_activations: Activations in the host's memory.
+        host_optimizer_bytes: Optimizer state and masters in the host's memory, which come to the device for the update.
+        offloaded_bytes: Activations that move to the host and back.
+        overlapped_flops: FLOPs between the start of a collective of cp and the wait for it, by collective and dtype.
     """
 
     parameters: int
@@ -161,94 +189,128 @@ class Step:
 
     @property
     def resident(self) -> int:
-        """Bytes that the device has at the optimizer's step, whatever was computed before it; at most `peak`."""
+        """Bytes that the device has at the update, whatever was computed before. At most `peak`."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
 def plan_step(spec: StepSpec, *, rank: int = 0, whole: bool = False) -> Step:
-    """Return the step of rank `rank` in the world of `spec`, whose devices are of type cpu or cuda.
+    """Plan a step. Nothing is sent and no weights are read.
 
-    whole: trace every layer. Nothing is sent, no weight is read; the traces run in processes forked from this one, in
-    which torch.distributed must not be up.
+    The traces run in processes that are forked from this one, which must not have initialized torch.distributed.
+
+    Args:
+        spec: The step.
+        rank: The rank whose memory is planned.
+        whole: Whether every layer is traced.
     """
     return plan_steps([spec], rank=rank, whole=whole)[0]
 
 
 def plan_steps(specs: Sequence[StepSpec], *, rank: int = 0, whole: bool = False) -> list[Step]:
-    """Return the steps of `specs`, each as of `plan_step`, traced side by side."""
-    cuts = [_cuts(spec, whole) for spec in specs]
-    calls = [partial(trace_step, spec, cut, rank) for spec, own in zip(specs, cuts, strict=True) for cut in own]
-    traces, steps = iter(run_in_parallel(calls)), []
-    for spec, own in zip(specs, cuts, strict=True):
-        trace, *longer = [next(traces) for _ in own]
-        layers = spec.model_config.num_hidden_layers
-        steps.append(_of_micro_batches(_of_layers(trace, longer[0], layers) if longer else trace, spec.sizes))
+    """Plan several steps like `plan_step`, with all traces in parallel."""
+    configs_by_spec = [_traced_configs(spec, whole) for spec in specs]
+    calls = []
+    for spec, configs in zip(specs, configs_by_spec, strict=True):
+        calls += [partial(trace_step, spec, config, rank) for config in configs]
+    remaining_traces = run_in_parallel(calls)
+    steps = []
+    for spec, configs in zip(specs, configs_by_spec, strict=True):
+        traces, remaining_traces = remaining_traces[: len(configs)], remaining_traces[len(configs) :]
+        trace = traces[0]
+        if len(traces) == 2:
+            trace = _extrapolate_layers(traces[0], traces[1], spec.model_config.num_hidden_layers)
+        steps.append(_extrapolate_micro_batches(trace, spec.sizes))
     return steps
 
 
 def num_traces(spec: StepSpec) -> int:
-    """Return how many traces a step takes, as many processes side by side."""
-    return len(_cuts(spec, whole=False))
+    """Return the number of traces of a step. Each is a process, and they run in parallel."""
+    return len(_traced_configs(spec, whole=False))
 
 
-def _cuts(spec: StepSpec, whole: bool) -> list[ModelConfig]:
-    """Return the model of `spec` with the numbers of layers that are traced: all of them, or two numbers."""
+def _traced_configs(spec: StepSpec, whole: bool) -> list[ModelConfig]:
+    """Return configs of the model with the numbers of layers to trace: two numbers, or all layers."""
     config = spec.model_config
-    layers, period = config.num_hidden_layers, spec.facts.layer_period
+    num_layers, period = config.num_hidden_layers, spec.facts.layer_period
+    # The layers near both ends, and as many more as are left when whole periods are removed from the model.
     few = 2 * spec.facts.num_end_layers
-    few += (layers - few) % period
-    is_whole = whole or not spec.facts.layers_train_alike() or few + 2 * period > layers
-    return [
-        replace(config, num_hidden_layers=count, layer_types=config.layer_types[:count])
-        for count in ([layers] if is_whole else [few, few + period])
-    ]
+    few += (num_layers - few) % period
+    if whole or not spec.facts.layers_train_alike() or few + 2 * period > num_layers:
+        numbers = [num_layers]
+    else:
+        numbers = [few, few + period]
+    return [replace(config, num_hidden_layers=number, layer_types=config.layer_types[:number]) for number in numbers]
 
 
-def _of_layers(shorter: Trace, longer: Trace, layers: int) -> Trace:
-    times, half = (layers - shorter.layers) // (longer.layers - shorter.layers), shorter.layers // 2
+def _extrapolate_layers(shorter: Trace, longer: Trace, num_layers: int) -> Trace:
+    """Return the trace of a model with `num_layers` layers, from two traces with fewer layers."""
+    num_periods = (num_layers - shorter.layers) // (longer.layers - shorter.layers)
+    half = shorter.layers // 2
 
-    def line(first: Counter, second: Counter) -> Counter:
-        return Counter({key: first[key] + (second[key] - first[key]) * times for key in {**first, **second}})
+    def extrapolate(first: Counter, second: Counter) -> Counter:
+        values: Counter = Counter()
+        for key in {**first, **second}:
+            values[key] = first[key] + (second[key] - first[key]) * num_periods
+        return values
 
-    def anchored(layer: int | None, count: int) -> int | None:
-        """Return the index of `layer` among `count` layers from the nearer end: the last one is -1."""
-        return layer if layer is None or layer < half else layer - count
+    def index_from_nearer_end(layer: int | None, count: int) -> int | None:
+        """Return the index of a layer among `count` layers, negative in the second half: the last layer is -1."""
+        if layer is None or layer < half:
+            return layer
+        return layer - count
 
-    others = {
-        (phase, number, anchored(layer, longer.layers)): peak for (phase, number, layer), peak in longer.peaks.items()
-    }
+    longer_peaks = {}
+    for (name, number, layer), peak in longer.peaks.items():
+        longer_peaks[name, number, index_from_nearer_end(layer, longer.layers)] = peak
     peaks = {}
-    for (phase, number, layer), peak in shorter.peaks.items():
-        place = anchored(layer, shorter.layers)
-        layer = place + layers if place is not None and place < 0 else place
-        peaks[Phase(phase, number, layer)] = line(peak, others[phase, number, place])
-    counts, held = line(shorter.counts, longer.counts), line(shorter.held, longer.held)
-    return Trace(layers, longer.micro_batches, peaks, counts, held)
+    for (name, number, layer), peak in shorter.peaks.items():
+        index = index_from_nearer_end(layer, shorter.layers)
+        full_layer = index + num_layers if index is not None and index < 0 else index
+        peaks[Phase(name, number, full_layer)] = extrapolate(peak, longer_peaks[name, number, index])
+    counts = extrapolate(shorter.counts, longer.counts)
+    return Trace(num_layers, longer.micro_batches, peaks, counts, extrapolate(shorter.sizes, longer.sizes))
 
 
-def _of_micro_batches(trace: Trace, sizes: Sizes) -> Step:
+def _extrapolate_micro_batches(trace: Trace, sizes: Sizes) -> Step:
+    """Return the step with all micro-batches, from a trace with at most TRACED of them."""
+    num_passes = max(1, sizes.accumulation)
     total: Counter[tuple] = Counter()
-    more = max(1, sizes.accumulation - TRACED + 1)
-    for (number, *what), value in trace.counts.items():
-        total[tuple(what)] += value * (more if number is not None and number % TRACED == 1 else 1)
-    if sizes.world_size > 1:  # the trainer asks whether any rank has to stop
-        question = Collective("all", "all-reduce", sizes.world_size, True)
-        total += Counter({("messages", question): 1, ("bytes", question): _QUESTION})
-    moment, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
-    held, passes = Counter(trace.held), max(1, sizes.accumulation)
-    held["offloaded_bytes"] *= passes
-    # A planned CPU holds the stand-ins of a micro-batch's rows beside the rows themselves, a real one does not.
-    rows = max(0, held.pop("rows", 0) * passes // trace.micro_batches - held.pop("micro rows", 0))
-    parts = peak + Counter({"optimizer state": held["optimizer_state"], "rows": rows})
+    # The middle one of the traced micro-batches stands for all between the first and the last.
+    num_middle = max(1, sizes.accumulation - TRACED + 1)
+    for (pass_index, *kind), value in trace.counts.items():
+        is_middle = pass_index is not None and pass_index % TRACED == 1
+        total[tuple(kind)] += value * (num_middle if is_middle else 1)
+    if sizes.world_size > 1:
+        # After each step the trainer asks whether any rank has to stop.
+        stop_flag = Collective("all", "all-reduce", sizes.world_size, True)
+        # This also removes counts that are 0.
+        total += Counter({("messages", stop_flag): 1, ("bytes", stop_flag): _STOP_FLAG_BYTES})
+    step_sizes = Counter(trace.sizes)
+    step_sizes["offloaded_bytes"] *= num_passes
+    # A planned CPU also holds the tensors that stand for the rows of a micro-batch, which a real one does not.
+    all_rows = step_sizes.pop("rows", 0) * num_passes // trace.micro_batches
+    rows = max(0, all_rows - step_sizes.pop("micro rows", 0))
+    peak_phase, peak = max(trace.peaks.items(), key=lambda entry: entry[1].total())
+    parts = peak + Counter({"optimizer state": step_sizes["optimizer_state"], "rows": rows})
+    traffic = {}
+    flops = {}
+    overlapped_flops = {}
+    for (kind, *key), value in total.items():
+        if kind == "messages":
+            traffic[key[0]] = (value, total["bytes", key[0]])
+        elif kind == "flops":
+            flops[key[0]] = value
+        elif kind == "behind":
+            overlapped_flops[key[0], key[1]] = value
     return Step(
-        **held,
+        **step_sizes,
         peak=parts.total(),
         parts=parts,
-        peak_phase=moment,
+        peak_phase=peak_phase,
         activations=max(peak["activations"] for peak in trace.peaks.values()),
-        traffic={key[1]: (count, total["bytes", key[1]]) for key, count in total.items() if key[0] == "messages"},
-        flops={key[1]: count for key, count in total.items() if key[0] == "flops"},
+        traffic=traffic,
+        flops=flops,
         bytes_moved=total["moved",],
         num_kernels=total["kernels",],
-        overlapped_flops={key[1:]: count for key, count in total.items() if key[0] == "behind"},
+        overlapped_flops=overlapped_flops,
     )

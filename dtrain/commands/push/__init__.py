@@ -1,5 +1,5 @@
-"""`dtrain push`: a run's export, or adapter, to the Hugging Face hub, with a card that says how it came to be.
+"""`dtrain push`: uploads a run's export or adapter to the Hugging Face hub, with a model card.
 
-command.py has the arguments and sends the files, card.py writes the card and draws the losses. No row of the data
-goes along. Torch is not imported.
+command.py has the arguments and uploads the files. card.py writes the model card and draws the losses. No rows of the
+training data are uploaded. Torch is not imported.
 """

@@ -8,18 +8,20 @@ from dtrain.base.files import atomic_write_text
 from dtrain.commands.arguments import at_least
 from dtrain.commands.web import check_installed
 
-RUNS = "runs' directories, such as runs/x; the first gives the page its name"
+RUNS = "directories of runs, such as runs/x; the page has the name of the first"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dtrain report`."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=RUNS)
-    out = "the file to write (default: report.html)"
+    out = "HTML file to write (default: report.html)"
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, default=Path("report.html"), help=out)
-    shown = "prompts of each evaluation whose answers are shown (default: 8)"
-    parser.add_argument("--answers", type=at_least(1), default=8, metavar="N", help=shown)
-    live = "serve the page to this machine alone, and follow the runs until Ctrl-C; no file is written"
+    answers = "number of prompts of each evaluation whose answers are included (default: 8)"
+    parser.add_argument("--answers", type=at_least(1), default=8, metavar="N", help=answers)
+    live = "serve the page on this machine and update it until Ctrl-C, instead of writing a file"
     parser.add_argument("--live", action="store_true", help=live)
-    parser.add_argument("--port", type=at_least(0), default=8001, help="of --live (default: 8001; 0 takes a free one)")
+    port = "port of --live; 0 chooses a free one (default: 8001)"
+    parser.add_argument("--port", type=at_least(0), default=8001, help=port)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
         if out.exists():
             with out.open("rb") as file:
                 if MARK.encode() not in file.read(1000):
-                    raise UserError(f"-o {out} is there already and is no report of dtrain's; choose another name")
+                    raise UserError(f"-o {out} already exists and is not a report of dtrain; choose another name")
         text = page(*page_state(runs, arguments.answers), library)
         atomic_write_text(out, text)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The page on loopback, following the runs: `/` is the page, `/state?seen=MARK` what has changed since that mark.
+"""The live page on loopback: `/` is the page, `/state?seen=MARK` returns a newer state than that mark, if there is one.
 
-A request must name this machine in its header Host, since a page elsewhere may lead its visitors' browsers here by a
-name of its own (DNS rebinding). Starlette and uvicorn are in the extra `serve`.
+The header Host of a request must name this machine. Otherwise a page elsewhere could make its visitors' browsers read
+this one through a host name of its own (DNS rebinding). Starlette and uvicorn are in the extra `serve`.
 """
 
 import json
@@ -27,12 +27,15 @@ from dtrain.commands.web import listen, make_server
 ADDRESS = "127.0.0.1"
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 HEADERS |= {"Cross-Origin-Resource-Policy": "same-origin", "Content-Security-Policy": "frame-ancestors 'none'"}
-REST_FACTOR = 20  # times as long as the last look at the runs took
+REST_FACTOR = 20  # the runs are read again after this many times the duration of the last read
 
 
 class LiveReport:
-    """The followed runs and their page. One thread at a time reads, and then rests so long that most of the machine's
-    time is the runs' own."""
+    """The watched runs and their page.
+
+    One thread at a time reads the runs. After each read it waits, so that reading takes only a small share of the
+    machine's time.
+    """
 
     def __init__(self, runs: Sequence[RunFiles], answers: int, library: str):
         self._runs, self._answers, self._library = runs, answers, library
@@ -42,25 +45,30 @@ class LiveReport:
         self._rests_until = 0.0
 
     def page(self) -> str:
+        """Return the page with the current state."""
         with self._lock:
             data, html = self._look()
             return page(data, html, self._library, self._mark)
 
     def state(self, seen: str) -> str | None:
-        """Return the state as JSON; None if it is the one that was `seen`."""
+        """Return the current state as JSON. None if its mark is `seen`."""
         with self._lock:
             data, html = self._look()
-            return None if seen == self._mark else json.dumps({"seen": self._mark, "data": data, "html": html})
+            if seen == self._mark:
+                return None
+            return json.dumps({"seen": self._mark, "data": data, "html": html})
 
     def _look(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the content of the page, from files that were read recently."""
         began = time.monotonic()
         if self._state is not None and began < self._rests_until:
             return self._state
-        is_new = [run.look() for run in self._runs]
+        is_new = [run.look() for run in self._runs]  # reads all runs before `any`
         if self._state is None or any(is_new):
             self._state = page_state(self._runs, self._answers)
             self._mark = digest(*self._state)[:16]
-        self._rests_until = time.monotonic() + REST_FACTOR * (time.monotonic() - began)
+        duration = time.monotonic() - began
+        self._rests_until = time.monotonic() + REST_FACTOR * duration
         return self._state
 
 
@@ -77,11 +85,11 @@ def make_app(following: LiveReport) -> Starlette:
         return Response(text, media_type="application/json", headers=HEADERS)
 
     def show_damage(request: Request, error: Exception) -> Response:
-        message = str(error).encode(errors="replace")  # a path may have bytes that are no text
+        message = str(error).encode(errors="replace")  # a path may contain bytes that are not valid text
         return PlainTextResponse(message, 503, headers=HEADERS)
 
     def show_paths(request: Request, error: Exception) -> Response:
-        return PlainTextResponse("there is / and /state here", 404, headers=HEADERS)
+        return PlainTextResponse("this server has only / and /state", 404, headers=HEADERS)
 
     return Starlette(
         routes=[Route("/", show_page), Route("/state", show_state)],
@@ -91,10 +99,10 @@ def make_app(following: LiveReport) -> Starlette:
 
 
 def follow(runs: Sequence[RunFiles], answers: int, port: int, library: str) -> None:
-    """Serve until Ctrl-C. Raises UserError where the port is taken."""
+    """Serve until Ctrl-C. Raises UserError if the port is taken."""
     sock = listen(ADDRESS, port)
     names = ", ".join(run.name for run in runs)
-    print(f"http://{ADDRESS}:{sock.getsockname()[1]} follows {names}; Ctrl-C ends it", flush=True)
+    print(f"http://{ADDRESS}:{sock.getsockname()[1]} shows {names}; Ctrl-C ends it", flush=True)
     server = make_server(make_app(LiveReport(runs, answers, library)))
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
         server.run(sockets=[sock])

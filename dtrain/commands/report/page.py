@@ -27,10 +27,10 @@ from dtrain.data.images.files import read_image, upright_image
 from dtrain.training.metrics.records import PromptImage
 from dtrain.training.metrics.terminal import printable
 
-THUMBNAIL_SIDE = 256  # pixels of a thumbnail's longer side, at most
-JPEG_QUALITY = 80  # of JPEG
-MAX_THUMBNAILS = 64  # thumbnails on a page
-MAX_THUMBNAIL_BYTES = 4 << 20  # of all of them
+THUMBNAIL_SIDE = 256  # maximum pixels of a thumbnail's longer side
+JPEG_QUALITY = 80
+MAX_THUMBNAILS = 64  # on a page
+MAX_THUMBNAIL_BYTES = 4 << 20  # of all thumbnails of a page together
 
 MARK = '<meta name="generator" content="dtrain report">'
 _FILES = Path(__file__).parent
@@ -47,14 +47,14 @@ _TITLES = {
 }
 
 
-def _harmless(value: Any) -> Any:
-    """Return text without control characters and halves of surrogate pairs; Jinja then escapes it."""
+def _clean(value: Any) -> Any:
+    """Remove control characters and halves of surrogate pairs from a text. Jinja then escapes it."""
     return value if isinstance(value, Markup) else printable(str(value).replace("\r\n", "\n"))
 
 
 _TEMPLATES = Environment(
     autoescape=True,
-    finalize=_harmless,
+    finalize=_clean,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -65,29 +65,71 @@ _TEMPLATES.filters["as_yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_u
 
 
 def page(data: dict[str, Any], html: dict[str, str], library: str, seen: str = "") -> str:
-    """Return the page of `page_state`. library: the text of `plotly`. seen: of a page that is live, the mark of that
-    state."""
-    style, code = ((_FILES / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    scripts = [_script(library), _script(code)]
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    sound = {"mark": MARK, "style": style, "data": embedded(data), "library": scripts[0], "script": scripts[1]}
-    sound["hashes"] = " ".join(f"'sha256-{digest}'" for digest in digests)
-    values = {"seen": seen, "names": data["runs"], "titles": _TITLES, "sections": html, "version": __version__}
-    values |= {name: Markup(text) for name, text in sound.items()}
-    return _TEMPLATES.get_template("page.html").render(values, made=time.strftime("%Y-%m-%d %H:%M"))
+    """Return the HTML of the page.
+
+    Args:
+        data: Data for the page's script, from `page_state`.
+        html: HTML of each section, from `page_state`.
+        library: Text of `plotly`.
+        seen: Identifies this state if the page is live. "" for a file.
+    """
+    scripts = [_script(library), _script((_FILES / "page.js").read_text("utf-8"))]
+    hashes = []
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        hashes.append(f"'sha256-{digest}'")
+    return _TEMPLATES.get_template("page.html").render(
+        seen=seen,
+        names=data["runs"],
+        titles=_TITLES,
+        sections=html,
+        version=__version__,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        # These come from dtrain itself or are JSON, so they are not escaped.
+        mark=Markup(MARK),
+        style=Markup((_FILES / "page.css").read_text("utf-8")),
+        data=Markup(embedded(data)),
+        library=Markup(scripts[0]),
+        script=Markup(scripts[1]),
+        hashes=Markup(" ".join(hashes)),
+    )
 
 
 def page_state(runs: Sequence[RunFiles], answers: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the data for the page's script, and the HTML of each section, "" for an empty one."""
-    data, lengths = charts.drawn(runs), charts.lengths(runs)
+    """Return the content of the page.
+
+    Args:
+        runs: The runs.
+        answers: Number of prompts of each evaluation whose answers are included.
+
+    Returns:
+        The data for the page's script, and the HTML of each section by its id, "" for an empty section.
+    """
+    data = charts.chart_data(runs)
+    lengths = charts.length_histograms(runs)
     prompts, num_prompts = sections.prompts(runs, answers)
-    values = {"runs": runs, "curves": data["charts"], "lengths": lengths}
-    values |= {"identities": identity_rows(runs), "results": results(runs), "differences": differences(runs)}
-    values |= {"prompts": prompts, "num_prompts": num_prompts, "most": answers}
-    values |= {"steps": sections.STEPS, "longest": sections.LONGEST, "pictures_of": Pictures().of}
-    values |= {"groups": sections.groups(runs), "meshes": sections.meshes(runs), "notes": sections.notes(runs)}
+    values = {
+        "runs": runs,
+        "curves": data["charts"],
+        "lengths": lengths,
+        "identities": identity_rows(runs),
+        "results": results(runs),
+        "differences": differences(runs),
+        "prompts": prompts,
+        "num_prompts": num_prompts,
+        "most": answers,
+        "steps": sections.STEPS,
+        "longest": sections.LONGEST,
+        "pictures_of": Pictures().of,
+        "groups": sections.groups(runs),
+        "meshes": sections.meshes(runs),
+        "notes": sections.notes(runs),
+    }
     module = _TEMPLATES.get_template("sections.html").make_module(values)
-    html = {id: str(getattr(module, f"{id}_section")()).strip() for id in _TITLES}
+    html = {}
+    for section in _TITLES:
+        render_section = getattr(module, f"{section}_section")
+        html[section] = str(render_section()).strip()
     return {**data, "charts": data["charts"] + lengths}, html
 
 
@@ -101,7 +143,12 @@ def plotly() -> str:
 
 
 def embedded(data: Any) -> str:
-    """Return JSON that can stand inside a script: nothing in it ends the script or opens a comment."""
+    r"""Return JSON that can be part of an HTML script, because nothing in it ends the script or opens a comment.
+
+    Example:
+        >>> print(embedded("</script>"))
+        "\u003c/script\u003e"
+    """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -112,15 +159,23 @@ def _script(text: str) -> str:
 
 
 class Picture(NamedTuple):
-    """Image of a prompt on the page. uri: its thumbnail; None where its name stands alone."""
+    """An image of a prompt on the page.
+
+    Attributes:
+        name: Name of its file.
+        uri: Thumbnail as a data URI. None if only the name is shown.
+    """
 
     name: str
     uri: str | None
 
 
 class Pictures:
-    """Thumbnails of a page. What its bounds leave out is shown by name, as is a file that is gone, is no longer the
-    image that the run read, or cannot be decoded."""
+    """The thumbnails of a page.
+
+    Only the name is shown of an image beyond MAX_THUMBNAILS or MAX_THUMBNAIL_BYTES, and of a file that is missing, has
+    changed since the run read it, or cannot be decoded.
+    """
 
     def __init__(self) -> None:
         self._uris: dict[PromptImage, str | None] = {}
@@ -128,10 +183,10 @@ class Pictures:
 
     def of(self, images: Sequence[PromptImage]) -> list[Picture]:
         """Return the pictures of a prompt's images."""
-        return [Picture(image.name, self._taken(image)) for image in images]
+        return [Picture(image.name, self._thumbnail(image)) for image in images]
 
-    def _taken(self, image: PromptImage) -> str | None:
-        """Return the thumbnail of `image` where the page has room for it."""
+    def _thumbnail(self, image: PromptImage) -> str | None:
+        """Return the thumbnail of an image if the page has room for it."""
         if image.path is None or self._count >= MAX_THUMBNAILS:
             return None
         if image not in self._uris:
@@ -139,13 +194,16 @@ class Pictures:
         uri = self._uris[image]
         if uri is None or self._bytes + len(uri) > MAX_THUMBNAIL_BYTES:
             return None
-        self._count, self._bytes = self._count + 1, self._bytes + len(uri)
+        self._count += 1
+        self._bytes += len(uri)
         return uri
 
 
 def thumbnail(image: PromptImage) -> str | None:
-    """Return the thumbnail of an image with a path as a data URI; None where its file cannot be read or shown, is
-    another one by its digest, or Pillow is not installed."""
+    """Return the thumbnail of an image as a data URI.
+
+    None if its file cannot be read or decoded, if the file has changed since the run, or if Pillow is not installed.
+    """
     try:
         file = read_image(Path(str(image.path)), Path())
         if file.digest != image.digest:

@@ -52,10 +52,10 @@ class Json(JSONResponse):
 class EventStream(StreamingResponse):
     """Server-sent events of an answer. `pieces` is closed when all are sent, and as soon as the client hangs up."""
 
-    def __init__(self, answer: Answer, first: StreamChunk, pieces: Pieces):
-        events = _events(answer, first, pieces)
+    def __init__(self, answer: Answer, first: StreamChunk, chunks: Pieces):
+        events = _events(answer, first, chunks)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._pieces = pieces
+        self._pieces = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces):
@@ -87,7 +87,7 @@ def make_app(service: Service | ClassifyService) -> Starlette:
     routes = []
     for path, read in service.get.items():
         routes.append(Route(path, partial(endpoints.get, read), methods=["GET"]))
-    for path, parse in service.ask.items():
+    for path, parse in service.completions.items():
         routes.append(Route(path, partial(endpoints.complete, parse), methods=["POST"]))
     for path, (table, act) in service.act.items():
         routes.append(Route(path, partial(endpoints.act, table, act), methods=["POST"]))
@@ -133,21 +133,23 @@ class _Endpoints:
         worker, tokenizer = self.service.worker, self.service.parser.tokenizer
         body = await _read_body(request)
         async with self._parsing:
-            ask = await to_thread.run_sync(parse, body)
-        answer = Answer(ask, tokenizer)
+            api_request = await to_thread.run_sync(parse, body)
+        answer = Answer(api_request, tokenizer)
         arrived: asyncio.Queue[StreamChunk | ApiError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def send(piece: StreamChunk | ApiError) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, piece)
+        def send(chunk: StreamChunk | ApiError) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, chunk)
 
-        job = await to_thread.run_sync(worker.submit, ask, send)  # waits while the engine lets other requests in
-        pieces = _pieces(worker, job, arrived)
-        if not ask.fields["stream"]:
-            parts = await _until_disconnect(request, _collect(pieces))
-            return Json(await to_thread.run_sync(answer.whole, parts))
-        first = await _until_disconnect(request, anext(pieces))  # an error before it still has a status of its own
-        return EventStream(answer, first, pieces)
+        job = await to_thread.run_sync(
+            worker.submit, api_request, send
+        )  # waits while the engine lets other requests in
+        chunks = _pieces(worker, job, arrived)
+        if not api_request.fields["stream"]:
+            parts = await _until_disconnect(request, _collect(chunks))
+            return Json(await to_thread.run_sync(answer.body, parts))
+        first = await _until_disconnect(request, anext(chunks))  # an error before it still has a status of its own
+        return EventStream(answer, first, chunks)
 
     async def refuse_route(self, request: Request, error: HTTPException) -> Response:
         """Answer a request to an unknown path, or with another method."""
@@ -157,7 +159,12 @@ class _Endpoints:
         elif path in service.control:
             message = f"{path} is not served: start it with --control DIR and --api-key-file FILE"
         else:
-            paths = [*service.get, *service.ask, *service.act, *(service.control if service.has_control else ())]
+            paths = [
+                *service.get,
+                *service.completions,
+                *service.act,
+                *(service.control if service.has_control else ()),
+            ]
             message = f"there is no {path[:80]} here, only {', '.join(paths)}"
         refusal = ApiError(error.status_code, message)
         return Json(refusal.body, refusal.status, headers=error.headers)
@@ -193,30 +200,30 @@ async def _pieces(worker: EngineThread, job: Job, arrived: "asyncio.Queue[Stream
     Raises:
         ApiError: If the engine gives up the requests.
     """
-    unfinished = len(job.ask.requests)
+    unfinished = len(job.api_request.requests)
     try:
         while unfinished:
-            piece = await arrived.get()
-            if isinstance(piece, ApiError):
+            chunk = await arrived.get()
+            if isinstance(chunk, ApiError):
                 unfinished = 0
-                raise piece
-            unfinished -= piece.finish is not None
-            yield piece
+                raise chunk
+            unfinished -= chunk.finish is not None
+            yield chunk
     finally:
         if unfinished:
             worker.drop(job)
 
 
-async def _collect(pieces: Pieces) -> list[StreamChunk]:
-    return [piece async for piece in pieces]
+async def _collect(chunks: Pieces) -> list[StreamChunk]:
+    return [chunk async for chunk in chunks]
 
 
-async def _events(answer: Answer, first: StreamChunk, pieces: Pieces) -> AsyncGenerator[bytes, None]:
+async def _events(answer: Answer, first: StreamChunk, chunks: Pieces) -> AsyncGenerator[bytes, None]:
     """Yield the server-sent events of an answer. An error ends them with an event of its own."""
     try:
         yield answer.event(first)
-        async for piece in pieces:
-            yield answer.event(piece)
+        async for chunk in chunks:
+            yield answer.event(chunk)
         yield answer.last_events()
     except ApiError as error:
         yield server_sent_event(error.body)

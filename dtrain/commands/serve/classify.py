@@ -1,5 +1,4 @@
-"""A reward model or classifier behind HTTP: texts and conversations to the outputs of its head, in vLLM's words
-(`/classify`)."""
+"""A reward model or classifier behind HTTP: texts and conversations to the outputs of its head (vLLM's `/classify`)."""
 
 import secrets
 import threading
@@ -18,19 +17,22 @@ from dtrain.data.formats.pairs import PairEncoder
 from dtrain.inference.engine import classify_rows
 from dtrain.models.common.decoder import CausalLM
 
-TOGETHER = 1 << 14  # tokens of one forward, beyond a single text
 CLASSIFY: Table = {
     "model": TEXT,
-    "input": Field(use=texts_or_ids),
-    "messages": Field(list, maximum=4096, of=Field(dict, of=MESSAGE)),
-    "tools": Field(list, maximum=4096, of=Field(dict)),
+    "input": Field(convert=texts_or_ids),
+    "messages": Field(list, maximum=4096, items=Field(dict, items=MESSAGE)),
+    "tools": Field(list, maximum=4096, items=Field(dict)),
     "add_special_tokens": Field(bool, True),
     **dict.fromkeys(("user", "rid", "request_id", "priority"), IGNORED),
 }
 
 
 class Classifier:
-    """Model that one caller at a time computes with; `start`, `end` and `failure` are as `server.serve` needs them."""
+    """A model with which one caller at a time computes. It has the methods that `start.serve` needs of a worker.
+
+    Attributes:
+        failure: Always None: an error ends only the request.
+    """
 
     failure: str | None = None
 
@@ -40,17 +42,27 @@ class Classifier:
         self._closing = False
 
     def start(self) -> None:
-        """Do nothing: callers' threads compute."""
+        """Do nothing: the model computes on the threads of the callers."""
 
-    def rate(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return `inference.scores.rate` of the rows. Raises ApiError if the server is ending."""
+    def compute_scores(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the head's outputs of texts.
+
+        Args:
+            rows: Token ids of each text.
+
+        Returns:
+            Scores, [texts, labels], as of `inference.engine.classify_rows`.
+
+        Raises:
+            ApiError: If the server is ending.
+        """
         with self._turn:
             if self._closing:
                 raise ApiError(503, "the server is ending")
-            return classify_rows(self.model, rows, TOGETHER)
+            return classify_rows(self.model, rows, TOKENS_PER_BATCH)
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Take no more work in, and wait `grace` seconds at most for running work. Return whether that ended."""
+        """Refuse new requests, and wait at most `grace` seconds for the running one. Return whether it ended."""
         self._closing = True
         is_idle = self._turn.acquire(timeout=grace)
         if is_idle:
@@ -61,7 +73,13 @@ class Classifier:
 class ClassifyService(Routes):
     """The routes of a classifier: `/classify` (also under `/v1`), `/v1/models`, `/health`.
 
-    encoder: as training reads texts and conversations. names: of the outputs, in their order.
+    Args:
+        worker: The model.
+        encoder: Reads texts and conversations as training does.
+        name: Name of the model.
+        names: Names of the outputs, in their order.
+        key: As of `Routes`.
+        hosts: As of `Routes`.
     """
 
     updates = None
@@ -78,27 +96,41 @@ class ClassifyService(Routes):
         self.act = dict.fromkeys(("/classify", "/v1/classify"), (CLASSIFY, self.classify))
 
     def classify(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return for each text: `scores`, the head's outputs; `probs`, their softmax, of one output the sigmoid;
-        `label`, the likeliest output's name."""
+        """Return the body of the response to `/classify`.
+
+        Each text has `scores`, the head's outputs, `probs`, their softmax (the sigmoid of a single output), and
+        `label`, the name of the most likely output.
+        """
         if fields["model"] not in (None, self.name):
             raise ApiError(404, f"the model is {self.name}, not {fields['model'][:80]}", "model")
         rows = self._rows(fields)
-        scores = self.worker.rate(rows)  # [n, labels]
+        scores = self.worker.compute_scores(rows)  # [texts, labels]
         probs = scores.softmax(1) if scores.shape[1] > 1 else scores.sigmoid()
-        data = [
-            {"index": index, "label": self.names[int(of_text.argmax())], "probs": of_text.tolist()}
-            | {"num_classes": len(self.names), "scores": scores[index].tolist()}
-            for index, of_text in enumerate(probs)
-        ]
-        tokens = sum(map(len, rows))
-        head = {"id": f"classify-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-        return {**head, "model": self.name, "data": data, "usage": usage}
+        data = []
+        for index, text_probs in enumerate(probs):
+            data.append(
+                {
+                    "index": index,
+                    "label": self.names[int(text_probs.argmax())],
+                    "probs": text_probs.tolist(),
+                    "num_classes": len(self.names),
+                    "scores": scores[index].tolist(),
+                }
+            )
+        tokens = sum(len(row) for row in rows)
+        return {
+            "id": f"classify-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.name,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+        }
 
     def _rows(self, fields: Mapping[str, Any]) -> list[list[int]]:
-        """Return the ids of each text. Raises ApiError."""
+        """Return the token ids of each text. Raises ApiError."""
         if (fields["input"] is None) == (fields["messages"] is None):
-            raise ApiError(400, "give input (a text, token ids, or a list of either) or messages, one of them", "input")
+            raise ApiError(400, "give either input (a text, token ids, or a list of them) or messages", "input")
         with api_errors("input" if fields["messages"] is None else "messages"):
             if fields["messages"] is not None:
                 if self.encoder.template is None:
@@ -109,20 +141,29 @@ class ClassifyService(Routes):
                 rows = [self._ids(text_or_ids, fields["add_special_tokens"]) for text_or_ids in fields["input"]]
         for index, row in enumerate(rows):
             if not 0 < len(row) <= self.encoder.max_length:
-                what = f"text {index} has {len(row)} tokens, and the model reads from 1 to {self.encoder.max_length}"
-                raise ApiError(400, what, "input")
+                problem = f"text {index} has {len(row)} tokens, and the model reads 1 to {self.encoder.max_length}"
+                raise ApiError(400, problem, "input")
         return rows
 
     def _ids(self, text_or_ids: str | list[int], specials: bool) -> list[int]:
         if isinstance(text_or_ids, str):
             return self.encoder.encode_text(text_or_ids) if specials else self.encoder.tokenizer.encode(text_or_ids)
         if max(text_or_ids) >= self.worker.model.config.vocab_size:
-            raise ApiError(400, f"the id {max(text_or_ids)} is beyond the vocabulary", "input")
+            raise ApiError(400, f"the id {max(text_or_ids)} is not in the vocabulary", "input")
         return text_or_ids
 
 
-def label_names(config: Path, labels: int) -> list[str]:
-    """Return the outputs' names by the id2label of a config.json; an adapter has none."""
-    named = read_json(config).get("id2label") if config.is_file() else {}
-    named = named if isinstance(named, dict) else {}
-    return [str(named.get(str(index), f"LABEL_{index}")) for index in range(labels)]
+def label_names(config: Path, num_labels: int) -> list[str]:
+    """Return the names of a classifier's outputs from `id2label` of its config.json, such as LABEL_0 if it has none.
+
+    Args:
+        config: Path of config.json, which an adapter does not have.
+        num_labels: Number of outputs.
+    """
+    id2label = read_json(config).get("id2label") if config.is_file() else {}
+    if not isinstance(id2label, dict):
+        id2label = {}
+    return [str(id2label.get(str(index), f"LABEL_{index}")) for index in range(num_labels)]
+
+
+TOKENS_PER_BATCH = 1 << 14  # of one forward; a single longer text is computed alone

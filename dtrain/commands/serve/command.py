@@ -8,29 +8,36 @@ from dtrain.commands.web import check_installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dtrain serve`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help=DIRECTORY)
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen, with a key (default: this machine only)")
-    parser.add_argument("--port", type=at_least(0), default=8000, help="default: 8000; 0 takes a free one")
-    parser.add_argument("--name", help="what clients call the model (default: DIR as it is typed)")
-    parser.add_argument("--chat-template", metavar="FILE", help="a chat template in place of the model's own")
-    parser.add_argument("--max-length", type=at_least(1), metavar="N", help="tokens of prompt and completion together")
-    parser.add_argument("--max-rows", type=at_least(1), metavar="N", help="completions decoded together")
-    parser.add_argument("--max-tokens", type=at_least(1), metavar="N", help="positions of keys and values in memory")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="a file with the key that clients must send")
-    controlled = "let clients with the key pause the server and give it weights, by broadcast or from below DIR"
-    parser.add_argument("--control", type=Path, metavar="DIR", help=controlled)
-    beside = "an adapter of DIR's model, in PEFT's layout, which clients ask for by this name"
-    parser.add_argument("--adapter", type=_named, metavar="NAME=DIR", help=beside)
-    watched = "a directory whose newest whole step-N is read as it appears"
-    parser.add_argument("--watch", type=Path, metavar="SHARED", help=watched)
-    graced = "seconds to finish what is under way when asked to end (default: 30)"
-    parser.add_argument("--grace", type=at_least(0), default=30, metavar="S", help=graced)
-    logged = "do not print a line for each request"
-    parser.add_argument("--no-access-log", dest="access_log", action="store_false", help=logged)
+    host = "address to listen on; any but this machine's own needs --api-key-file (default: 127.0.0.1)"
+    parser.add_argument("--host", default="127.0.0.1", help=host)
+    port = "port to listen on; 0 chooses a free one (default: 8000)"
+    parser.add_argument("--port", type=at_least(0), default=8000, help=port)
+    parser.add_argument("--name", help="model name that clients use (default: DIR as you typed it)")
+    parser.add_argument("--chat-template", metavar="FILE", help="chat template to use instead of the model's own")
+    length = "maximum length of prompt and completion together, in tokens (default: the model's)"
+    parser.add_argument("--max-length", type=at_least(1), metavar="N", help=length)
+    rows = "maximum number of completions that are decoded in one batch"
+    parser.add_argument("--max-rows", type=at_least(1), metavar="N", help=rows)
+    tokens = "maximum number of tokens in the KV cache"
+    parser.add_argument("--max-tokens", type=at_least(1), metavar="N", help=tokens)
+    key = "file with the key that clients must send"
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=key)
+    control = "let clients with the key pause the server and update its weights, by broadcast or from files below DIR"
+    parser.add_argument("--control", type=Path, metavar="DIR", help=control)
+    adapter = "adapter of the model, in PEFT's format, that clients select by this name"
+    parser.add_argument("--adapter", type=_parse_adapter, metavar="NAME=DIR", help=adapter)
+    watch = "directory to watch: the newest complete step-N in it is loaded when it appears"
+    parser.add_argument("--watch", type=Path, metavar="SHARED", help=watch)
+    grace = "seconds to finish running requests when the server is asked to end (default: 30)"
+    parser.add_argument("--grace", type=at_least(0), default=30, metavar="S", help=grace)
+    access_log = "do not print a line for each request"
+    parser.add_argument("--no-access-log", dest="access_log", action="store_false", help=access_log)
     add_device(parser)
 
 
-def _named(text: str) -> tuple[str, Path]:
+def _parse_adapter(text: str) -> tuple[str, Path]:
     name, _, directory = text.partition("=")
     if not name or not directory:
         raise argparse.ArgumentTypeError(f"{text} must be NAME=DIR")
@@ -42,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dtrain.base.hub import find_model_directory
 
     check_installed("dtrain serve")
-    find_model_directory(arguments.directory)  # before torch is loaded, which takes long
+    find_model_directory(arguments.directory)  # a wrong name fails here, before torch is imported
     from dtrain.commands.serve.start import serve_directory
 
     serve_directory(arguments, lambda line: print(line, flush=True))

@@ -1,14 +1,14 @@
-"""New weights and adapters for the model that is served, always put in between two decoding steps.
+"""New weights and adapters for a model that is served. They are loaded between two decoding steps.
 
 Weights come from a directory or from a trainer's broadcast. The routes are SGLang's
 (docs/advanced_features/sglang_for_rl.md): update_weights_from_disk, init_weights_update_group,
-update_weights_from_distributed, destroy_weights_update_group, with `weight_version`. A group's messages are bytes of
-tensors: nothing that comes over it is unpickled.
+update_weights_from_distributed, destroy_weights_update_group, with `weight_version`. The messages of a group are the
+bytes of tensors: nothing that arrives is unpickled.
 
-An adapter is served next to the model under its own name: loaded, loaded again in place, unloaded. The routes are
-vLLM's (docs/features/lora.md): load_lora_adapter, unload_lora_adapter; `weight_version` and `mode` are as for weights.
-One adapter is loaded at a time. It is read while completions go on, and then put in between two steps. An adapter that
-does not fit changes nothing.
+An adapter is served next to the model under its own name. It can be loaded, replaced and unloaded. The routes are
+vLLM's (docs/features/lora.md): load_lora_adapter, unload_lora_adapter, with `weight_version` and `mode` as for weights.
+One adapter can be loaded at a time. Its files are read while completions continue. An adapter that does not fit changes
+nothing.
 """
 
 import hashlib
@@ -50,16 +50,16 @@ def _version(value: Any, name: str) -> int:
     return Field(int, maximum=2**63 - 1).read(value, name)
 
 
-VERSION_FIELD = Field(use=_version)
+VERSION_FIELD = Field(convert=_version)
 GROUP_NAME_FIELD: Table = {"group_name": Field(str, WEIGHT_GROUP, maximum=256)}
 TENSOR_FIELDS: Table = {
-    "names": Field(list, [], of=TEXT),
-    "dtypes": Field(list, [], of=Field(among=tuple(DTYPES))),
-    "shapes": Field(list, [], of=Field(list, of=Field(int))),
+    "names": Field(list, [], items=TEXT),
+    "dtypes": Field(list, [], items=Field(choices=tuple(DTYPES))),
+    "shapes": Field(list, [], items=Field(list, items=Field(int))),
 }
 UPDATE_FIELDS: Table = {
     "weight_version": VERSION_FIELD,
-    "mode": Field(str, "keep", among=MODES),
+    "mode": Field(str, "keep", choices=MODES),
     "abort_all_requests": FLAG,
     **dict.fromkeys(("flush_cache", "torch_empty_cache", "is_async", "keep_pause"), IGNORED),  # SGLang's
 }
@@ -68,13 +68,13 @@ BUCKET_FIELDS: Table = {
     **UPDATE_FIELDS,
     **TENSOR_FIELDS,
     **GROUP_NAME_FIELD,
-    "load_format": Field(among=("flattened_bucket",)),
+    "load_format": Field(choices=("flattened_bucket",)),
 }
-CHECKSUM_FIELDS: Table = {"action": Field(among=("checksum",))}
-MEETING_FIELDS: Table = {
+CHECKSUM_FIELDS: Table = {"action": Field(choices=("checksum",))}
+GROUP_FIELDS: Table = {
     **dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), COUNT),
     "master_address": TEXT,
-    "backend": Field(among=("gloo", "nccl")),
+    "backend": Field(choices=("gloo", "nccl")),
     **GROUP_NAME_FIELD,
 }
 
@@ -83,46 +83,63 @@ LOAD_ADAPTER_FIELDS: Table = {
     "lora_path": Field(str, "", maximum=4096),
     "load_inplace": FLAG,
     "base_model_name": IGNORED,
-    "is_3d_lora_weight": Field(among=(False,)),
+    "is_3d_lora_weight": Field(choices=(False,)),
     "weight_version": VERSION_FIELD,
-    "mode": Field(str, "keep", among=MODES),
+    "mode": Field(str, "keep", choices=MODES),
 }
 # An adapter that goes takes nothing that is under way with it along by default.
 UNLOAD_ADAPTER_FIELDS: Table = {
     "lora_name": Field(str, "", maximum=256),
     "lora_int_id": IGNORED,
-    "mode": Field(str, "wait", among=("wait", "abort")),
+    "mode": Field(str, "wait", choices=("wait", "abort")),
 }
 
 
 class Updates:
-    """Weight updates of `model`, on the thread of `worker`. root: directories of weights are read below it alone (None:
-    from nowhere). watched: whether `load` is called all the same. Handlers take a body's fields and raise ApiError.
+    """Updates of the weights of a model. The handlers accept the fields of a body and raise ApiError.
 
-    Where updates can come, an adapter that the model has is merged into its weights first, which they replace whole.
-    is_merged: whether it had one, so that its weights are no base of other adapters. An update may leave a vision tower
-    out as a whole, as trainers of texts do, which have none: it stays as it is.
+    If updates can come, an adapter that the model has is merged into its weights first, because an update replaces
+    these. An update may leave out the vision tower as a whole, as trainers of text models do. It then stays as it is.
+
+    Args:
+        model: The model.
+        worker: Thread of its engine, on which updates run.
+        root: Directories of weights must be below it. None: no directory can be loaded by a client.
+        watched: Whether `load` is called anyway, for a directory that the server watches.
+
+    Attributes:
+        is_merged: Whether the model had an adapter, so that its weights cannot be the base of others.
     """
 
     def __init__(self, model: CausalLM, worker: EngineThread, root: Path | None = None, *, watched: bool = False):
         self.model, self.worker = model, worker
-        self.is_merged = (root is not None or watched) and merge_in_place(model)
-        self.root = root and Path(os.path.realpath(root))
+        can_update = root is not None or watched
+        self.is_merged = can_update and merge_in_place(model)
+        self.root = None if root is None else Path(os.path.realpath(root))
         self._tensors = _tensors_by_name(model)
         self._tower_tensors = [name for name in model_tensors(model) if is_in_vision_tower(name)]
-        of_tower = {id(self._tensors[name].parts[0]) for name in self._tower_tensors}
-        self._tower_aliases = {name for name, held in self._tensors.items() if id(held.parts[0]) in of_tower}
+        # All names of the tower's tensors, by which an update may send them.
+        tower_ids = {id(self._tensors[name].parts[0]) for name in self._tower_tensors}
+        self._tower_aliases = {name for name, target in self._tensors.items() if id(target.parts[0]) in tower_ids}
         self._groups: dict[str, WeightReceiver] = {}
-        self._meeting = threading.Lock()
+        self._joining = threading.Lock()
 
     def from_disk(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the safetensors of a directory that has its marker. {"model_path", "weight_version"?, "mode"?}."""
+        """Read the safetensors of a complete directory. {"model_path", "weight_version"?, "mode"?}."""
         directory = self.below(fields["model_path"], "model_path")
         self.load(directory, fields["weight_version"], _mode(fields))
         return self.done(f"read {directory}")
 
     def below(self, path: str, name: str) -> Path:
-        """Return the directory at `path`, a field called `name`, which must be below the root. Raises ApiError."""
+        """Return a directory that a client has named, after checking that it is below the root.
+
+        Args:
+            path: The path.
+            name: Name of its field, for errors.
+
+        Raises:
+            ApiError: If it is not below the root, or not a directory.
+        """
         directory = Path(os.path.realpath(path.replace("\0", "")))
         if self.root is None or not directory.is_relative_to(self.root):
             raise ApiError(403, f"{name}={str(directory)!r} is not below {self.root}", name)
@@ -131,15 +148,25 @@ class Updates:
         return directory
 
     def load(self, directory: Path, version: int | None = None, mode: Mode = "keep") -> None:
-        """Read a whole directory. Nothing changes where it is not whole (409) or does not fit (UserError)."""
+        """Read the weights of a complete directory.
+
+        Args:
+            directory: The directory.
+            version: Version of the weights. None: from the directory's name.
+            mode: What happens to running completions.
+
+        Raises:
+            ApiError: With status 409 if the directory is not complete. Nothing has changed then.
+            UserError: If the weights do not fit the model. Nothing has changed then.
+        """
         if not is_complete_step(directory):
-            raise ApiError(409, f"{directory} has no marker: it is being written; ask again when it is whole")
+            raise ApiError(409, f"{directory} has no marker: it is still being written; try again when it is complete")
         version = step_number(directory) if version is None else version
 
         def read() -> None:
             files = WeightFiles(directory)
             kept = self._tower_tensors if self._tower_aliases.isdisjoint(files.stored) else ()
-            check_fit(self.model, files, kept)  # where this raises, nothing has changed
+            check_fit(self.model, files, kept)  # before anything changes
             try:
                 read_weights(self.model, directory, kept)
             except BaseException:
@@ -152,6 +179,7 @@ class Updates:
     def check(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Check that a broadcast of these names, dtypes and shapes would fit, before a group waits for it."""
         info = self._info(fields)
+        # Several names may stand for the same tensor, so tensors are compared by identity.
         missing = {id(target.parts[0]) for target in self._tensors.values()}
         missing -= {id(self._tensors[name].parts[0]) for name in info}
         if self._tower_aliases.isdisjoint(info):
@@ -162,26 +190,28 @@ class Updates:
         return {"success": True, "message": f"{len(info)} tensors fit"}
 
     def checksums(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return each tensor's name and the SHA-256 of its bytes. {"action": "checksum"}, as vLLM has it."""
-        sums = self.worker.run_between_steps(
-            lambda: {key: _sha256(of) for key, of in model_tensors(self.model).items()}
-        )
-        return {"checksums": sums}
+        """Return the SHA-256 of the bytes of each tensor by name. {"action": "checksum"}, as vLLM has it."""
 
-    def meet(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        def compute() -> dict[str, str]:
+            return {name: _sha256(tensor) for name, tensor in model_tensors(self.model).items()}
+
+        return {"checksums": self.worker.run_between_steps(compute)}
+
+    def join_group(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Join a trainer's group. {"master_address", "master_port", "rank_offset", "world_size", "group_name"?}."""
-        address, port, rank, size, _, name = fields.values()
-        if None in (address, port, rank, size) or not (port < 1 << 16 and 0 < rank < size):
+        address, port = fields["master_address"], fields["master_port"]
+        rank, world_size, name = fields["rank_offset"], fields["world_size"], fields["group_name"]
+        if None in (address, port, rank, world_size) or not (port < 1 << 16 and 0 < rank < world_size):
             raise ApiError(400, "master_address, master_port, rank_offset and a larger world_size are needed")
         device = next(self.model.parameters()).device
         try:
-            with self._meeting:
-                self._groups[name] = WeightReceiver(address, port, rank, size, device, name=name)
-        except RuntimeError as error:  # torch's word for a peer that does not come
+            with self._joining:
+                self._groups[name] = WeightReceiver(address, port, rank, world_size, device, name=name)
+        except RuntimeError as error:  # raised by torch if the trainer does not arrive
             raise ApiError(504, f"no group at {address}:{port}: {_first_line(error)}") from error
-        return {"success": True, "message": f"rank {rank} of {size}"}
+        return {"success": True, "message": f"rank {rank} of {world_size}"}
 
-    def part(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def leave_group(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Leave a trainer's group. {"group_name"?}."""
         self._groups.pop(fields["group_name"], None)
         return {"success": True, "message": "left"}
@@ -190,12 +220,12 @@ class Updates:
         """Receive a bucket. {"names", "dtypes", "shapes", "group_name"?, "load_format"?, "weight_version"?, "mode"?}.
 
         Without `load_format: flattened_bucket` each tensor is a message of its own. The bucket with weight_version is
-        the last; until it has come nothing is decoded.
+        the last one of an update. Until it arrives, nothing is decoded.
         """
         info, version = self._info(fields), fields["weight_version"]
         receiver = self._groups.get(fields["group_name"])
         if receiver is None:
-            raise ApiError(409, "this server is in no such group: init_weights_update_group first", "group_name")
+            raise ApiError(409, "this server is in no such group: call init_weights_update_group first", "group_name")
         buckets = [info] if fields["load_format"] else [{name: info[name]} for name in info]
 
         def read() -> None:
@@ -205,22 +235,22 @@ class Updates:
                     for bucket in buckets:
                         for name, tensor in receiver.receive_bucket(bucket):
                             self._tensors[name].fill(tensor)
-            except RuntimeError as error:  # torch's word for a sender that is gone
+            except RuntimeError as error:  # raised by torch if the sender is gone
                 raise ApiError(504, f"the broadcast broke off: {_first_line(error)}") from error
             if version is not None:
                 self.count(version)
 
-        # Between two buckets of one update nothing is decoded, so that there is nothing to wait for.
+        # Between two buckets of an update nothing is decoded, so there is nothing to wait for.
         self.worker.run_between_steps(read, "keep" if self.worker.is_half_updated else _mode(fields))
         return self.done(f"received {len(info)} tensors")
 
     def count(self, version: int | None) -> None:
-        """Set the version of the weights, which are whole again; None for the next one. On the worker's thread."""
+        """Set the version of complete weights. None: the next one. To be called on the worker's thread."""
         self.worker.version = self.worker.version + 1 if version is None else version
         self.worker.is_half_updated = False
 
     def done(self, message: str) -> dict[str, Any]:
-        """Return the body that answers an update."""
+        """Return the body of the response to an update."""
         return {"success": True, "message": message, "weight_version": self.worker.version}
 
     def _info(self, fields: Mapping[str, Any]) -> WeightInfo:
@@ -239,15 +269,21 @@ class Updates:
 
 
 class Adapters:
-    """Adapter of the model of `updates`, below whose root its directory must be. `load` and `unload` take a
-    body's fields and raise ApiError."""
+    """The adapter that is served next to a model. The handlers accept the fields of a body and raise ApiError.
+
+    Args:
+        updates: Updates of the model. The adapter's directory must be below its root.
+        parser: Parser of requests, which knows the adapter's name.
+    """
 
     def __init__(self, updates: Updates, parser: Parser):
         self.updates, self.worker, self.parser = updates, updates.worker, parser
 
     def load(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Load PEFT's files in a directory. {"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}.
-        load_inplace: the adapter of that name gives way; mode: what becomes of completions under way."""
+        """Load the files of an adapter. {"lora_name", "lora_path", "load_inplace"?, "weight_version"?, "mode"?}.
+
+        load_inplace: replace the adapter of that name. mode: what happens to running completions.
+        """
         name, path = fields["lora_name"], fields["lora_path"]
         self._check_free(name, fields["load_inplace"])
         if not name or not path or name == self.parser.model:
@@ -255,54 +291,69 @@ class Adapters:
         directory = self.updates.below(path, "lora_path")
         loaded = read_adapter_model(self.updates.model, directory)
 
-        def attach_adapters() -> None:
+        def attach() -> None:
+            # Another request may have loaded an adapter meanwhile.
             self._check_free(name, fields["load_inplace"])
             if self.worker.is_half_updated:
                 raise ApiError(409, HALF_UPDATED)
             self.put(name, loaded)
             self.updates.count(fields["weight_version"])
 
-        self.worker.run_between_steps(attach_adapters, fields["mode"])
+        self.worker.run_between_steps(attach, fields["mode"])
         return self.updates.done(f"loaded {name}")
 
     def load_at_start(self, name: str, directory: Path) -> None:
-        """Load an adapter from anywhere, before the worker starts. Raises UserError."""
+        """Load an adapter from any directory, before the worker starts. Raises UserError."""
         if name == self.parser.model or self.updates.is_merged or adapted_layers(self.updates.model):
-            raise UserError(f"--adapter {name}={directory}: name it unlike the model, and serve its base model")
+            raise UserError(
+                f"--adapter {name}={directory}: serve the adapter's base model, under a name other than the adapter's"
+            )
         self.put(name, read_adapter_model(self.updates.model, directory))
 
     def unload(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Unload an adapter. {"lora_name", "mode"?}: completions under way with it end first (wait), or are refused
-        (abort)."""
+        """Unload an adapter. {"lora_name", "mode"?}.
+
+        mode: whether its running completions end first (wait) or are refused (abort).
+        """
         name = fields["lora_name"]
 
-        def take_out() -> None:
+        def detach() -> None:
             if name not in self.parser.adapters:
                 raise ApiError(404, f"there is no adapter {name!r} here", "lora_name")
             self.put(None, None)
 
-        self.worker.run_between_steps(take_out, fields["mode"])
+        self.worker.run_between_steps(detach, fields["mode"])
         return {"success": True, "message": f"unloaded {name}"}
 
     def put(self, name: str | None, loaded: CausalLM | None) -> None:
-        """Give the model the adapters that `loaded` holds, under `name`, in place of its own; None for none. On the
-        worker's thread, or before it starts."""
+        """Replace the model's adapter. To be called on the worker's thread, or before it starts.
+
+        Args:
+            name: Name of the new adapter. None: there is none.
+            loaded: Model with the new adapter, from `read_adapter_model`.
+        """
         attach_adapters(self.updates.model, loaded)
         self.worker.use_adapter(name)
         self.parser.adapters = () if name is None else (name,)
 
     def _check_free(self, name: str, in_place: bool) -> None:
-        held = self.parser.adapters
+        """Raise ApiError if an adapter with this name cannot be loaded."""
+        loaded = self.parser.adapters
         if self.updates.is_merged:
-            raise ApiError(409, "the model that is served has an adapter of its own: serve its base model")
-        if held and held != (name,):
-            raise ApiError(409, f"{held[0]!r} is loaded, and one is at a time: unload it first", "lora_name")
-        if held and not in_place:
+            raise ApiError(409, "the model that is served has its own adapter: serve its base model instead")
+        if loaded and loaded != (name,):
+            raise ApiError(409, f"{loaded[0]!r} is loaded, and only one can be: unload it first", "lora_name")
+        if loaded and not in_place:
             raise ApiError(400, f"{name!r} has already been loaded; load_inplace=true replaces it", "lora_name")
 
 
 def attach_adapters(model: CausalLM, loaded: CausalLM | None) -> None:
-    """Give `model` the adapters of `loaded`, from `read_adapter_model`, in place of its own; None for none."""
+    """Replace the adapters of a model by those of another one.
+
+    Args:
+        model: The model.
+        loaded: Model with the new adapters, from `read_adapter_model`. None: there are none.
+    """
     remove_adapters(model)
     if loaded is None:
         return
@@ -314,54 +365,72 @@ def attach_adapters(model: CausalLM, loaded: CausalLM | None) -> None:
 
 
 def read_adapter_model(model: CausalLM, directory: Path) -> CausalLM:
-    """Return a model that has the adapters in `directory` and, on meta, weights of the shapes of `model`. Raises
-    UserError if the files are not an adapter of such a model."""
+    """Read an adapter into a model of its own, whose other weights have no memory (meta tensors).
+
+    Args:
+        model: The model that the adapter is for.
+        directory: Directory with PEFT's files.
+
+    Raises:
+        UserError: If the files are not an adapter of such a model.
+    """
     config = read_adapter_config(directory)
     if config.modules_to_save:
         saved = ", ".join(config.modules_to_save)
         raise UserError(
-            f"{directory}: it has modules_to_save ({saved}), which are not served beside a model: serve the adapter's "
-            "directory as it is, or the merged model"
+            f"{directory}: it has modules_to_save ({saved}), which cannot be served next to a model: serve the "
+            "adapter's directory as it is, or the merged model"
         )
     first = next(model.parameters())
-    beside = build_with_adapters(model.config, config, first.dtype, "meta")
-    held: dict[nn.Parameter, nn.Parameter] = {}  # layers that the files join share A
-    for layer in adapted_layers(beside).values():
+    loaded = build_with_adapters(model.config, config, first.dtype, "meta")
+    # Give memory to the adapter's parameters. Layers that are fused in the files share A, so each is created once.
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in adapted_layers(loaded).values():
         for name, meta in layer._parameters.items():
             if name in PARAMETERS and meta is not None:
-                if meta not in held:
-                    held[meta] = nn.Parameter(torch.empty_like(meta, device=first.device), requires_grad=False)
-                layer._parameters[name] = held[meta]
-    read_adapter(beside, directory)
-    return beside
+                if meta not in allocated:
+                    allocated[meta] = nn.Parameter(torch.empty_like(meta, device=first.device), requires_grad=False)
+                layer._parameters[name] = allocated[meta]
+    read_adapter(loaded, directory)
+    return loaded
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Tensor of the model, or the tensors that a name joins."""
+class _Target:
+    """The tensor of the model that a name stands for, or the tensors that are one in a checkpoint.
+
+    Attributes:
+        parts: The tensors.
+        joint: How they are joined.
+    """
 
     parts: list[Tensor]
     joint: FusedWeight
 
     @property
     def shape(self) -> list[int]:
+        """Shape of the joined tensor."""
         return list(self.joint.shape([part.shape for part in self.parts]))
 
     def fill(self, tensor: Tensor) -> None:
-        """Copy a tensor of their shape into them."""
+        """Copy a joined tensor, [shape], into its parts."""
         for part, rows in zip(self.parts, self.joint.split(tensor, self.parts), strict=True):
             part.copy_(rows)
 
 
-def _tensors_by_name(model: CausalLM) -> dict[str, _Parts]:
-    """Return the model's tensors under all names that it and checkpoints know them by, a tied one under both."""
+def _tensors_by_name(model: CausalLM) -> dict[str, _Target]:
+    """Return the model's tensors under all names that the model and checkpoints use. A tied one has several."""
     names, tensors = tensor_aliases(model), model_tensors(model)
-    by_name: dict[str, _Parts] = {}
+    by_name: dict[str, _Target] = {}
     for joint in fused_weights(model, tensors):
-        data = [tensors[part].detach() for part in joint.parts]
-        data = data if joint.expert is None else [data[0][joint.expert]]
+        parts = [tensors[part].detach() for part in joint.parts]
+        if joint.expert is not None:
+            parts = [parts[0][joint.expert]]
+        target = _Target(parts, joint)
         for name in names.get(joint.name, [joint.name]):
-            by_name.update(dict.fromkeys([name, *model.checkpoint_names(name)], _Parts(data, joint)))
+            by_name[name] = target
+            for checkpoint_name in model.checkpoint_names(name):
+                by_name[checkpoint_name] = target
     return by_name
 
 
@@ -374,4 +443,6 @@ def _mode(fields: Mapping[str, Any]) -> Mode:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    message = str(error).strip()
+    return message.splitlines()[0] if message else type(error).__name__

@@ -1,13 +1,13 @@
-"""The thread that owns the engine: takes requests in, decodes, hands tokens out, and lets weights change between steps.
+"""The thread that owns the engine. It accepts requests, decodes, returns tokens, and lets weights change between steps.
 
-Everything that touches the model runs here, so that a step never sees half an update. What happens to completions that
-are under way when the weights change is the caller's choice (`MODES`). The default keeps them, with their keys and
-values: waiting for the longest would leave the device idle, and what a trainer corrects for stays exact, for each
-token's logprob is that of the weights that drew it (in-flight updates, arXiv:2509.19128). A piece says the oldest
-version that drew one of its tokens.
+Only this thread touches the model, so that a step never sees a half-finished update. What happens to completions that
+are running when the weights change is the caller's choice (`MODES`). By default they continue, with the keys and values
+of the old weights: waiting for the longest completion would leave the device idle. Off-policy corrections stay exact,
+because each token's log-probability is that of the weights that sampled it (in-flight updates, arXiv:2509.19128). A
+chunk has the oldest version that sampled one of its tokens.
 
-Completions of the model and of its adapter are never in one forward: requests enter in their order, and those of the
-other wait until these have ended.
+Completions of the model and of its adapter are never in the same forward. Requests are started in order, and those with
+another adapter wait until the running ones have ended.
 """
 
 import threading
@@ -31,33 +31,49 @@ from dtrain.rl.routed import to_npy_text
 
 T = TypeVar("T")
 Mode = Literal["keep", "wait", "abort"]
-# keep: completions under way go on with the new weights; wait: they end first, and later ones wait; abort: they are
-# refused with 503, to be sent again.
+# What happens to running completions when the weights change.
+# keep: they continue with the new weights. wait: they end first, and later requests wait. abort: they are refused with
+# status 503, and the client can send them again.
 MODES: tuple[Mode, ...] = ("keep", "wait", "abort")
-# What can go wrong in one client's work without harm to the others'.
+# Errors that may come from one client's work, after which the server continues.
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 MAX_SEQUENCES = 4096  # that wait or are decoded at a time
-LOOK_SECONDS = 0.05  # between looks at whether the end is to come at once
-HALF_UPDATED = "an update of the weights began and did not end; send one whole first"
-ABORTED = "the weights changed under way; ask again"
+LOOK_SECONDS = 0.05  # while the server ends, time between checks whether it has to end at once
+HALF_UPDATED = "an update of the weights began and did not end; send a complete one first"
+ABORTED = "the weights changed during the completion; send the request again"
 
 
 @dataclass(eq=False)
 class Job:
-    """A client's call. `send` gets its requests' tokens, or one ApiError for all: `EngineThread.submit`. scores: of
-    the prompts, where they are asked for, by the weights of `scores_version`."""
+    """A client's call.
 
-    ask: ApiRequest
+    Attributes:
+        api_request: The call.
+        send: Called with the tokens of its requests, or with one ApiError for all. See `EngineThread.submit`.
+        scores: Scores of the prompts, if they were requested.
+        scores_version: Version of the weights that computed the scores.
+        is_over: Whether the call was refused or its client has disconnected.
+    """
+
+    api_request: ApiRequest
     send: Callable[[StreamChunk | ApiError], object]
     scores: dict[Sequence[int], TokenScores] = field(default_factory=dict)
     scores_version: int = -1
-    is_over: bool = False  # refused, or its client is gone
+    is_over: bool = False
 
 
 @dataclass(eq=False)
 class _Row:
-    """Request `index` of a job. num_sent: tokens that the client has; version: of the weights when the engine took it,
-    and scored its prompt."""
+    """One request of a job.
+
+    Attributes:
+        job: The job.
+        index: Index of the request in the job.
+        request: The request.
+        num_sent: Number of tokens that were sent to the client.
+        version: Version of the weights when the engine started the request and scored its prompt.
+        scores: Scores of the prompt, if they were requested.
+    """
 
     job: Job
     index: int
@@ -72,14 +88,32 @@ class _Row:
         self.job.send(StreamChunk(self.index, ids, logprobs, finish, self.version, self.scores, routed))
 
 
+@dataclass(eq=False)
+class _Action:
+    """A function to run between two steps.
+
+    Attributes:
+        function: The function.
+        mode: What happens to running completions.
+        done: Gets the function's result or error.
+    """
+
+    function: Callable[[], Any]
+    mode: Mode
+    done: Future
+
+
 class EngineThread(threading.Thread):
-    """Thread that owns the engine.
+    """The thread that owns the engine.
 
-    At most MAX_SEQUENCES sequences wait or are decoded at a time. Those beyond are refused. The engine gets no more
-    than it can decode together: those that wait here start with the weights of the time when they are let in.
+    At most MAX_SEQUENCES sequences wait or are decoded at a time. Further ones are refused. The engine gets no more
+    sequences than it can decode together. Those that wait start with the weights of the time when they are started.
 
-    `version` counts the updates of the weights and of the adapter; `torn` says that one began and did not end, so that
-    nothing is decoded until one does. `failure` is why the thread ended, where it was not asked to.
+    Attributes:
+        version: Number of updates of the weights and of the adapter.
+        is_half_updated: Whether an update began and did not end. Then nothing is decoded until another one ends.
+        failure: Why the thread ended, if it was not asked to.
+        paused: Whether decoding is paused.
     """
 
     def __init__(self, engine: Engine):
@@ -89,96 +123,116 @@ class EngineThread(threading.Thread):
         self.failure: str | None = None
         self.paused = False
         self._adapter: str | None = None  # the loaded adapter
-        self._active: str | None = None  # the adapter of the rows that the engine has
+        self._active: str | None = None  # the adapter of the requests that the engine is decoding
         self._engine = engine
+        # Guards the attributes below that other threads use. Notified when anything changes.
         self._changed = threading.Condition()
-        self._inbox: deque[_Row] = deque()
-        self._acts: deque[tuple[Callable[[], Any], Mode, Future]] = deque()
-        self._dropped: set[Job] = set()
-        self._rows: dict[int, _Row] = {}  # by the engine's ticket
-        self._closing: str | None = None  # why no work is taken in
+        self._inbox: deque[_Row] = deque()  # requests that wait
+        self._actions: deque[_Action] = deque()
+        self._dropped: set[Job] = set()  # jobs whose client has disconnected
+        self._rows: dict[int, _Row] = {}  # requests in the engine, by its ticket
+        self._closing: str | None = None  # why no new requests are accepted
         self._ending = False
         self._activate(None)
 
     @property
     def load(self) -> tuple[int, int]:
-        """The numbers of sequences in the engine and of those that wait for it."""
+        """The numbers of sequences in the engine and of those that wait."""
         return len(self._rows), len(self._inbox)
 
-    def submit(self, ask: ApiRequest, send: Callable[[StreamChunk | ApiError], object]) -> Job:
-        """Put the requests of `ask` in the queue.
+    def submit(self, api_request: ApiRequest, send: Callable[[StreamChunk | ApiError], object]) -> Job:
+        """Put the requests of a call in the queue.
 
         Args:
-            ask: The requests of one call.
-            send: Called on this thread with one StreamChunk for each request, in a stream with several, the last with
-                a finish. An echo with logprobs also gets the prompt's scores. Called once with an ApiError if the call
-                fails. It must not block.
+            api_request: The call.
+            send: Called on this thread with one StreamChunk for each request, or in a stream with several, of which the
+                last has a finish. With echo and logprobs, chunks also have the prompt's scores. If the call fails, it
+                is called once with an ApiError. It must not block.
 
         Raises:
             ApiError: If the server is full or ends.
         """
-        job = Job(ask, send)
+        job = Job(api_request, send)
         with self._changed:
             if self._closing is not None:
                 raise ApiError(503, self._closing)
             busy = sum(self.load)
-            if busy + len(ask.requests) > MAX_SEQUENCES:
-                raise ApiError(503, f"the server has {busy} completions to do; ask later")
-            self._inbox.extend(_Row(job, index, request) for index, request in enumerate(ask.requests))
+            if busy + len(api_request.requests) > MAX_SEQUENCES:
+                raise ApiError(503, f"the server is busy with {busy} completions; try again later")
+            self._inbox.extend(_Row(job, index, request) for index, request in enumerate(api_request.requests))
             self._changed.notify_all()
         return job
 
     def drop(self, job: Job) -> None:
-        """Forget a job whose client is gone."""
+        """Cancel a job whose client has disconnected."""
         with self._changed:
             self._dropped.add(job)
             self._changed.notify_all()
 
-    def run_between_steps(self, do: Callable[[], T], mode: Mode = "keep") -> T:
-        """Run `do` on the engine's thread, between two steps; its result, or the UserError or ApiError that it raised.
+    def run_between_steps(self, function: Callable[[], T], mode: Mode = "keep") -> T:
+        """Run a function on the engine's thread, between two steps, and return its result.
 
-        Raises ApiError: 503 where the worker ends first, 409 where completions under way are paused and `mode` is to
-        wait for them.
+        Args:
+            function: The function. A UserError or ApiError that it raises is raised here.
+            mode: What happens to running completions.
+
+        Raises:
+            ApiError: With status 503 if the thread ends first, with 409 if completions are paused and `mode` is to wait
+                for them.
         """
         done: Future = Future()
         with self._changed:
             if self._ending or self.failure is not None:
                 raise ApiError(503, self._closing or "the server is ending")
-            self._acts.append((do, mode, done))
+            self._actions.append(_Action(function, mode, done))
             self._changed.notify_all()
         return done.result()
 
     def pause(self, mode: Mode) -> None:
-        """Decode nothing until `resume`; requests are still taken in."""
-        self.run_between_steps(lambda: setattr(self, "paused", True), mode)
+        """Stop decoding until `resume`. Requests are still accepted."""
+        self.run_between_steps(lambda: self._set_paused(True), mode)
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.paused = is_paused
 
     def use_adapter(self, name: str | None) -> None:
-        """Set the name of the loaded adapter. None: no adapter is loaded. For `between_steps`."""
+        """Set the name of the loaded adapter. None: no adapter is loaded. To be called by `run_between_steps`."""
         self._adapter = name
-        self._activate(self._active if self._active == name else None)
+        self._activate(name if self._active == name else None)
 
     def resume(self) -> None:
-        """Decode again. Raises ApiError while the weights are half of one version and half of another."""
+        """Decode again. Raises ApiError if an update of the weights began and did not end."""
         if self.is_half_updated:
             raise ApiError(409, HALF_UPDATED)
-        self.run_between_steps(lambda: setattr(self, "paused", False))
+        self.run_between_steps(lambda: self._set_paused(False))
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Take no more work in, finish what there is within `grace` seconds or until `hurry`, refuse the rest.
-        Return whether all was finished."""
+        """Refuse new requests, finish the accepted ones, and end the thread.
+
+        Args:
+            grace: Seconds to finish. What is not finished then is refused.
+            hurry: Called repeatedly. If it returns True, the thread ends at once.
+
+        Returns:
+            Whether all requests were finished.
+        """
         until = time.monotonic() + grace
         with self._changed:
             self._closing = "the server is ending"
-            while not (is_idle := self.failure is not None or self.load == (0, 0)):
-                if time.monotonic() >= until or hurry():
-                    break
+            is_idle = self._is_idle()
+            while not is_idle and time.monotonic() < until and not hurry():
                 self._changed.wait(LOOK_SECONDS)
+                is_idle = self._is_idle()
             self._ending = True
             self._changed.notify_all()
         self.join()
         return is_idle
 
+    def _is_idle(self) -> bool:
+        return self.failure is not None or self.load == (0, 0)
+
     def run(self) -> None:
+        """Serve until `end`, or until an error that is not in FAULTS."""
         finished = False
         try:
             while self._turn():
@@ -187,30 +241,31 @@ class EngineThread(threading.Thread):
         finally:
             with self._changed:
                 if not finished:
-                    self.failure = self._closing = "the engine has failed; the server's terminal says why"
+                    self.failure = self._closing = "the engine has failed; the server's terminal shows the error"
                 self._ending = True
                 error = ApiError(503, self._closing or "the server is ending")
                 for job in {row.job for row in [*self._rows.values(), *self._inbox]}:
                     job.send(error)
-                for _, _, done in self._acts:
-                    if not done.done():
-                        done.set_exception(error)
+                for action in self._actions:
+                    if not action.done.done():
+                        action.done.set_exception(error)
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
-        """Run one round: cancellations, acts, new requests, a step. Return False if the worker has to end."""
+        """Run one round: cancellations, actions, new requests, a step. Return whether another round follows."""
         with self._changed:
-            self._changed.wait_for(self._is_due)
+            self._changed.wait_for(self._has_work)
             if self._ending:
                 return False
             dropped, self._dropped = self._dropped, set()
         self._cancel(dropped)
-        while self._acts and self._act(*self._acts[0]):
+        while self._actions and self._run_action(self._actions[0]):
             with self._changed:
-                self._acts.popleft()
+                self._actions.popleft()
         if self._decodes:
-            if not self._acts:
-                self._admit()
+            # An action that waits for the running completions comes before new requests.
+            if not self._actions:
+                self._start_requests()
             if self._engine.has_work:
                 self._step()
         with self._changed:
@@ -221,65 +276,68 @@ class EngineThread(threading.Thread):
     def _decodes(self) -> bool:
         return not self.paused and not self.is_half_updated
 
-    def _is_due(self) -> bool:
-        enters = self._inbox and len(self._rows) < self._engine.budget.rows
-        work = self._decodes and (enters or self._engine.has_work)
-        return bool(self._ending or self._acts or self._dropped or work)
+    def _has_work(self) -> bool:
+        can_start_requests = bool(self._inbox) and len(self._rows) < self._engine.budget.rows
+        can_step = self._decodes and (can_start_requests or self._engine.has_work)
+        return bool(self._ending or self._actions or self._dropped or can_step)
 
-    def _act(self, do: Callable[[], Any], mode: Mode, done: Future) -> bool:
-        """Run an act unless it waits for the completions under way. Return whether it is over."""
-        if mode == "wait" and self._rows:
+    def _run_action(self, action: _Action) -> bool:
+        """Run an action, unless it waits for running completions. Return whether it is done."""
+        if action.mode == "wait" and self._rows:
             if self._decodes:
                 return False
-            done.set_exception(ApiError(409, "completions under way are paused: resume first, or keep or abort"))
+            error = ApiError(409, "running completions are paused: resume first, or use mode keep or abort")
+            action.done.set_exception(error)
             return True
-        if mode == "abort":
+        if action.mode == "abort":
             self._cancel({row.job for row in self._rows.values()}, ApiError(503, ABORTED))
         try:
-            done.set_result(do())
+            action.done.set_result(action.function())
         except (UserError, ApiError) as error:
-            done.set_exception(error)
+            action.done.set_exception(error)
         except FAULTS as error:
-            done.set_exception(self._fault(error))
+            action.done.set_exception(self._fault(error))
         return True
 
-    def _admit(self) -> None:
-        """Give the engine as many requests as it can decode together.
+    def _start_requests(self) -> None:
+        """Give the engine as many waiting requests as it can decode together.
 
-        Engines read a prompt once for all that are under way with it: a request waits while its prompt is in use by
-        some that began with other weights.
+        The engine reads a prompt once for all running requests with that prompt. So a request waits while its prompt is
+        in use by requests that began with other weights.
         """
-        old = {PromptKey.of(row.request) for row in self._rows.values() if row.version != self.version}
+        old_prompts = {PromptKey.of(row.request) for row in self._rows.values() if row.version != self.version}
         passed_over: deque[_Row] = deque()
-        gone: set[Job] = set()
-        with self._changed:  # who asks for the load finds each row here or there
+        without_adapter: set[Job] = set()
+        with self._changed:  # so that `load` finds each row either here or in the engine
             while self._inbox and len(self._rows) < self._engine.budget.rows:
                 row = self._inbox.popleft()
-                adapter = row.job.ask.adapter
+                adapter = row.job.api_request.adapter
                 if row.job.is_over:
                     continue
-                if PromptKey.of(row.request) in old or (adapter != self._active and self._rows):
+                has_other_adapter = adapter != self._active
+                if PromptKey.of(row.request) in old_prompts or (has_other_adapter and self._rows):
                     passed_over.append(row)
-                    if adapter != self._active:
-                        break
+                    if has_other_adapter:
+                        break  # later requests must not overtake it for ever
                 elif adapter is not None and self._adapter != adapter:
-                    gone.add(row.job)
+                    without_adapter.add(row.job)
                 else:
                     self._activate(adapter)
                     row.version = self.version
-                    self._enter(row)
+                    self._start(row)
             self._inbox.extendleft(reversed(passed_over))
-        self._cancel(gone, ApiError(404, "the adapter that was asked for is not here any more", "model"))
+        self._cancel(without_adapter, ApiError(404, "the requested adapter is not loaded any more", "model"))
 
     def _activate(self, adapter: str | None) -> None:
-        """Let the engine compute with the adapter of this name, or with the model only."""
+        """Let the engine compute with the adapter of this name. None: without one."""
         self._active = adapter
-        # A model may have an adapter of its own, which takes part in all completions. No other one is loaded then.
+        # A model may have its own adapter, which is part of all completions. No other one can be loaded then.
         self._engine.use_adapters(adapter is not None or self._engine.model.adapters is not None)
 
-    def _enter(self, row: _Row) -> None:
+    def _start(self, row: _Row) -> None:
+        """Give a request to the engine, or end it if it asks for no tokens. Errors are sent to its client."""
         try:
-            if row.job.ask.echo and row.job.ask.logprobs:
+            if row.job.api_request.echo and row.job.api_request.logprobs:
                 self._engine.check(row.request, "the request")
                 row.scores = self._scores(row.job)[row.request.prompt]
             if row.request.sampling.max_new_tokens == 0:
@@ -292,12 +350,13 @@ class EngineThread(threading.Thread):
             self._cancel({row.job}, self._fault(error))
 
     def _scores(self, job: Job) -> dict[Sequence[int], TokenScores]:
-        """Return the scores of the job's prompts by these weights."""
+        """Return the scores of the job's prompts by the current weights."""
         if job.scores_version != self.version:
-            prompts = list(dict.fromkeys(request.prompt for request in job.ask.requests))
+            prompts = list(dict.fromkeys(request.prompt for request in job.api_request.requests))
             engine = self._engine
             scores = score_prompts(engine.model, prompts, engine.budget.prefill, engine.adapters)
-            job.scores, job.scores_version = dict(zip(prompts, scores, strict=True)), self.version
+            job.scores = dict(zip(prompts, scores, strict=True))
+            job.scores_version = self.version
         return job.scores
 
     def _step(self) -> None:
@@ -309,7 +368,7 @@ class EngineThread(threading.Thread):
         except FAULTS as error:
             self._engine.drop_all_work()
             self._cancel({row.job for row in self._rows.values()}, self._fault(error))
-            torch.zeros(1, device=self._engine.device).item()  # raises where the device is lost: then all ends
+            torch.zeros(1, device=self._engine.device).item()  # raises if the device is lost, which ends this thread
             return
         for ticket, completion in ended:
             row = self._rows.pop(ticket)
@@ -317,22 +376,23 @@ class EngineThread(threading.Thread):
             routed = None if completion.routed is None else to_npy_text(completion.routed[:-1])
             row.send(ids, logprobs, completion.finish, routed)
         for ticket, row in self._rows.items():
-            if row.job.ask.fields["stream"]:
+            if row.job.api_request.fields["stream"]:
                 ids, logprobs = self._engine.progress(ticket, row.num_sent)
                 if ids:
                     row.send(ids, logprobs, None)
 
     @staticmethod
     def _fault(error: Exception) -> ApiError:
-        """Print a fault's traceback on the terminal, and return the client's error."""
+        """Print the traceback of an error in the server, and return the error for the client."""
         traceback.print_exception(error)
-        return ApiError(500, f"the server has a fault ({type(error).__name__}), which its terminal tells")
+        return ApiError(500, f"an error in the server ({type(error).__name__}); its terminal shows the traceback")
 
     def _cancel(self, jobs: set[Job], error: ApiError | None = None) -> None:
-        """Forget these jobs' requests, and send each job's client `error`."""
+        """Cancel all requests of jobs, and send `error` to each job's client."""
         if not jobs:
             return
-        for ticket in [ticket for ticket, row in self._rows.items() if row.job in jobs]:
+        tickets = [ticket for ticket, row in self._rows.items() if row.job in jobs]
+        for ticket in tickets:
             self._engine.cancel(ticket)
             del self._rows[ticket]
         with self._changed:
