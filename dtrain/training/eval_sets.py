@@ -64,7 +64,7 @@ class EvalFacts:
     notes: tuple[str, ...] = ()
 
 
-def sets(section: Eval | dict[str, Eval] | None) -> list[EvalSet]:
+def list_eval_sets(section: Eval | dict[str, Eval] | None) -> list[EvalSet]:
     """Return the sets of a recipe's section `eval`, in its order."""
     if section is None:
         return []
@@ -82,7 +82,7 @@ def default_max_new_tokens(max_positions: int) -> int:
     return min(DEFAULT_MAX_NEW_TOKENS, max_positions // 2)
 
 
-def fields(eval_set: EvalSet) -> dict[str, Better]:
+def rankable_fields(eval_set: EvalSet) -> dict[str, Better]:
     """Return the fields of a set that `checkpoint.keep_best` can name, and whether the largest or smallest is best."""
     from dtrain.rl.rewards.scoring import (  # loads rl, which only a recipe with `eval` needs
         pass_at_k_values,
@@ -101,7 +101,7 @@ def fields(eval_set: EvalSet) -> dict[str, Better]:
     return better_of
 
 
-def better(field: str, section: Eval | dict[str, Eval] | None) -> Better:
+def better_function(field: str, section: Eval | dict[str, Eval] | None) -> Better:
     """Return the function that chooses the better of two values of `checkpoint.keep_best`: `max` or `min`.
 
     Args:
@@ -110,8 +110,8 @@ def better(field: str, section: Eval | dict[str, Eval] | None) -> Better:
     """
     if field in BEST_METRICS:
         return BEST_METRICS[field]
-    for eval_set in sets(section):
-        better_of = fields(eval_set)
+    for eval_set in list_eval_sets(section):
+        better_of = rankable_fields(eval_set)
         if field in better_of:
             return better_of[field]
     return min

@@ -25,7 +25,7 @@ from dtrain.policy import Policy
 from dtrain.rl.evaluation import Questions, Report, ScoredAnswer, evaluate, open_judges
 from dtrain.rl.rewards import Rewards
 from dtrain.rl.rewards.scoring import nan_to_none
-from dtrain.training.eval_sets import EvalSet, sets
+from dtrain.training.eval_sets import EvalSet, list_eval_sets
 from dtrain.training.metrics import records
 from dtrain.training.spec import RunSpec
 
@@ -71,7 +71,7 @@ class Evaluations:
         self._ranks = Ranks()
         self._decode = partial(spec.source.tokenizer.decode, skip_special_tokens=True)
         self._engine = NativeEngine(policy, decode=self._decode, say=run.metrics.say)
-        self._sets = [self._open(spec, eval_set) for eval_set in sets(spec.recipe.eval)]
+        self._sets = [self._open(spec, eval_set) for eval_set in list_eval_sets(spec.recipe.eval)]
 
     def _open(self, spec: RunSpec, eval_set: EvalSet) -> _OpenSet:
         """Open a set's judges on rank 0, and send its questions to the other ranks."""

@@ -161,7 +161,7 @@ def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     for key, split in (("data.train", recipe.data.train), ("data.val", recipe.data.val)):
         if isinstance(split, DataSource):
             sources += source_entries(split, key)
-    sources += [(eval_set.section, eval_set.key) for eval_set in eval_sets.sets(recipe.eval)]
+    sources += [(eval_set.section, eval_set.key) for eval_set in eval_sets.list_eval_sets(recipe.eval)]
     return sources
 
 

@@ -231,7 +231,7 @@ def closing_lines(
         has_images: Whether the run's data have images.
     """
     titles = dict(method.curves)  # field of metrics.jsonl -> title
-    for eval_set in eval_sets.sets(recipe.eval):
+    for eval_set in eval_sets.list_eval_sets(recipe.eval):
         titles[f"{eval_set.prefix}reward_mean"] = f"{eval_set.name} reward"
     lines = _result_lines(titles, directory)
     lines += _answer_lines(directory)

@@ -52,7 +52,7 @@ from dtrain.policy.results import StepCounts, StepResult, UpdateResult
 from dtrain.recipe.schema import Recipe
 from dtrain.training import metrics, resume
 from dtrain.training.directory import ABOUT, DATA
-from dtrain.training.eval_sets import better
+from dtrain.training.eval_sets import better_function
 from dtrain.training.preflight import shapes
 from dtrain.training.resume import Start
 from dtrain.training.spec import ResolvedRun, resolve
@@ -107,7 +107,7 @@ def train_checked(recipe: Recipe, runtime: Runtime) -> None:
             trainer.finish_without_steps(start)
             return
         trainer.loop(start)
-        trainer.say_closing_lines()
+        trainer.print_closing_lines()
 
 
 class Trainer:
@@ -168,9 +168,9 @@ class Trainer:
         self._text_flops = get_text_flops(self.policy.model)
         self.policy.init_optimizer(self.total_steps)
 
-        self._best_of = better(recipe.checkpoint.keep_best or "", recipe.eval)
+        self._choose_better = better_function(recipe.checkpoint.keep_best or "", recipe.eval)
         self.saver = stack.enter_context(self._build_saver())
-        self.patience = Patience(recipe.checkpoint.keep_best, self._best_of, recipe.train.patience)
+        self.patience = Patience(recipe.checkpoint.keep_best, self._choose_better, recipe.train.patience)
 
         self._latest_metrics: dict[str, float] = {}  # of the last finished step; saved with a checkpoint
         self._cursor = self.start.cursor  # the position in the data after the last finished step
@@ -209,7 +209,7 @@ class Trainer:
     def _build_saver(self) -> Saver:
         """Return the saver of the run's checkpoints."""
         section = self.recipe.checkpoint
-        retention = Retention(section.keep_last, section.keep_every, section.keep_best, self._best_of)
+        retention = Retention(section.keep_last, section.keep_every, section.keep_best, self._choose_better)
         # A save in the background copies the tensors to the host first. With `optimizer_offload` the optimizer's state
         # is there already, and the copy would double it.
         has_state_on_host = self.recipe.parallel.optimizer_offload and self.runtime.device.type == "cuda"
@@ -294,7 +294,7 @@ class Trainer:
             self.method.after_step(self.policy, step)
             self._log(step, batch.epoch, result, update, step_began, data_time)
             last = step == self.total_steps
-            self._say_sizes(step, last)
+            self._print_sizes(step, last)
             last = self.measure(step, last)
             signum = self._agreed_signal()
             every = self.recipe.checkpoint.every
@@ -460,7 +460,7 @@ class Trainer:
         if lacks_export:
             self.export()
 
-    def say_closing_lines(self) -> None:
+    def print_closing_lines(self) -> None:
         """Print what the run has learned, and commands to continue with. Does nothing on ranks other than 0."""
         if not self.runtime.is_main:
             return
@@ -530,15 +530,15 @@ class Trainer:
             should_stop=should_stop,
         )
 
-    def _say_sizes(self, step: int, is_last: bool) -> None:
+    def _print_sizes(self, step: int, is_last: bool) -> None:
         """Print the disk space of the saves and the memory of a rank, after the first steps of this process."""
         if step - self.start.step == 1:
-            self._say_disk_space()
+            self._print_disk_space()
         # The optimizer's state exists from the first update on. A step later, the measured memory includes it.
         if step - self.start.step > 1 or is_last:
-            self._say_planned_memory(PLAN_SECONDS if is_last else 0.0)
+            self._print_planned_memory(PLAN_SECONDS if is_last else 0.0)
 
-    def _say_disk_space(self) -> None:
+    def _print_disk_space(self) -> None:
         """Print the size of the run's saves and the free disk space. Needs the optimizer's state."""
         every = self.recipe.checkpoint.every
         if every is None or not self.runtime.is_main:
@@ -555,7 +555,7 @@ class Trainer:
                 "(checkpoint.every), or set run.dir to a larger disk"
             )
 
-    def _say_planned_memory(self, wait: float) -> None:
+    def _print_planned_memory(self, wait: float) -> None:
         """Print the planned memory of a rank next to the measured one, once, when the plan is ready.
 
         Args:

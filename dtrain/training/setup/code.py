@@ -81,7 +81,7 @@ def _codes(inputs: RunInputs) -> list[NamedCode]:
         named.append(("scheduler.name", recipe.scheduler.name, "scheduler"))
     named.append(("parallel.custom_plan", recipe.parallel.custom_plan, "plan"))
     named += inputs.method.code()
-    for eval_set in eval_sets.sets(recipe.eval):
+    for eval_set in eval_sets.list_eval_sets(recipe.eval):
         named += eval_set.code
     codes = []
     for key, path, kind in named:

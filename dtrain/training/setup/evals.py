@@ -23,7 +23,7 @@ from dtrain.rl.evaluation import QuestionOptions, Questions, prepare_questions
 from dtrain.rl.rewards.catalog import BUILT_IN, is_import_path
 from dtrain.rl.rewards.columns import RewardKeys, missing_column_problems
 from dtrain.rl.rewards.math_answers import extract_answer
-from dtrain.training.eval_sets import EvalFacts, EvalSet, default_max_new_tokens, sets
+from dtrain.training.eval_sets import EvalFacts, EvalSet, default_max_new_tokens, list_eval_sets
 from dtrain.training.host import Host
 from dtrain.training.inputs import RunInputs
 from dtrain.training.setup.data import check_hub_options, local_files, refuse_images
@@ -34,7 +34,7 @@ FORMATS_WITHOUT_PROMPTS = ("text", "preference")
 def check_keys(inputs: RunInputs) -> list[Problem]:
     """Check the section `eval`."""
     problems = []
-    for eval_set in sets(inputs.recipe.eval):
+    for eval_set in list_eval_sets(inputs.recipe.eval):
         key, section = eval_set.key, eval_set.section
         if not re.fullmatch(r"\w[\w-]*", eval_set.name, re.ASCII):
             text = f"eval: {eval_set.name!r} cannot be the name of a set, because its metrics are named after it"
@@ -57,7 +57,7 @@ def check_keys(inputs: RunInputs) -> list[Problem]:
 def check_files(inputs: RunInputs) -> list[Problem]:
     """Check each set's files that are on this machine already."""
     problems = []
-    for eval_set in sets(inputs.recipe.eval):
+    for eval_set in list_eval_sets(inputs.recipe.eval):
         problems += _check_set(inputs, eval_set)
     return problems
 
@@ -193,7 +193,7 @@ def read_sets(inputs: RunInputs, num_string_prompts: int, host: Host) -> EvalFac
     """
     questions = {}
     notes: list[str] = []
-    for eval_set in sets(inputs.recipe.eval):
+    for eval_set in list_eval_sets(inputs.recipe.eval):
         if f"{eval_set.key}.path" in inputs.pending_downloads:
             continue
         read = host.on_first_rank(f"{eval_set.key}.path", partial(_read_set, inputs, eval_set, num_string_prompts))

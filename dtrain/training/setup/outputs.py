@@ -14,7 +14,7 @@ from dtrain.base.ranks import Ranks
 from dtrain.recipe.schema import BEST_METRICS
 from dtrain.recipe.secrets import mask_secrets
 from dtrain.training import metrics
-from dtrain.training.eval_sets import EvalSet, fields, sets
+from dtrain.training.eval_sets import EvalSet, list_eval_sets, rankable_fields
 from dtrain.training.inputs import RunInputs
 from dtrain.training.metrics import Recorder
 
@@ -82,8 +82,8 @@ def _check_best(inputs: RunInputs) -> list[Problem]:
 def _set_of_field(inputs: RunInputs) -> dict[str, EvalSet]:
     """Return the set of `eval` for each field of an evaluation that keep_best can name."""
     set_of = {}
-    for eval_set in sets(inputs.recipe.eval):
-        for name in fields(eval_set):
+    for eval_set in list_eval_sets(inputs.recipe.eval):
+        for name in rankable_fields(eval_set):
             set_of[name] = eval_set
     return set_of
 
