@@ -77,7 +77,7 @@ def train(recipe: Recipe, runtime: Runtime) -> None:
 
     Raises:
         RecipeError: Before any work, with every problem that `preflight.shapes` finds.
-        UserError: If the run cannot start or go on, for a reason that the user can mend.
+        UserError: If the run cannot start or continue, for a reason that the user can remove.
         Stopped: If a signal ended the run in order.
 
     Collectives:
@@ -295,12 +295,12 @@ class Trainer:
             self._log(step, batch.epoch, result, update, step_began, data_time)
             last = step == self.total_steps
             self._print_sizes(step, last)
-            last = self.measure(step, last)
+            last = self.measure(step, last)  # before the save, because `keep_best` compares this step's metrics
             signum = self._agreed_signal()
             every = self.recipe.checkpoint.every
             is_due = every is not None and (last or bool(signum) or step % every == 0)
             if is_due:
-                self.save(step, batch.cursor, wait=bool(last or signum))
+                self.save(step, batch.cursor, wait=bool(last or signum))  # no background save outlives the process
             self._collect_garbage(step, is_due)
             if signum:
                 raise Stopped(signum, self._farewell(step))
