@@ -24,6 +24,7 @@ from dtrain.base.name_patterns import unmatched_patterns
 from dtrain.checkpoint.huggingface.read import check_fit
 from dtrain.checkpoint.huggingface.safetensor_files import WeightFiles, weight_files
 from dtrain.models.building import build_on_meta
+from dtrain.models.common.config import ModelConfig
 from dtrain.parallel.apply import find_plan, match_styles
 from dtrain.policy.build import frozen_pattern_problems, select_trained_parameters
 from dtrain.policy.options import Precision
@@ -66,36 +67,50 @@ def check_models(inputs: RunInputs) -> list[Problem]:
         UserError: If dtrain cannot train a model with this config.json.
     """
     recipe, path = inputs.recipe, inputs.recipe.model.path
-    is_on_hub = any(key == "model.path" for key, _, _ in model_ids(recipe))
+    is_on_hub = any(model.key == "model.path" for model in model_ids(recipe))
     if not path or is_on_hub:
         return []
     if is_adapter_directory(path):
         return [_adapter_problem(inputs.source.path)]
     config = inputs.source.config
-    problems = []
-    is_4bit = config.unquantized_modules is not None
-    if is_4bit and recipe.lora is None:
-        text = f"model.path={path} has weights in 4 bits, which cannot be trained without an adapter"
-        problems.append(Problem("model.path", text, "Set lora={}, or use the original checkpoint"))
-    elif is_4bit and recipe.model.init == "scratch":
-        text = f"model.init=scratch does not go with model.path={path}, whose config.json is of a model in 4 bits"
-        fix = "Set model.init=pretrained, or use the original checkpoint's config.json"
-        problems.append(Problem("model.init", text, fix))
-    elif not is_4bit and recipe.lora is not None and recipe.lora.quantize == "nf4":
-        problems += find_block_problems(config, nf4_layer_shapes(config), max(recipe.parallel.tp, 1))
+    problems = _check_4bit_weights(recipe, config)
     if config.experts is None and recipe.moe.balance > 0:
         text = f"moe.balance={recipe.moe.balance} is for mixtures of experts, and this model has no experts"
         problems.append(Problem("moe.balance", text, "Leave it out"))
-    if recipe.train.tile == "mlp" and all(map(config.is_sparse, range(config.num_hidden_layers))):
+    has_dense_layer = not all(config.is_sparse(layer) for layer in range(config.num_hidden_layers))
+    if recipe.train.tile == "mlp" and not has_dense_layer:
         text = "train.tile=mlp: every layer of this model is a mixture of experts, which is not tiled"
         fix = "Set train.tile=none, or train.tile=all to tile attention by groups of heads"
         problems.append(Problem("train.tile", text, fix))
     problems += inputs.method.model_problems(config)
-    built = build_on_meta(inputs.source.config_with_tower)
-    names = [name for name, _ in built.named_parameters(remove_duplicate=False)]
-    for tower in built.model.vision:
+    return problems + _check_trained_parameters(inputs)
+
+
+def _check_4bit_weights(recipe: Recipe, config: ModelConfig) -> list[Problem]:
+    """Check that weights in 4 bits are trained only with an adapter, and that their blocks fit the mesh."""
+    path = recipe.model.path
+    is_4bit = config.unquantized_modules is not None
+    if is_4bit and recipe.lora is None:
+        text = f"model.path={path} has weights in 4 bits, which cannot be trained without an adapter"
+        return [Problem("model.path", text, "Set lora={}, or use the original checkpoint")]
+    if is_4bit and recipe.model.init == "scratch":
+        text = f"model.init=scratch does not go with model.path={path}, whose config.json is of a model in 4 bits"
+        fix = "Set model.init=pretrained, or use the original checkpoint's config.json"
+        return [Problem("model.init", text, fix)]
+    if not is_4bit and recipe.lora is not None and recipe.lora.quantize == "nf4":
+        return find_block_problems(config, nf4_layer_shapes(config), max(recipe.parallel.tp, 1))
+    return []
+
+
+def _check_trained_parameters(inputs: RunInputs) -> list[Problem]:
+    """Check that `train.vision` and the patterns of `train.train_only` and `train.freeze` match parameters."""
+    recipe, config = inputs.recipe, inputs.source.config_with_tower
+    model = build_on_meta(config)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    problems: list[Problem] = []
+    for tower in model.model.vision:
         problems += frozen_pattern_problems(recipe.train, tower, names)
-    if inputs.source.config_with_tower.vision is None and recipe.train.vision != "frozen":
+    if config.vision is None and recipe.train.vision != "frozen":
         text = f"train.vision={recipe.train.vision}: this model has no vision tower that dtrain trains"
         problems.append(Problem("train.vision", text, "Set train.vision=frozen"))
     return problems + unmatched_patterns(recipe.train.parameter_patterns, names)
