@@ -28,6 +28,34 @@ from dtrain.training import eval_sets
 from dtrain.training.registry import build_method
 
 
+class HubModel(NamedTuple):
+    """A model that a recipe names by an id on the hub.
+
+    Attributes:
+        key: The recipe's key.
+        name: The id, such as "Qwen/Qwen3-0.6B".
+        needs_weights: Whether the run reads its weights. With model.init=scratch it does not.
+    """
+
+    key: str
+    name: str
+    needs_weights: bool
+
+
+class HubDataset(NamedTuple):
+    """A dataset that a recipe names by an id on the hub.
+
+    Attributes:
+        key: The recipe's key, for example "data.train.path".
+        name: The id, for example "openai/gsm8k".
+        part: The subset, split and revision that the recipe names.
+    """
+
+    key: str
+    name: str
+    part: DatasetPart
+
+
 @dataclass(frozen=True)
 class SmallFiles:
     """A recipe whose models have their small files (config.json, tokenizer) on this machine.
@@ -72,9 +100,9 @@ def with_local_model(recipe: Recipe, *, fetch: bool = False) -> Recipe:
             recipe = replace_keys(recipe, {key: str(path)})
     if not fetch:
         return recipe
-    for key, name, pick in absent_data(recipe):
+    for key, name, part in absent_data(recipe):
         try:
-            _data_hub().download(name, pick, key.removesuffix(".path"))
+            _data_hub().download(name, part, key.removesuffix(".path"))
         except UserError as error:
             raise UserError(_refused(key, name, error).text) from error
     return recipe
@@ -96,9 +124,9 @@ def with_small_files(recipe: Recipe) -> SmallFiles:
             recipe = replace_keys(recipe, {key: str(directory)})
         except UserError as error:
             problems.append(_refused(key, name, error))
-    for key, name, pick in absent_data(recipe):
+    for key, name, part in absent_data(recipe):
         try:
-            count = len(_data_hub().fetch_listing(name, pick, key.removesuffix(".path")).paths)
+            count = len(_data_hub().fetch_listing(name, part, key.removesuffix(".path")).paths)
         except UserError as error:
             problems.append(_refused(key, name, error))
             continue
@@ -110,7 +138,7 @@ def with_small_files(recipe: Recipe) -> SmallFiles:
 
 def _refused(key: str, name: str, error: UserError) -> Problem:
     """Return the problem of a model or dataset that the hub refuses."""
-    reason = str(error).removeprefix(f"{key}: ")
+    reason = str(error).removeprefix(f"{key}: ")  # some of these errors name the key already
     return Problem(key, f"{key}={name}: {reason}")
 
 
@@ -129,23 +157,9 @@ def missing_problems(recipe: Recipe) -> list[Problem]:
             f"cache{directory_hint(name)}"
         )
         problems.append(Problem(key, text, f"Fetch it with `dtrain download {name}`"))
-    for key, name, pick in absent_data(recipe):
-        problems.append(Problem(key, _data_hub().describe_uncached(name, pick, key)))
+    for key, name, part in absent_data(recipe):
+        problems.append(Problem(key, _data_hub().describe_uncached(name, part, key)))
     return problems
-
-
-class HubModel(NamedTuple):
-    """A model that a recipe names by an id on the hub.
-
-    Attributes:
-        key: The recipe's key.
-        name: The id, such as "Qwen/Qwen3-0.6B".
-        needs_weights: Whether the run reads its weights. With model.init=scratch it does not.
-    """
-
-    key: str
-    name: str
-    needs_weights: bool
 
 
 def model_ids(recipe: Recipe) -> list[HubModel]:
@@ -165,12 +179,12 @@ def sources_of(recipe: Recipe) -> list[tuple[Source, str]]:
     return sources
 
 
-def absent_data(recipe: Recipe) -> list[tuple[str, str, DatasetPart]]:
-    """Return key, id and part of every dataset of the hub that is not in the cache."""
+def absent_data(recipe: Recipe) -> list[HubDataset]:
+    """Return every dataset on the hub that is not in this machine's cache."""
     absent = []
     for source, key in sources_of(recipe):
-        for name, pick in uncached_datasets(source, key):
-            absent.append((f"{key}.path", name, pick))
+        for name, part in uncached_datasets(source, key):
+            absent.append(HubDataset(f"{key}.path", name, part))
     return absent
 
 
