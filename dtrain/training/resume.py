@@ -36,6 +36,7 @@ from dtrain.checkpoint.dcp.store import CheckpointStore, Origin, locate_step
 from dtrain.checkpoint.dcp.training_state import random_state, set_random_state
 from dtrain.checkpoint.huggingface.model_files import read_model_config
 from dtrain.checkpoint.huggingface.safetensor_files import weight_files
+from dtrain.data.model_directory import ModelDirectory
 from dtrain.data.rows.rows import Rows
 from dtrain.data.sources.sources import should_pack
 from dtrain.methods import Method
@@ -277,30 +278,41 @@ def identities(inputs: RunInputs, ranks: Ranks) -> dict[str, str]:
     weights = weight_files(path) if recipe.model.init == "pretrained" else []
     weight_digests: list[str] = []
     if weights:
-        weight_digests = file_digests(weights, _other_model("model.path", path), ranks)
-    ranks.check_same(found["model.config"], _other_model("model.path", path))
+        weight_digests = file_digests(weights, _differs_between_hosts("model.path", path), ranks)
+    ranks.check_same(found["model.config"], _differs_between_hosts("model.path", path))
     ranks.check_same(digest(found), f"model.path={path}: tokenizer or chat template is not the same on every host")
     if weight_digests:
         found["model.weights"] = digest(weight_digests)
     if recipe.lora is not None and recipe.lora.path is not None:
         adapter = Path(recipe.lora.path)
         files = [adapter / name for name in ADAPTER_FILES]
-        found["lora.path"] = digest(file_digests(files, _other_model("lora.path", adapter), ranks))
+        found["lora.path"] = digest(file_digests(files, _differs_between_hosts("lora.path", adapter), ranks))
     for key, model in inputs.other_models.items():
-        weight_digests = file_digests(weight_files(model.path), _other_model(key, model.path), ranks)
-        config_digest = digest(read_model_config(model.path))
-        ranks.check_same(config_digest, _other_model(key, model.path))
-        if key.endswith(".reference"):  # a reference has the config of the trained model
-            found[key] = digest(weight_digests)
-        else:
-            found[key] = digest(config_digest, weight_digests)
-        if key.endswith(REWARD_MODEL):  # a reward model encodes text with its own tokenizer and template
-            template_digest = model.template.fingerprint if model.template else "none"
-            found[key] = digest(found[key], model.tokenizer.fingerprint, template_digest)
+        found[key] = _identity_of_other_model(key, model, ranks)
     return found
 
 
-def _other_model(key: str, path: str | Path) -> str:
+def _identity_of_other_model(key: str, model: ModelDirectory, ranks: Ranks) -> str:
+    """Return the digest of a reference, a teacher or a reward model. Collective over `ranks`.
+
+    Args:
+        key: The model's key in the recipe.
+        model: Its directory.
+        ranks: All ranks of the run. Each one reads a part of the files.
+    """
+    weight_digests = file_digests(weight_files(model.path), _differs_between_hosts(key, model.path), ranks)
+    config_digest = digest(read_model_config(model.path))
+    ranks.check_same(config_digest, _differs_between_hosts(key, model.path))
+    if key.endswith(".reference"):  # a reference has the config of the trained model
+        return digest(weight_digests)
+    identity = digest(config_digest, weight_digests)
+    if key.endswith(REWARD_MODEL):  # a reward model encodes text with its own tokenizer and template
+        template_digest = model.template.fingerprint if model.template else "none"
+        identity = digest(identity, model.tokenizer.fingerprint, template_digest)
+    return identity
+
+
+def _differs_between_hosts(key: str, path: str | Path) -> str:
     """Return the error for a model whose files differ between hosts."""
     return f"{key}={path} is not the same model on every host"
 
