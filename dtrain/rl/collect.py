@@ -1,5 +1,16 @@
-"""A rollout: prompts of the data to completions, their rewards and advantages; the same on every rank. The engine and
-the rewards that it needs."""
+"""Collecting a rollout: prompts of the data become completions with rewards and advantages, identical on every rank.
+
+The steps of `Collector.collect`, for `grpo.prompts_per_step=2` and `grpo.group_size=3`:
+
+    read_prompts              prompts 0 and 1 of the data
+    CompletionSampler.sample  6 completions: a0 a1 a2 of prompt 0, b0 b1 b2 of prompt 1
+    Collector._score          rewards [1, 0, 0, 1, 1, 1]; NaN if no reward has a value for a completion
+    dynamic_sampling          the group of prompt 1 has equal rewards, so its advantages are 0: "drop" leaves the
+                              group out of the updates, "refill" samples completions of another prompt in addition
+    Collector._rollout        advantages, rows of samples.jsonl, metrics
+
+All ranks sample together. Only rank 0 has the rewards and the environments, and broadcasts their results.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,25 +49,49 @@ if TYPE_CHECKING:
 
 
 def open_engine(section: RolloutSection, policy: Policy, tokenizer: Tokenizer, run: RunContext) -> RolloutEngine:
-    """Return the engine of `grpo.engine`. Collective. Raises UserError."""
+    """Open the engine of `grpo.engine`.
+
+    Raises:
+        UserError: If a server cannot be used, or CUDA graphs are required and not possible.
+
+    Collectives:
+        Broadcasts from rank 0 for servers. The native engine may issue collectives over the mesh.
+    """
     if section.engine == "http":
         return import_module("dtrain.rl.remote.engine").ServerEngine(section, policy, run)
     obstacles = cuda_graph_obstacles(section, policy.device.type, policy.recipe.parallel)
-    steps = None
     if policy.device.type == "cuda":
-        why = "; ".join(obstacles)
-        run.metrics.say(f"decoding: kernel by kernel ({why})" if why else "decoding: CUDA graphs")
+        if obstacles:
+            run.metrics.say(f"decoding: kernel by kernel ({'; '.join(obstacles)})")
+        else:
+            run.metrics.say("decoding: CUDA graphs")
+    steps = None
     if not obstacles:
         graphs = import_module("dtrain.inference.graphs")
         keeps = graphs.max_kept_bytes(policy.device)
         steps = graphs.GraphedSteps(policy.model, policy.device, keeps=keeps, insists=section.cuda_graphs is True)
-    decode, say = partial(tokenizer.decode, skip_special_tokens=True), run.metrics.say
-    return NativeEngine(policy, decode=decode, unshard=section.unshard, steps=steps, offloads=section.offload, say=say)
+    return NativeEngine(
+        policy,
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        unshard=section.unshard,
+        steps=steps,
+        offloads=section.offload,
+        say=run.metrics.say,
+    )
 
 
 def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
-    """Return the rewards in their own process, on rank 0 alone; None elsewhere, or where the recipe has none. The run
-    closes them. Collective. Raises UserError."""
+    """Start the process of the rewards on rank 0. The run closes it.
+
+    Returns:
+        The rewards. None on the other ranks, and if the recipe has no rewards.
+
+    Raises:
+        UserError: On every rank, if the rewards cannot be loaded.
+
+    Collectives:
+        One broadcast from rank 0.
+    """
     ranks = Ranks()
 
     def start() -> Rewards | None:
@@ -69,8 +104,16 @@ def open_rewards(section: RolloutSection, run: RunContext) -> Rewards | None:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt of the data: its number in the endless sequence of prompts, its ids, its row, where that lies, and its
-    images with their reader."""
+    """A prompt of the data.
+
+    Attributes:
+        index: Its number in the endless sequence of prompts.
+        ids: Its token ids.
+        row: The row of the data, with "prompt" and "columns".
+        sample_group: Where the data's rows contain it, and where the next prompt begins.
+        images: Its images, in order.
+        reader: Reads the images. None if the data have none.
+    """
 
     index: int
     ids: list[int]
@@ -81,12 +124,19 @@ class PromptRow:
 
     @property
     def data_row(self) -> int:
-        """The sample of the data whose images this prompt has; -1 without."""
+        """The row of the data with the images of this prompt. -1 without images."""
         return self.sample_group.samples[0] if self.images else -1
 
     def images_for(self, is_remote: bool) -> dict[str, Any]:
-        """Return a request's fields of images: decoded, or with their files for an engine that is remote. Raises
-        UserError."""
+        """Return the keyword arguments of a `Request` for the images of this prompt.
+
+        Args:
+            is_remote: Whether a server samples the completion. It gets the image files; the native engine gets decoded
+                images.
+
+        Raises:
+            UserError: If an image cannot be read.
+        """
         if self.reader is None or not self.images:
             return {}
         if not is_remote:
@@ -97,10 +147,16 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions group by group, in the data's order, and the place of the last prompt.
+    """N scored completions, group by group, in the order of the data.
 
-    advantages [N]; counted, trained [N] bool: whether a sample takes part, and whether its tokens are trained there.
-    measured: fields of the metrics. rows: lines of samples.jsonl, on rank 0 alone.
+    Attributes:
+        samples: The completions.
+        advantages: Their advantages, [N].
+        counted: Whether a completion takes part in the updates, [N] bool.
+        trained: Whether its sampled tokens are trained, [N] bool.
+        last_sample_group: Position of the last prompt in the data.
+        measured: Metrics.
+        rows: Rows of samples.jsonl. Empty on ranks other than 0.
     """
 
     samples: list[Sample]
@@ -112,10 +168,28 @@ class Rollout:
     rows: list[dict[str, Any]]
 
 
+class ScoredSamples(NamedTuple):
+    """Rewards of N completions.
+
+    Attributes:
+        rewards: The total rewards, [N] float64. NaN if no part has a value.
+        parts: The parts of the rewards, [N, number of rewards] float64, NaN if unknown.
+    """
+
+    rewards: Tensor
+    parts: Tensor
+
+
 @dataclass(frozen=True)
 class PromptGroup:
-    """The judged completions of a prompt. rewards [size], NaN where nothing is known; parts [size, rewards]: what they
-    are the sum of."""
+    """The scored completions of a prompt.
+
+    Attributes:
+        prompt: The prompt.
+        samples: Its completions.
+        rewards: Their rewards, [size], NaN if unknown.
+        parts: The parts of the rewards, [size, number of rewards].
+    """
 
     prompt: PromptRow
     samples: list[Sample]
@@ -124,18 +198,20 @@ class PromptGroup:
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Return whether all known rewards are the same, so that nothing is learned from them."""
+        """Whether all known rewards are equal. The advantages are then 0, and the group trains nothing."""
         return bool(zero_variance_groups(self.rewards, len(self.rewards)).all())
 
 
 def read_prompts(rows: Rows, cursor: Cursor, count: int) -> list[PromptRow]:
-    """Return the next prompts of `rows` from `cursor` on, fewer than `count` where the epochs end."""
+    """Return the next `count` prompts of `rows` from `cursor` on, or fewer at the end of the epochs."""
     prompts = []
-    for index, place in enumerate(islice(rows.sample_groups(cursor), count), rows.rows_before(cursor)):
-        (sample,) = place.samples
-        (ids, _), *_ = rows.samples[sample]
+    sample_groups = islice(rows.sample_groups(cursor), count)
+    for index, sample_group in enumerate(sample_groups, start=rows.rows_before(cursor)):
+        (sample,) = sample_group.samples
+        ids = rows.samples[sample][0][0]
         images = () if rows.images is None else rows.samples.images(sample)[0]
-        prompts.append(PromptRow(index, ids.tolist(), rows.samples.row(sample), place, images, rows.images))
+        row = rows.samples.row(sample)
+        prompts.append(PromptRow(index, ids.tolist(), row, sample_group, images, rows.images))
     return prompts
 
 
@@ -149,10 +225,17 @@ def iterate_prompts(rows: Rows, size: int) -> Iterator[list[PromptRow]]:
 
 @dataclass(frozen=True)
 class CompletionSampler:
-    """Draws completions to prompts. Collective: every rank makes the same calls.
+    """Samples completions of prompts. Every rank makes the same calls.
 
-    version: the optimizer steps behind the weights, as the engine counts them. should_stop: ends a draw (Interrupted)
-    where this rank is asked to stop; a greedy one, of the likeliest tokens, goes on.
+    Attributes:
+        engine: The engine.
+        tokenizer: The tokenizer, for its end-of-sequence tokens.
+        sampling: How completions are sampled.
+        max_length: Largest number of tokens of prompt and completion.
+        seed: Seed of the run.
+        should_stop: Whether this rank is asked to stop. Sampling then raises Interrupted. Greedy sampling, for
+            validation, continues.
+        episodes: Plays completions of several turns in environments. None without environments.
     """
 
     engine: RolloutEngine
@@ -164,37 +247,66 @@ class CompletionSampler:
     episodes: "Episodes | None" = None
 
     def sample(self, prompts: Sequence[PromptRow], version: int, count: int = 1, greedy: bool = False) -> list[Sample]:
-        """Return `count` completions of each prompt, prompt by prompt."""
-        requests, should_stop = self.build_requests(prompts, count, greedy), None if greedy else self.should_stop
+        """Sample `count` completions of each prompt.
+
+        Args:
+            prompts: The prompts.
+            version: Version of the weights, which is the number of optimizer steps.
+            count: Completions of each prompt.
+            greedy: Choose the most probable token at each position.
+
+        Returns:
+            The completions, prompt by prompt.
+
+        Collectives:
+            Those of the engine and the episodes.
+        """
+        requests = self.build_requests(prompts, count, greedy)
+        should_stop = None if greedy else self.should_stop
+        prompt_of_requests = [prompt for prompt in prompts for _ in range(count)]
         if self.episodes is not None:
-            rows = [prompt.row for prompt in prompts for _ in range(count)]
+            rows = [prompt.row for prompt in prompt_of_requests]
             return self.episodes.play(self.engine, requests, rows, version, should_stop)
         completions = self.engine.generate(requests, should_stop, version=version)
-        data_rows = [prompt.data_row for prompt in prompts for _ in range(count)]
-        samples = [
-            Sample(request.prompt, finish=done.finish, data_row=row)
-            for request, done, row in zip(requests, completions, data_rows, strict=True)
-        ]
-        for sample, done in zip(samples, completions, strict=True):
-            sample.append_completion(done)
+        samples = []
+        for request, completion, prompt in zip(requests, completions, prompt_of_requests, strict=True):
+            sample = Sample(request.prompt, finish=completion.finish, data_row=prompt.data_row)
+            sample.append_completion(completion)
+            samples.append(sample)
         return samples
 
     def build_requests(self, prompts: Sequence[PromptRow], count: int, greedy: bool = False) -> list[Request]:
-        """Return the requests of a draw."""
-        wanted = self.sampling
-        kinds = (0.0, None, 1.0) if greedy else (wanted.temperature, wanted.top_k, wanted.top_p)
-        stop_ids, stop = tuple(self.tokenizer.eos_ids), tuple(wanted.stop)
+        """Return `count` requests for each prompt, as `sample` sends them."""
+        temperature, top_k, top_p = self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
+        if greedy:
+            temperature, top_k, top_p = 0.0, None, 1.0
+        stop_ids, stop = tuple(self.tokenizer.eos_ids), tuple(self.sampling.stop)
         requests = []
         for prompt in prompts:
-            most = min(wanted.max_new_tokens, self.max_length - len(prompt.ids))
-            sampling = SamplingParams(most, *kinds, stop_ids=stop_ids, stop=stop)
-            images, draws = prompt.images_for(self.engine.is_remote), range(count)
-            requests += [Request(prompt.ids, sampling, self.seed, prompt.index, draw, **images) for draw in draws]
+            max_new_tokens = min(self.sampling.max_new_tokens, self.max_length - len(prompt.ids))
+            sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, stop_ids=stop_ids, stop=stop)
+            images = prompt.images_for(self.engine.is_remote)
+            for sample_index in range(count):
+                requests.append(Request(prompt.ids, sampling, self.seed, prompt.index, sample_index, **images))
         return requests
 
 
 class Collector:
-    """Draws rollouts and judges them. Collective: every rank makes the same calls; rank 0 alone asks the rewards."""
+    """Samples and scores rollouts. Every rank makes the same calls, and only rank 0 calls the rewards.
+
+    Args:
+        section: The section of the method.
+        sampler: Samples completions.
+        rows: The training data.
+        rewards: The rewards. None on ranks other than 0, and if the recipe has none.
+        reward_model: The model of `grpo.reward_model`, on the mesh. None if the recipe has none.
+
+    Attributes:
+        names: Names of the rewards. The reward model is the last one.
+
+    Collectives:
+        The constructor issues one broadcast.
+    """
 
     def __init__(
         self,
@@ -202,156 +314,210 @@ class Collector:
         sampler: CompletionSampler,
         rows: Rows,
         rewards: Rewards | None,
-        rates: RewardModel | None,
+        reward_model: RewardModel | None,
     ):
-        self.section, self.sampler, self.rows, self.rewards, self.rates = section, sampler, rows, rewards, rates
+        self.section, self.sampler, self.rows = section, sampler, rows
+        self.rewards, self.reward_model = rewards, reward_model
         self.ranks = Ranks()
-        of_functions: list[str] = self.ranks.run_on_first(lambda: rewards.names if rewards else [])
-        self.names = of_functions + (["reward_model"] if rates else [])
+        self.names: list[str] = self.ranks.run_on_first(lambda: rewards.names if rewards else [])
+        if reward_model:
+            self.names = [*self.names, "reward_model"]
         self._has_known_reward = False
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
-        """Return the rollout whose prompts begin at `cursor`; None where the data's epochs are over. Raises UserError,
-        also where no reward of the first one is known, and Interrupted where the run is asked to stop while completions
-        are drawn."""
-        section, began = self.section, time.perf_counter()
-        size, wanted = section.group_size, section.prompts_per_step
-        refills = section.max_refills if section.dynamic_sampling == "refill" else 0
+        """Collect the rollout whose prompts begin at `cursor`.
+
+        Args:
+            cursor: Position of the first prompt in the data.
+            version: Version of the weights, which is the number of optimizer steps.
+
+        Returns:
+            The rollout. None at the end of the data's epochs.
+
+        Raises:
+            UserError: If a reward fails, or no reward of the first rollout is known.
+            Interrupted: If the run is asked to stop while completions are sampled.
+
+        Collectives:
+            Those of sampling and scoring.
+        """
+        began = time.perf_counter()
+        num_groups = self.section.prompts_per_step
+        groups = self._sample_groups(cursor, version)
+        if not groups:
+            return None
+        self._check_known_rewards(groups)
+        last = groups[-1].prompt.sample_group
+        if self.sampler.engine.is_remote:
+            next_prompts = read_prompts(self.rows, last.next_cursor, num_groups)
+            next_requests = self.sampler.build_requests(next_prompts, self.section.group_size)
+            self.sampler.engine.prefetch(next_requests, version)
+        # The metrics are those of all completions, also of groups that the updates leave out.
+        measured = self._measure(groups)
+        if len(groups) > num_groups:
+            # Prefer groups with different rewards. The sort is stable, so the data's order decides otherwise.
+            groups.sort(key=lambda group: not self._is_useful(group))
+            groups = sorted(groups[:num_groups], key=lambda group: group.prompt.index)
+        measured["rollout_time"] = time.perf_counter() - began
+        return self._rollout(groups, last, measured)
+
+    def _sample_groups(self, cursor: Cursor, version: int) -> list[PromptGroup]:
+        """Sample and score groups, with `dynamic_sampling=refill` until enough of them have different rewards."""
+        size = self.section.group_size
+        num_rounds = 1
+        if self.section.dynamic_sampling == "refill":
+            num_rounds += self.section.max_refills
         groups: list[PromptGroup] = []
-        for _ in range(1 + refills):
+        for _ in range(num_rounds):
             next_cursor = groups[-1].prompt.sample_group.next_cursor if groups else cursor
-            prompts = read_prompts(self.rows, next_cursor, wanted - sum(map(self._teaches, groups)))
+            num_useful = sum(self._is_useful(group) for group in groups)
+            prompts = read_prompts(self.rows, next_cursor, self.section.prompts_per_step - num_useful)
             if not prompts:
                 break
             samples = self.sampler.sample(prompts, version, size)
-            rewards, parts = self._judge(prompts, samples)
-            of_prompts = [samples[start : start + size] for start in range(0, len(samples), size)]
-            groups += map(PromptGroup, prompts, of_prompts, rewards.split(size), parts.split(size))
-        if not groups:
-            return None
-        last = groups[-1].prompt.sample_group
+            scored = self._score(prompts, samples)
+            for index, prompt in enumerate(prompts):
+                members = slice(index * size, (index + 1) * size)
+                groups.append(PromptGroup(prompt, samples[members], scored.rewards[members], scored.parts[members]))
+        return groups
+
+    def _check_known_rewards(self, groups: Sequence[PromptGroup]) -> None:
+        """Raise UserError if no reward of the first rollout is known. Later rollouts may have none."""
         if not self._has_known_reward and all(group.rewards.isnan().all() for group in groups):
-            of = f" ({', '.join(self.names)})" if self.names else ""
+            num_completions = len(groups) * self.section.group_size
+            names = f" ({', '.join(self.names)})" if self.names else ""
             raise UserError(
-                f"none of the first rollout's {len(groups) * size} completions has a known reward{of}: each is None "
+                f"none of the first rollout's {num_completions} completions has a known reward{names}: each is None "
                 "or NaN, or was not given in time, as said above. The run would train nothing; let the rewards give "
                 "numbers, and None only for what they cannot judge"
             )
         self._has_known_reward = True
-        if self.sampler.engine.is_remote:
-            next_prompts = read_prompts(self.rows, last.next_cursor, wanted)
-            self.sampler.engine.prefetch(self.sampler.build_requests(next_prompts, size), version)
-        measured = self._measure(groups)  # of all that was drawn, whatever the updates take of it
-        if len(groups) > wanted:  # groups that teach first, then the others that were drawn, in the data's order
-            groups.sort(key=lambda group: not self._teaches(group))
-            groups = sorted(groups[:wanted], key=lambda group: group.prompt.index)
-        measured["rollout_time"] = time.perf_counter() - began
-        return self._rollout(groups, last, measured)
 
     def score_greedy_completions(self, prompts: Sequence[PromptRow], version: int) -> tuple[list[Sample], Tensor]:
-        """Return a completion of the likeliest tokens for each prompt, and the rewards [n]. Collective."""
-        samples = self.sampler.sample(prompts, version, greedy=True)
-        return samples, self._judge(prompts, samples)[0]
+        """Sample one completion of each prompt greedily, and return the completions and their rewards, [n].
 
-    def _teaches(self, group: PromptGroup) -> bool:
-        """Return whether a group's rewards differ, or that does not matter."""
+        Collectives:
+            Those of sampling and scoring.
+        """
+        samples = self.sampler.sample(prompts, version, greedy=True)
+        return samples, self._score(prompts, samples).rewards
+
+    def _is_useful(self, group: PromptGroup) -> bool:
+        """Return whether a group counts as one of a rollout's prompts: with `refill`, if its rewards differ."""
         return self.section.dynamic_sampling != "refill" or not group.has_equal_rewards
 
-    def _judge(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Return rewards [N], NaN where nothing is known, and the parts [N, rewards] that they are the sum of. One
-        broadcast, and the reward model's collectives."""
-        count = len(samples) // max(1, len(prompts))
-        rows = [prompt.row for prompt in prompts for _ in range(count)]
-        names = dict.fromkeys(name for row in rows for name in row["columns"])
-        ids = [[token for token, drawn in zip(s.ids, s.sampled, strict=True) if drawn] for s in samples]
-        contents = [row["prompt"] for row in rows]
-        is_read = self.ranks.is_first or self.rates is not None
-        texts = [self.sampler.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids] if is_read else []
+    def _score(self, prompts: Sequence[PromptRow], samples: Sequence[Sample]) -> ScoredSamples:
+        """Score the samples of `prompts`.
 
-        def judge() -> tuple[list[float], list[list[float]]]:
+        Collectives:
+            One broadcast from rank 0, and those of the reward model.
+        """
+        group_size = len(samples) // max(1, len(prompts))
+        rows = [prompt.row for prompt in prompts for _ in range(group_size)]
+        contents = [row["prompt"] for row in rows]
+        sampled_ids = [_sampled_ids(sample) for sample in samples]
+        texts: list[str] = []
+        if self.ranks.is_first or self.reward_model is not None:
+            texts = [self.sampler.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled_ids]
+
+        def call_rewards() -> tuple[list[float], list[list[float]]]:
             if self.rewards is None:
                 return [float("nan")] * len(samples), []
+            names = dict.fromkeys(name for row in rows for name in row["columns"])
             columns = {name: [row["columns"].get(name) for row in rows] for name in names}
-            scores = self.rewards.score(contents, texts, ids, columns)
+            scores = self.rewards.score(contents, texts, sampled_ids, columns)
             return scores.total, list(scores.parts.values())
 
-        total, parts = self.ranks.run_on_first(judge)
+        total, parts = self.ranks.run_on_first(call_rewards)
         rewards = torch.tensor(total, dtype=torch.float64)
-        if self.rates is not None:
-            rated = self.rates.rate(contents, texts)
-            parts = [*parts, rated.tolist()]
-            rewards = rewards.nan_to_num(nan=0.0) + self.section.reward_model.weight * rated
-        rewards = _plus_earned(rewards, samples)
-        by_name = torch.tensor(parts, dtype=torch.float64).view(len(self.names), len(samples))
+        if self.reward_model is not None:
+            model_scores = self.reward_model.rate(contents, texts)
+            parts = [*parts, model_scores.tolist()]
+            rewards = rewards.nan_to_num(nan=0.0) + self.section.reward_model.weight * model_scores
+        rewards = _add_environment_rewards(rewards, samples)
         if self.section.overlong_cache is not None:
             lengths = torch.tensor([sample.longest for sample in samples], dtype=torch.float64)
             rewards = rewards + soft_overlong_penalty(
                 lengths, self.section.sampling.max_new_tokens, self.section.overlong_cache
             )
-        return rewards, by_name.t()
+        parts_by_name = torch.tensor(parts, dtype=torch.float64).view(len(self.names), len(samples))
+        return ScoredSamples(rewards, parts_by_name.t())
 
     def _rollout(self, groups: Sequence[PromptGroup], last: SampleGroup, measured: dict[str, float]) -> Rollout:
-        section, size = self.section, self.section.group_size
-        samples, rewards = [sample for group in groups for sample in group.samples], _rewards_of(groups)
-        values = advantages(rewards, size, baseline=section.advantage, scale=section.scale)
+        """Compute the advantages, and which completions are trained."""
+        section = self.section
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = _join_rewards(groups)
+        values = advantages(rewards, section.group_size, baseline=section.advantage, scale=section.scale)
         counted = ~rewards.isnan()
         if section.dynamic_sampling != "none":
-            counted &= ~zero_variance_groups(rewards, size)
-        trains = counted.clone()
+            counted &= ~zero_variance_groups(rewards, section.group_size)
+        trained = counted.clone()
         if section.mask_truncated:
-            trains &= torch.tensor([sample.finish != "length" for sample in samples])
-        rows = self._lines(groups, values) if self.ranks.is_first else []
-        return Rollout(samples, values, counted, trains, last, measured, rows)
+            trained &= torch.tensor([sample.finish != "length" for sample in samples])
+        rows = self._sample_rows(groups, values) if self.ranks.is_first else []
+        return Rollout(samples, values, counted, trained, last, measured, rows)
 
     def _measure(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
-        samples, rewards = [sample for group in groups for sample in group.samples], _rewards_of(groups)
-        spread = _spread(rewards.view(len(groups), -1))
-        fields = {"reward_mean": _mean(rewards), "reward_std": _mean(spread)}
+        """Return the metrics of a rollout."""
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = _join_rewards(groups)
+        group_std = _group_std(rewards.view(len(groups), -1))
+        metrics = {"reward_mean": _mean_of_known(rewards), "reward_std": _mean_of_known(group_std)}
         if len(self.names) > 1:
-            parts = zip(self.names, torch.cat([group.parts for group in groups]).t(), strict=True)
-            fields |= {f"reward/{name}": _mean(part) for name, part in parts}
+            parts = torch.cat([group.parts for group in groups]).t()
+            for name, part in zip(self.names, parts, strict=True):
+                metrics[f"reward/{name}"] = _mean_of_known(part)
         if self.sampler.episodes is not None:
-            fields["lost_frac"] = sum(sample.finish == "lost" for sample in samples) / len(samples)
-            for name in sorted({name for sample in samples for name in sample.metrics}):
+            metrics["lost_frac"] = sum(sample.finish == "lost" for sample in samples) / len(samples)
+            metric_names = {name for sample in samples for name in sample.metrics}
+            for name in sorted(metric_names):
                 values = [sample.metrics[name] for sample in samples if name in sample.metrics]
-                fields[f"environment/{name}"] = sum(values) / len(values)
+                metrics[f"environment/{name}"] = sum(values) / len(values)
         if self.section.tools:
-            fields["tool_calls"] = sum(sample.calls for sample in samples) / len(samples)
-            fields["tool_failures"] = sum(sample.failures for sample in samples) / len(samples)
-        return (
-            fields
-            | length_metrics(samples)
-            | {"frac_zero_std": sum(group.has_equal_rewards for group in groups) / len(groups)}
-        )
+            metrics["tool_calls"] = sum(sample.calls for sample in samples) / len(samples)
+            metrics["tool_failures"] = sum(sample.failures for sample in samples) / len(samples)
+        metrics |= length_metrics(samples)
+        metrics["frac_zero_std"] = sum(group.has_equal_rewards for group in groups) / len(groups)
+        return metrics
 
-    def _lines(self, groups: Sequence[PromptGroup], values: Tensor) -> list[dict[str, Any]]:
-        """Return the rows of samples.jsonl, one for each completion; values: their advantages."""
-        rows = [
-            (group.prompt, *row)
-            for group in groups
-            for row in zip(group.samples, group.rewards.tolist(), group.parts.tolist(), strict=True)
-        ]
-        return [
-            {
-                "group": prompt.index,
-                "prompt": prompt.row["prompt"],
-                "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
-                "reward": nan_to_none(reward),
-                "rewards": nan_to_none(dict(zip(self.names, parts, strict=True))),
-                "advantage": value,
-                "tokens": len(sample.ids),
-                "finish": sample.finish,
-                **({"images": [image.entry for image in prompt.images]} if prompt.images else {}),
-                **({} if sample.version is None else {"version": sample.version}),
-                **({} if sample.earned is None else {"earned": sample.earned}),
-                **({"environment": dict(sample.metrics)} if sample.metrics else {}),
-            }
-            for (prompt, sample, reward, parts), value in zip(rows, values.tolist(), strict=True)
-        ]
+    def _sample_rows(self, groups: Sequence[PromptGroup], values: Tensor) -> list[dict[str, Any]]:
+        """Return the rows of samples.jsonl, one for each completion; values: their advantages, [N]."""
+        rows = []
+        remaining_values = iter(values.tolist())
+        for group in groups:
+            for sample, reward, parts in zip(group.samples, group.rewards.tolist(), group.parts.tolist(), strict=True):
+                row = {
+                    "group": group.prompt.index,
+                    "prompt": group.prompt.row["prompt"],
+                    "completion": self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True),
+                    "reward": nan_to_none(reward),
+                    "rewards": nan_to_none(dict(zip(self.names, parts, strict=True))),
+                    "advantage": next(remaining_values),
+                    "tokens": len(sample.ids),
+                    "finish": sample.finish,
+                }
+                if group.prompt.images:
+                    row["images"] = [image.entry for image in group.prompt.images]
+                if sample.version is not None:
+                    row["version"] = sample.version
+                if sample.earned is not None:
+                    row["earned"] = sample.earned
+                if sample.metrics:
+                    row["environment"] = dict(sample.metrics)
+                rows.append(row)
+        return rows
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean tokens of the completions, and the share that max_new_tokens or max_length ended."""
+    """Return the mean number of sampled tokens, and the fraction of completions that a length limit ended.
+
+    Example:
+        >>> cut = Sample([1], ids=[5, 6], sampled=[True, True], finish="length")
+        >>> ended = Sample([1], ids=[5, 6, 7, 8], sampled=[True, False, True, True], finish="stop")
+        >>> length_metrics([cut, ended])
+        {'completion_len': 2.5, 'truncated_frac': 0.5}
+    """
     count = max(1, len(samples))
     return {
         "completion_len": sum(sum(sample.sampled) for sample in samples) / count,
@@ -359,31 +525,54 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def _rewards_of(groups: Sequence[PromptGroup]) -> Tensor:
+def _sampled_ids(sample: Sample) -> list[int]:
+    """Return the tokens that the model sampled, without those of an environment."""
+    return [token for token, is_sampled in zip(sample.ids, sample.sampled, strict=True) if is_sampled]
+
+
+def _join_rewards(groups: Sequence[PromptGroup]) -> Tensor:
     return torch.cat([group.rewards for group in groups])  # [N]
 
 
-def _plus_earned(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Return rewards [N] plus what samples earned in their environments; NaN where neither is known, or the environment
-    was lost: rewards of a conversation that broke off would hold that against the model."""
-    earned = torch.tensor([float("nan") if s.earned is None else s.earned for s in samples], dtype=torch.float64)
-    is_known = ~(rewards.isnan() & earned.isnan())
-    is_known &= torch.tensor([sample.finish != "lost" for sample in samples], dtype=torch.bool)
-    return torch.where(is_known, rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0), float("nan"))
+def _add_environment_rewards(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Add what samples earned in their environments to rewards, [N].
+
+    The result is NaN if neither is known. It is also NaN if the environment was lost: a reward of the conversation so
+    far would blame the model for the failure.
+
+    Example:
+        >>> nan = float("nan")
+        >>> samples = [Sample([], earned=1.0), Sample([], earned=2.0), Sample([]), Sample([], finish="lost")]
+        >>> _add_environment_rewards(torch.tensor([0.5, nan, nan, 0.5], dtype=torch.float64), samples).tolist()
+        [1.5, 2.0, nan, nan]
+    """
+    nan = float("nan")
+    earned_values = [nan if sample.earned is None else sample.earned for sample in samples]
+    earned = torch.tensor(earned_values, dtype=torch.float64)
+    is_lost = torch.tensor([sample.finish == "lost" for sample in samples], dtype=torch.bool)
+    is_known = ~(rewards.isnan() & earned.isnan()) & ~is_lost
+    total = rewards.nan_to_num(nan=0.0) + earned.nan_to_num(nan=0.0)
+    return torch.where(is_known, total, nan)
 
 
-def _spread(rewards: Tensor) -> Tensor:
-    """Return the standard deviation (n − 1) of each group of `rewards` [groups, size], unknown ones left out; 0 for
-    fewer than two."""
-    known = ~rewards.isnan()
-    count = known.sum(1)
-    filled = torch.where(known, rewards, 0)
+def _group_std(rewards: Tensor) -> Tensor:
+    """Return the standard deviation (n - 1) of the known rewards of each group.
+
+    Args:
+        rewards: [groups, size], NaN if unknown.
+
+    Returns:
+        [groups]. 0 for groups with fewer than two known rewards.
+    """
+    is_known = ~rewards.isnan()
+    count = is_known.sum(1)
+    filled = torch.where(is_known, rewards, 0)
     mean = filled.sum(1, keepdim=True) / count.clamp(min=1)[:, None]
-    squares = torch.where(known, filled - mean, 0).square().sum(1)
+    squares = torch.where(is_known, filled - mean, 0).square().sum(1)
     return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
-def _mean(values: Tensor) -> float:
-    """Return the mean of the values that are known; 0 where none is."""
-    known = values[~values.isnan()]
-    return known.mean().item() if len(known) else 0.0
+def _mean_of_known(values: Tensor) -> float:
+    """Return the mean of the values that are not NaN, or 0 if there are none."""
+    known_values = values[~values.isnan()]
+    return known_values.mean().item() if len(known_values) else 0.0

@@ -1,4 +1,14 @@
-"""Group-relative policy optimisation: the model's own completions are rewarded, and it moves towards the better."""
+"""Method grpo: group relative policy optimisation of a model on its own, rewarded completions.
+
+A rollout samples `grpo.group_size` completions of each prompt (`dtrain.rl.collect`). The advantage of a completion is
+its reward relative to the others of its group. Then several optimizer steps train on the rollout (`dtrain.rl.rollouts`).
+Before the first of them, `GrpoMethod.before_step` computes the log-probabilities that the loss compares with:
+
+    sampling_logprobs     by the engine, while it sampled; they correct the gap between engine and trainer
+    old_logprobs          by the trainer with the weights before the first step; the ratio of the loss divides by them.
+                          A rollout with a single step needs none, because the ratio is 1 there
+    reference_logprobs    by the reference model, if `grpo.beta` is not 0
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -41,22 +51,25 @@ from dtrain.rl.environments.episodes import open_episodes
 from dtrain.rl.remote.http_client import read_api_key
 from dtrain.rl.rewards.columns import missing_column_problems
 from dtrain.rl.rollouts import Rollouts
+from dtrain.rl.samples import Sample
 from dtrain.rl.tools import tool_schemas
 
 FIELDS = (
     *("kl", "entropy", "mismatch_kl", "approx_kl", "ratio"),
     *("clip_frac", "clip_low", "clip_high", "correction", "oob_frac", "off_policy_frac"),
 )
-MAX_MISMATCH_KL = 0.01  # nats a token: probabilities that differ by about 14 % of themselves
-DRIFTED = (
+"""Metrics of the loss, in the order in which they are logged."""
+MAX_MISMATCH_KL = 0.01  # nats per token: probabilities that differ by about 14%
+MISMATCH_WARNING = (
     "warning: mismatch_kl at step {} is {:.2g}, more than {}: the sampler's probabilities are far from the "
     "trainer's. dtrain/rl/README.md (the native engine) says what to look at. This is said once"
 )
 SECONDS_BETWEEN_TABLES = 20.0
-ALIKE = (
+EQUAL_REWARDS_WARNING = (
     "warning: in every group of the rollout before step {} all rewards are equal, so nothing is learned from it: "
     "samples.jsonl shows whether the prompts are too hard or too easy, or the reward never gives points"
 )
+MAX_TABLE_TEXT = 72  # characters of a completion in the table of samples
 
 
 @dataclass
@@ -90,8 +103,15 @@ class Grpo(RolloutSection):
 
 
 class GrpoMethod(MethodWithReference):
-    """GRPO (Shao et al., arXiv:2402.03300, section 4.1) and its relatives, by `grpo.loss`. A `collector` draws and
-    judges the completions, `source` holds them."""
+    """GRPO and related methods, by `grpo.loss`.
+
+    Attributes:
+        source: The present rollout, and its minibatches.
+        collector: Samples and scores the next rollout.
+
+    Reference:
+        Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.
+    """
 
     Section = Grpo
     section: Grpo
@@ -107,8 +127,8 @@ class GrpoMethod(MethodWithReference):
     best = ("loss", "val_reward_mean")
     more_steps_hint = "a smaller grpo.prompts_per_step"
     adapter_learning_rates = (5e-6, "1e-5")  # full tuning takes 1e-6
-    _began = 0.0
-    _is_warned = False  # that sampler and trainer have drifted apart
+    _began = 0.0  # time at which the present step began
+    _has_warned_of_mismatch = False
 
     def problems(self) -> list[Problem]:
         section = self.section
@@ -144,10 +164,13 @@ class GrpoMethod(MethodWithReference):
         return image_problems(self.section)
 
     def other_models(self) -> list[tuple[str, str]]:
-        is_another = self.needs_reference() and self.section.reference not in ("start", "base")
-        rates = self.section.reward_model.path
-        named = [("grpo.reference", self.section.reference)] if is_another else []
-        return named + ([("grpo.reward_model.path", rates)] if rates else [])
+        section = self.section
+        models = []
+        if self.needs_reference() and section.reference not in ("start", "base"):
+            models.append(("grpo.reference", section.reference))
+        if section.reward_model.path:
+            models.append(("grpo.reward_model.path", section.reward_model.path))
+        return models
 
     def model_problems(self, model: ModelConfig) -> list[Problem]:
         if model.experts is not None or not self.section.router_replay:
@@ -155,18 +178,26 @@ class GrpoMethod(MethodWithReference):
         return [Problem("grpo.router_replay", "grpo.router_replay=true: this model has no experts", "Leave it out")]
 
     def code(self) -> list[tuple[str, str | None, str]]:
-        named = [(f"grpo.rewards[{i}].fn", reward.fn, "reward") for i, reward in enumerate(self.section.rewards)]
-        for i, tool in enumerate(self.section.tools):
-            named += [(f"grpo.tools[{i}].fn", tool.fn, "tool"), (f"grpo.tools[{i}].mcp", tool.mcp, "server of tools")]
-        named.append(("grpo.verifiers.name", self.section.verifiers.name, "environment of verifiers"))
-        return [*named, ("grpo.environment", self.section.environment, "environment")]
+        section = self.section
+        code: list[tuple[str, str | None, str]] = []
+        for i, reward in enumerate(section.rewards):
+            code.append((f"grpo.rewards[{i}].fn", reward.fn, "reward"))
+        for i, tool in enumerate(section.tools):
+            code.append((f"grpo.tools[{i}].fn", tool.fn, "tool"))
+            code.append((f"grpo.tools[{i}].mcp", tool.mcp, "server of tools"))
+        code.append(("grpo.verifiers.name", section.verifiers.name, "environment of verifiers"))
+        code.append(("grpo.environment", section.environment, "environment"))
+        return code
 
     def prompts(self) -> PromptOptions:
         section = self.section
-        lengths = self.recipe.data.max_length, section.sampling.max_new_tokens
         tools = [schema for _, schema in tool_schemas(section.tools)] if section.tools else []
         return PromptOptions.for_length(
-            *lengths, section.system_prompt, tools=tools, answers_row_tools=section.verifiers.name is not None
+            self.recipe.data.max_length,
+            section.sampling.max_new_tokens,
+            section.system_prompt,
+            tools=tools,
+            answers_row_tools=section.verifiers.name is not None,
         )
 
     def is_dynamic(self) -> bool:
@@ -187,44 +218,48 @@ class GrpoMethod(MethodWithReference):
 
     @cached_property
     def sampling(self) -> TrainingSamplingParams:
-        drawn = self.section.sampling
-        return TrainingSamplingParams(drawn.top_k, drawn.top_p, drawn.temperature)
+        sampling = self.section.sampling
+        return TrainingSamplingParams(sampling.top_k, sampling.top_p, sampling.temperature)
 
     @cached_property
     def source(self) -> Rollouts:
-        section, drawn = self.section, self.section.sampling
-        settings = {  # by the last three the log-probabilities are measured
+        section, sampling = self.section, self.section.sampling
+        settings = {
             "train.global_batch": self.recipe.train.global_batch,
             "grpo.updates_per_rollout": section.updates_per_rollout,
-            "grpo.sampling.temperature": drawn.temperature,
-            "grpo.sampling.top_k": drawn.top_k,
-            "grpo.sampling.top_p": drawn.top_p,
+            # The log-probabilities of a rollout depend on these.
+            "grpo.sampling.temperature": sampling.temperature,
+            "grpo.sampling.top_k": sampling.top_k,
+            "grpo.sampling.top_p": sampling.top_p,
         }
         sizes = section.prompts_per_step, section.group_size, section.updates_per_rollout
         return Rollouts(self, settings, *sizes, shuffles=True)
 
     @cached_property
-    def _longest(self) -> int:
-        """Tokens that the model may draw for a prompt, in all turns."""
+    def _max_completion_tokens(self) -> int:
+        """The largest number of tokens that the model may sample for a prompt, in all turns."""
         section = self.section
         turns = section.max_turns if section.has_episodes else 1
         return min(turns * section.sampling.max_new_tokens, self.recipe.data.max_length)
 
     @property
     def choices(self) -> list[str]:
-        section, rows = self.section, self.micro_rows
-        drawn, steps = self.source.size, self.source.steps(self.source.size)
-        words = {Packed: "packed rows of up to {} tokens", DynamicShapes: "completions of like length, up to {} tokens"}
-        how = ""
-        if isinstance(rows, Packed | DynamicShapes):
-            how = f"; micro-batches: {words[type(rows)].format(rows.tokens)}"
+        section = self.section
+        rollout_size = self.source.size
+        steps = self.source.steps(rollout_size)
+        plural = "s" if steps > 1 else ""
+        micro_batches = ""
+        if isinstance(self.micro_rows, Packed):
+            micro_batches = f"; micro-batches: packed rows of up to {self.micro_rows.tokens} tokens"
+        elif isinstance(self.micro_rows, DynamicShapes):
+            micro_batches = f"; micro-batches: completions of like length, up to {self.micro_rows.tokens} tokens"
         return [
-            f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {drawn}, for "
-            f"{steps} optimizer step{'s' if steps > 1 else ''}{how}"
+            f"a rollout: {section.prompts_per_step} prompts × {section.group_size} completions = {rollout_size}, for "
+            f"{steps} optimizer step{plural}{micro_batches}"
         ]
 
     def check_data(self, columns: Mapping[str, Mapping[str, Any]], samples: Mapping[str, int]) -> None:
-        """Check the columns that the rewards read, and the file of the servers' key."""
+        """Check the columns that the rewards read, and the file with the servers' API key."""
         section = self.section
         problems = missing_column_problems(section.rewards, columns.values())
         if problems:
@@ -237,7 +272,7 @@ class GrpoMethod(MethodWithReference):
             raise UserError(f"grpo.cuda_graphs=true is for CUDA, and this run is on the {device.type}: leave it out")
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Opens the engine and the rewards, and keeps the reference where `grpo.beta` needs one."""
+        """Open the engine, the rewards and the environments, and load the reference and the reward model."""
         section = self.section
         self.check_device_supported(policy.device)
         attached = self.attach_models(policy, run.other_models)
@@ -253,31 +288,38 @@ class GrpoMethod(MethodWithReference):
         self.collector = Collector(section, sampler, splits["train"], rewards, attached.reward_model)
 
     def attach_models(self, policy: Policy, others: Mapping[str, ModelDirectory]) -> AttachedModels:
-        """Override `Method.attach_models`: also the reward model."""
+        """Attach the reference, if `grpo.beta` needs one, and the reward model."""
         attached = super().attach_models(policy, others)
         if self.section.reward_model.path is None:
             return attached
         return replace(attached, reward_model=RewardModel(policy, others["grpo.reward_model.path"]))
 
     def before_step(self, cursor: Cursor) -> None:
-        """Draws a rollout where the updates of the last one are done; measures what its updates need of the weights as
-        they are, and writes it down."""
+        """Sample a rollout if the steps on the last one are done, and compute the log-probabilities it needs.
+
+        Raises:
+            UserError: On every rank, if engine and trainer disagree on the first rollout (`grpo.max_mismatch`).
+
+        Collectives:
+            Those of sampling and scoring, and those of a forward for each kind of log-probabilities.
+        """
         rollout = self.source.next_rollout(self.collector.collect, cursor)
         if rollout is None:
             return
         position, buffer = self.source.position, self.source.buffer
         is_single_step = self.source.steps(len(buffer)) == 1
-        most = None if position.checked else self.section.max_mismatch
-        if most is not None or not is_single_step:
-            self._score("old_logprobs")
-        if most is not None:
-            self._check_mismatch(most)
+        max_mismatch = None if position.checked else self.section.max_mismatch
+        if max_mismatch is not None or not is_single_step:
+            self._compute_logprobs("old_logprobs")
+        if max_mismatch is not None:
+            self._check_mismatch(max_mismatch)
             position.checked = True
-        if is_single_step:  # the update begins at the weights that it is measured by: the ratio is 1
+        if is_single_step:
+            # The step begins at the very weights that old_logprobs are of, so the loss uses a ratio of 1 without them.
             buffer.per_token.pop("old_logprobs", None)
         if self.policy.reference is not None:
             with self.policy.use_reference_model():
-                self._score("reference_logprobs")
+                self._compute_logprobs("reference_logprobs")
         self._run.metrics.write_rows("samples", position.step + 1, rollout.rows)
         self._table.show(position.step + 1, rollout)
 
@@ -286,14 +328,20 @@ class GrpoMethod(MethodWithReference):
         return super().batch(rows, split)
 
     def prepare(self, policy: Policy, batch: Batch) -> tuple[Batch, Loss]:
-        quantile, threshold = self.loss_spec.options["top_entropy_quantile"], None
-        high = None
-        if quantile < 1:  # the entropies of the whole minibatch decide, so they are computed beforehand
+        """Return the batch and its loss; with `top_entropy_quantile`, with the threshold of its entropies.
+
+        The threshold is a quantile over the whole minibatch, so a forward before the training step computes all
+        entropies.
+        """
+        quantile = self.loss_spec.options["top_entropy_quantile"]
+        threshold = num_high_entropy_tokens = None
+        if quantile < 1:
             entropies = policy.entropies(batch, self.micro_rows, self.sampling)
             gathered, _ = gather_rows(entropies[batch["labels"] != IGNORE_INDEX], policy.mesh.dp)
             result = top_entropy_threshold(gathered, quantile)
-            threshold, high = (value.to(policy.device, non_blocking=True) for value in result)
-        return batch, partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=high)
+            threshold, num_high_entropy_tokens = (value.to(policy.device, non_blocking=True) for value in result)
+        loss = partial(self.loss, entropy_threshold=threshold, high_entropy_tokens=num_high_entropy_tokens)
+        return batch, loss
 
     def loss(
         self,
@@ -305,7 +353,19 @@ class GrpoMethod(MethodWithReference):
         entropy_threshold: Tensor | None = None,
         high_entropy_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalars: the share of the loss, and the sums of `policy_terms`."""
+        """Compute a micro-batch's part of the loss.
+
+        Args:
+            source: Computes log-probabilities of the sampled tokens.
+            batch: The micro-batch, [B, S/cp].
+            global_seqs: Number of sequences of the global batch.
+            global_tokens: Number of trained tokens of the global batch.
+            entropy_threshold: Train only tokens whose entropy is at least this. None: all.
+            high_entropy_tokens: Number of such tokens in the global batch.
+
+        Returns:
+            The loss, a scalar, and the totals of `policy_terms`.
+        """
         scores = source.sampled_logprobs(self.sampling, entropy=True)
         mask = batch["labels"] != IGNORE_INDEX  # [B, S/cp]
         return policy_terms(
@@ -315,7 +375,7 @@ class GrpoMethod(MethodWithReference):
             batch["advantages"],
             mask,
             source.sequences(mask),
-            Counts(global_tokens, global_seqs, self._longest, high_entropy_tokens),
+            Counts(global_tokens, global_seqs, self._max_completion_tokens, high_entropy_tokens),
             ref_logps=batch.get("reference_logprobs"),
             sampling_logps=batch["sampling_logprobs"],
             entropies=scores.entropy,
@@ -323,96 +383,119 @@ class GrpoMethod(MethodWithReference):
         )
 
     def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The step's own measures, and its rollout's; `rollout_time` in the first step of a rollout alone."""
+        """Return the metrics of a step and of its rollout. Only a rollout's first step has `rollout_time`."""
         averages = means(sums)
         averages["clip_frac"] = averages["clip_low"] + averages["clip_high"]
-        named = {name: averages[name] for name in FIELDS if name in averages}
-        if named.get("mismatch_kl", 0.0) > MAX_MISMATCH_KL and not self._is_warned:
-            self._is_warned = True
-            self._run.metrics.say(DRIFTED.format(self.source.position.step, named["mismatch_kl"], MAX_MISMATCH_KL))
-        return self.source.fields | named | {"train_time": time.perf_counter() - self._began}
+        metrics = {name: averages[name] for name in FIELDS if name in averages}
+        mismatch_kl = metrics.get("mismatch_kl", 0.0)
+        if mismatch_kl > MAX_MISMATCH_KL and not self._has_warned_of_mismatch:
+            self._has_warned_of_mismatch = True
+            step = self.source.position.step
+            self._run.metrics.say(MISMATCH_WARNING.format(step, mismatch_kl, MAX_MISMATCH_KL))
+        return self.source.fields | metrics | {"train_time": time.perf_counter() - self._began}
 
     def validate(self, policy: Policy, rows: Rows) -> dict[str, float]:
-        """The mean reward over all of `rows`, of one completion each, by the likeliest tokens."""
-        samples, total, known = [], 0.0, 0
+        """Return the mean reward and the lengths of one greedy completion for each prompt of `rows`."""
+        samples: list[Sample] = []
+        total, num_known = 0.0, 0
         for prompts in iterate_prompts(rows, self.source.size):
-            drawn, rewards = self.collector.score_greedy_completions(prompts, self.source.position.step)
-            samples += drawn
-            total += torch.where(rewards.isnan(), 0, rewards).sum().item()
-            known += int((~rewards.isnan()).sum())
-        measured = {"reward_mean": total / max(1, known)} | length_metrics(samples)
-        return {f"val_{name}": value for name, value in measured.items()}
+            new_samples, rewards = self.collector.score_greedy_completions(prompts, self.source.position.step)
+            samples += new_samples
+            is_known = ~rewards.isnan()
+            total += torch.where(is_known, rewards, 0).sum().item()
+            num_known += int(is_known.sum())
+        metrics = {"reward_mean": total / max(1, num_known)} | length_metrics(samples)
+        return {f"val_{name}": value for name, value in metrics.items()}
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError if the recipe changes what the updates of a rollout under way depend on, too."""
+        """Raise UserError as `Method.check_state`, also for settings that a rollout's remaining steps depend on."""
         changed = list(changed)
-        if shapes := state.get("shapes"):
+        shapes = state.get("shapes")
+        if shapes:  # the checkpoint was saved within a rollout
             section = self.section
-            replays, did = section.router_replay, "routed" in shapes
             if section.beta and "reference_logprobs" not in shapes:
                 changed.append(f"grpo.beta: 0.0 -> {section.beta}")
-            if replays != did:
-                changed.append(f"grpo.router_replay: {did} -> {replays}".lower())
+            had_router_replay = "routed" in shapes
+            if section.router_replay != had_router_replay:
+                changed.append(f"grpo.router_replay: {had_router_replay} -> {section.router_replay}".lower())
         super().check_state(state, changed)
 
-    def _score(self, name: str) -> None:
-        """log p of every trained token by the model as it is, each rank its share, for all ranks."""
+    def _compute_logprobs(self, name: str) -> None:
+        """Compute the log-probabilities of all trained tokens with the present weights, as stream `name` of the buffer.
+
+        Each data-parallel rank computes its share of the sequences. All ranks get all values.
+        """
         buffer = self.source.buffer
         shares = self.source.split_over_ranks(self.policy, buffer, range(len(buffer)))
-        mine = shares[self.policy.mesh.dp_rank]
-        values = self.policy.logprobs(buffer.batch(mine, self.source.data), self.micro_rows, self.sampling)
-        gathered, _ = gather_rows(buffer.flatten(values, mine), self.policy.mesh.dp)
+        own_share = shares[self.policy.mesh.dp_rank]
+        batch = buffer.batch(own_share, self.source.data)
+        values = self.policy.logprobs(batch, self.micro_rows, self.sampling)
+        gathered, _ = gather_rows(buffer.flatten(values, own_share), self.policy.mesh.dp)
         buffer.set_stream(name, gathered, [index for share in shares for index in share])
 
-    def _check_mismatch(self, most: float) -> None:
-        """Raises UserError, on every rank alike, where engine and trainer disagree on the sampled tokens."""
+    def _check_mismatch(self, max_mismatch: float) -> None:
+        """Raise UserError, on every rank, if engine and trainer disagree on the sampled tokens."""
         per_token, trained = self.source.buffer.per_token, self.source.buffer.trained
         gap = (per_token["old_logprobs"] - per_token["sampling_logprobs"])[trained].abs()
         gap = gap[gap.isfinite()]
         mean = gap.mean().item() if len(gap) else 0.0
-        if mean > most:
-            fix = (
-                "see that the servers serve this very model, in a like dtype, and give the log-probabilities that they "
-                "sample by (vLLM: --logprobs-mode processed_logprobs)"
-                if self.section.engine == "http"
-                else "that is an error in dtrain unless the model computes in float16: please report it"
-            )
+        if mean > max_mismatch:
+            if self.section.engine == "http":
+                fix = (
+                    "see that the servers serve this very model, in a like dtype, and give the log-probabilities that "
+                    "they sample by (vLLM: --logprobs-mode processed_logprobs)"
+                )
+            else:
+                fix = "that is an error in dtrain unless the model computes in float16: please report it"
             raise UserError(
                 f"engine and trainer disagree by {mean:.3g} on the log-probabilities of the first rollout's tokens, "
-                f"more than grpo.max_mismatch={most}: training on them would be wrong. {fix}; or raise "
+                f"more than grpo.max_mismatch={max_mismatch}: training on them would be wrong. {fix}; or raise "
                 "grpo.max_mismatch"
             )
 
 
 class SampleTable:
-    """Table of a rollout's samples on the terminal, now and then: of the first rollout, and of the next one when 20
-    seconds have passed since the last table. And warnings of rollouts that teach nothing."""
+    """Prints a table of samples now and then, and warns of rollouts that train nothing.
+
+    The first rollout is shown, and then the next one after 20 seconds without a table.
+
+    Args:
+        metrics: Prints lines on the terminal.
+        section: The section of the method.
+    """
 
     def __init__(self, metrics: RunLog, section: RolloutSection):
         self.metrics, self.section = metrics, section
-        self._last = float("-inf")
-        self._alike = 0  # rollouts that taught nothing
-        self._is_idle = False
+        self._last_time = float("-inf")
+        self._num_equal = 0  # rollouts whose groups all had equal rewards
+        self._was_useless = False  # whether no completion of the last rollout counted
 
     def show(self, step: int, rollout: Rollout) -> None:
-        """Show the rollout where it is time. `step`: the first that trains on it. Ranks without rows say nothing."""
+        """Print the table and the warnings, if they are due. Only rank 0 has rows, and prints.
+
+        Args:
+            step: The first optimizer step on the rollout.
+            rollout: The rollout.
+        """
         if rollout.rows and rollout.measured["frac_zero_std"] == 1:
-            self._alike += 1
-            if self._alike in (1, 10, 100, 1000):
-                self.metrics.say(ALIKE.format(step))
-        most = self.section.show
-        if rollout.rows and most and time.monotonic() - self._last >= SECONDS_BETWEEN_TABLES:
-            self._last = time.monotonic()
-            for line in _table(step, rollout.measured, rollout.rows[:most]):
+            self._num_equal += 1
+            if self._num_equal in (1, 10, 100, 1000):
+                self.metrics.say(EQUAL_REWARDS_WARNING.format(step))
+        max_rows = self.section.show
+        is_due = time.monotonic() - self._last_time >= SECONDS_BETWEEN_TABLES
+        if rollout.rows and max_rows and is_due:
+            self._last_time = time.monotonic()
+            for line in _table(step, rollout.measured, rollout.rows[:max_rows]):
                 self.metrics.say(line)
-        is_idle = not rollout.counted.any()
-        if is_idle and not self._is_idle:  # the first of several in a row
-            alike = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
-            self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{alike}")
-        self._is_idle = is_idle
+        is_useless = not rollout.counted.any()
+        if is_useless and not self._was_useless:  # only the first of several in a row
+            or_equal = ", or its groups' rewards are alike" if self.section.dynamic_sampling != "none" else ""
+            self.metrics.say(f"the rollout before step {step} teaches nothing: none of its rewards is known{or_equal}")
+        self._was_useless = is_useless
 
 
 def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table."""
     lines = [
         f"rollout before step {step}: reward {measured['reward_mean']:.3f} ± {measured['reward_std']:.3f}, "
         f"{measured['completion_len']:.1f} tokens, {100 * measured['truncated_frac']:.0f}% cut off, "
@@ -422,20 +505,14 @@ def _table(step: int, measured: Mapping[str, float], rows: list[dict[str, Any]])
     for row in rows:
         reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
         text = " ".join(row["completion"].split())
-        text = text if len(text) <= 72 else text[:69] + "..."
+        if len(text) > MAX_TABLE_TEXT:
+            text = text[: MAX_TABLE_TEXT - 3] + "..."
         lines.append(f"  {reward:>6}  {row['advantage']:>9.3f}  {row['tokens']:>6}  {text}")
     return lines
 
 
 def loss_problems(loss: str, clip: Sequence[float], beta: float, options: Mapping[str, Any]) -> list[Problem]:
-    """Check the loss of a `grpo` section.
-
-    Args:
-        loss: `grpo.loss`.
-        clip: `grpo.clip`.
-        beta: `grpo.beta`.
-        options: `grpo.kwargs`.
-    """
+    """Check the loss of a `grpo` section, given as `grpo.loss`, `grpo.clip`, `grpo.beta` and `grpo.kwargs`."""
     if loss not in LOSSES:
         text = f"grpo.loss={loss} is not a policy loss{spelling.value_hint('grpo.loss', loss, LOSSES)}"
         return [Problem("grpo.loss", text)]

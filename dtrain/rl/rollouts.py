@@ -1,5 +1,25 @@
-"""Rollouts as the source of a method's batches: the completions of the last one as tensors, the same on every rank,
-which its updates read and a checkpoint keeps; and the run's position in them."""
+"""Rollouts as the source of a method's batches: `Buffer` stores the completions, `Rollouts` deals them out.
+
+A rollout is sampled once and then trained on for several optimizer steps. Its completions are tensors in a `Buffer`,
+identical on every rank and saved with a checkpoint, so a run can resume between two steps of a rollout. For example,
+with 4 prompts, 2 completions each, `train.global_batch=4` and `grpo.updates_per_rollout=2`:
+
+    rollout    8 completions
+    step 1     completions [0, 2, 5, 7]    first pass, in an order drawn from the seed
+    step 2     completions [1, 3, 4, 6]
+    step 3     completions [1, 2, 6, 7]    second pass, in another order
+    step 4     completions [0, 3, 4, 5]    `position.done` is 4, so the next step starts another rollout
+
+The sequences of a buffer are concatenated instead of padded. Two samples with prompts [5, 6] and [4] and completions
+[7, 8] and [3] are
+
+    lengths    [4, 2]
+    tokens     [5, 6, 7, 8, 4, 3]
+    trained    [F, F, T, T, F, T]
+
+`Buffer.batch` makes padded rows of them. Labels are shifted there: the label at position t is token t + 1, and the
+value of every per-token stream (`old_logprobs`, ...) moves to the position of the label with it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,11 +47,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Position:
-    """Position of a run in its rollouts.
+    """Position of a run in its rollouts. Checkpoints contain these fields.
 
-    rollout: their number so far; done: updates of the last one; step: optimizer steps, which is the version of the
-    weights; cursor, epochs: of the data, where the next rollout's prompts begin, None before the first; checked:
-    whether engine and trainer were compared.
+    Attributes:
+        rollout: Number of rollouts so far.
+        done: Number of optimizer steps on the last rollout.
+        step: Number of optimizer steps of the run, which is the version of the weights.
+        cursor: Position in the data at which the next rollout's prompts begin. None before the first rollout.
+        epochs: Epochs of the data so far.
+        checked: Whether the log-probabilities of engine and trainer were compared.
     """
 
     rollout: int = 0
@@ -51,17 +75,23 @@ _DTYPES = {
     "routed": torch.int16,
     "data_rows": torch.int64,
 }
-"""Dtypes of a `Buffer`'s own tensors; its streams are float64."""
+"""Dtypes of the tensors that are attributes of a `Buffer`. Its per-token streams are float64."""
 
 
 @dataclass
 class Buffer:
-    """N sequences, each a prompt and its completion, concatenated: T tokens in all.
+    """N sequences of a prompt and its completion, concatenated to T tokens. The names are those in checkpoints.
 
-    lengths [N] int64; tokens [T] int64; trained [T] bool; advantages [N] float64; counted [N] bool: takes part in the
-    updates at all. per_token: [T] float64 each, 0 where a token is not trained. routed: where tokens went in the
-    engine, [T, layers, k] int16 (`batch.STREAMS`), None where their own router decides. data_rows [N] int64: the
-    samples of the data whose images prompts have, -1 without; None where the data have none.
+    Attributes:
+        lengths: Tokens of each sequence, [N] int64.
+        tokens: Token ids, [T] int64.
+        trained: Whether the loss includes a token, [T] bool.
+        advantages: Advantage of each sequence, [N] float64.
+        counted: Whether a sequence takes part in the updates, [N] bool.
+        per_token: Streams by name, such as "old_logprobs", [T] float64 each. Untrained tokens have 0.
+        routed: Experts that the engine's router chose, [T, layers, k] int16. None if the trainer's router decides.
+        data_rows: Row of the data with the images of the prompt, [N] int64, -1 for a prompt without images. None if no
+            prompt has any.
     """
 
     lengths: Tensor
@@ -75,56 +105,89 @@ class Buffer:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], advantages: Tensor, counted: Tensor, trains: Tensor) -> "Buffer":
-        """Return the buffer of N samples. counted, trains [N] bool: whether a sample takes part, and whether its tokens
-        are trained there. advantages [N]."""
-        tokens, trained, logprobs = [], [], []
-        data_rows = [sample.data_row for sample in samples]
+        """Concatenate N samples.
+
+        Args:
+            samples: The samples.
+            advantages: Their advantages, [N].
+            counted: Whether each sample takes part in the updates, [N] bool.
+            trains: Whether the sampled tokens of each sample are trained, [N] bool. A truncated completion may count
+                in the averages without being trained.
+        """
+        tokens: list[int] = []
+        trained: list[bool] = []
+        logprobs: list[float] = []
         for sample, is_trained in zip(samples, trains.tolist(), strict=True):
-            tokens += [*sample.prompt, *sample.ids]
-            trained += [False] * len(sample.prompt) + [is_trained and drawn for drawn in sample.sampled]
-            logprobs += [0.0] * len(sample.prompt) + list(sample.logprobs)
+            num_prompt_tokens = len(sample.prompt)
+            tokens += sample.prompt
+            tokens += sample.ids
+            trained += [False] * num_prompt_tokens
+            trained += [is_trained and is_sampled for is_sampled in sample.sampled]
+            logprobs += [0.0] * num_prompt_tokens
+            logprobs += sample.logprobs
+        data_rows = [sample.data_row for sample in samples]
+        has_images = max(data_rows, default=-1) >= 0
         return cls(
-            torch.tensor([len(sample.prompt) + len(sample.ids) for sample in samples]),
-            torch.tensor(tokens),
-            torch.tensor(trained),
-            advantages.double(),
-            counted,
-            {"sampling_logprobs": torch.tensor(logprobs, dtype=torch.float64)},
-            _routed(samples, len(tokens)),
-            torch.tensor(data_rows) if max(data_rows, default=-1) >= 0 else None,
+            lengths=torch.tensor([len(sample.prompt) + len(sample.ids) for sample in samples]),
+            tokens=torch.tensor(tokens),
+            trained=torch.tensor(trained),
+            advantages=advantages.double(),
+            counted=counted,
+            per_token={"sampling_logprobs": torch.tensor(logprobs, dtype=torch.float64)},
+            routed=_concatenate_routed_experts(samples, len(tokens)),
+            data_rows=torch.tensor(data_rows) if has_images else None,
         )
 
     @classmethod
     def empty(cls, shapes: Mapping[str, Sequence[int]]) -> "Buffer":
-        """Return a buffer whose tensors have these shapes, without values, to load into."""
-        tensors = {name: torch.zeros(*shape, dtype=_DTYPES.get(name, torch.float64)) for name, shape in shapes.items()}
-        own = {name: tensors.pop(name) for name in _DTYPES if name in tensors}
-        return cls(**own, per_token=tensors)
+        """Allocate a buffer for loading.
+
+        Args:
+            shapes: The shape of each tensor of `tensors()`, by name.
+        """
+        attributes: dict[str, Tensor] = {}
+        per_token: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            if name in _DTYPES:
+                attributes[name] = torch.zeros(*shape, dtype=_DTYPES[name])
+            else:
+                per_token[name] = torch.zeros(*shape, dtype=torch.float64)
+        return cls(**attributes, per_token=per_token)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, [N], [T] and [T, ..]."""
-        own = {name: getattr(self, name) for name in _DTYPES}
-        return {name: tensor for name, tensor in own.items() if tensor is not None} | self.per_token
+        """Return all tensors by name, [N], [T] or [T, layers, k]."""
+        tensors = {}
+        for name in _DTYPES:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensors[name] = tensor
+        return tensors | self.per_token
 
     def batch(self, indices: Sequence[int], data: Rows | None = None) -> Batch:
-        """Return these sequences as rows [n, S] with the streams that the loss reads. data: the rows whose images the
-        prompts have, where these have any."""
-        streams, bounds = (*ROW_STREAMS, "advantages", *self.per_token), list(pairwise(self._offsets()))
+        """Return the sequences `indices` as padded rows, [n, S], with the streams that the loss reads.
+
+        Args:
+            indices: Indices of sequences.
+            data: The rows whose images the prompts contain. None if there are no images.
+        """
+        streams = (*ROW_STREAMS, "advantages", *self.per_token)
+        bounds = list(pairwise(self._offsets()))
         rows = [self._row(index, *bounds[index]) for index in indices]
         if data is None or data.images is None:
             batch: dict[str, Any] = collate(rows, streams)
         else:
-            with_images = [
-                [(row["input_ids"], self._images(index, data))] for row, index in zip(rows, indices, strict=True)
-            ]
-            rows = [row | more for row, more in zip(rows, data.images.image_streams_of_rows(with_images), strict=True)]
+            documents_of_rows = []
+            for row, index in zip(rows, indices, strict=True):
+                documents_of_rows.append([(row["input_ids"], self._images(index, data))])
+            image_streams = data.images.image_streams_of_rows(documents_of_rows)
+            rows = [row | images for row, images in zip(rows, image_streams, strict=True)]
             batch = collate_with_images(rows, streams)
         if self.routed is not None:
             shape = (*batch["input_ids"].shape, *self.routed.shape[1:])
-            batch["routed_experts"] = self.routed.new_full(shape, -1)
+            batch["routed_experts"] = self.routed.new_full(shape, -1)  # -1: padding, which the router decides
             for row, index in zip(batch["routed_experts"], indices, strict=True):
                 start, end = bounds[index]
                 row[: end - start] = self.routed[start:end]
@@ -136,31 +199,47 @@ class Buffer:
         return () if data_row < 0 else data.samples.images(data_row)[0]
 
     def flatten(self, values: Tensor, indices: Sequence[int]) -> Tensor:
-        """Return `values` [n, S], computed at the positions of the labels of `batch(indices)`, as float64 [tokens of
-        these sequences]: each at the token that its label names."""
-        rows = zip(values, self.lengths[list(indices)].tolist(), strict=True)
-        shifted = [torch.cat([row.new_zeros(1), row[: length - 1]]) for row, length in rows]
+        """Concatenate values of the rows of `batch(indices)`, moved from the labels to the tokens that they name.
+
+        For example, the row [a, b, c, padding] of a sequence of three tokens becomes [0, a, b], because `a` belongs to
+        the label at position 0, which is token 1.
+
+        Args:
+            values: Values at the positions of the labels, [n, S].
+            indices: Indices of the sequences, n.
+
+        Returns:
+            The values, float64, [tokens of these sequences].
+        """
+        shifted = []
+        for row, length in zip(values, self.lengths[list(indices)].tolist(), strict=True):
+            shifted.append(torch.cat([row.new_zeros(1), row[: length - 1]]))
         return torch.cat(shifted).double() if shifted else torch.zeros(0, dtype=torch.float64)
 
     def set_stream(self, name: str, values: Tensor, order: Sequence[int]) -> None:
-        """Keep `values` [T] of stream `name`, which hold the sequences in `order`."""
-        kept = torch.zeros_like(self.tokens, dtype=torch.float64)
+        """Set the stream `name` of `per_token`.
+
+        Args:
+            name: Name of the stream.
+            values: Concatenated values of the sequences in `order`, [T].
+            order: Indices of all sequences, in the order of `values`. Data-parallel ranks compute their shares, so
+                this is not the order of the buffer.
+        """
+        stream = torch.zeros_like(self.tokens, dtype=torch.float64)
         offsets = self._offsets()
-        for index, piece in zip(order, values.split(self.lengths[list(order)].tolist()), strict=True):
-            kept[offsets[index] : offsets[index + 1]] = piece
-        self.per_token[name] = torch.where(self.trained, kept, 0)
+        values_of_sequences = values.split(self.lengths[list(order)].tolist())
+        for index, sequence_values in zip(order, values_of_sequences, strict=True):
+            stream[offsets[index] : offsets[index + 1]] = sequence_values
+        self.per_token[name] = torch.where(self.trained, stream, 0)
 
     def _offsets(self) -> list[int]:
+        """Return the start of each sequence in `tokens`, and the end of the last one."""
         return [0, *self.lengths.cumsum(0).tolist()]
 
     def _row(self, index: int, start: int, end: int) -> dict[str, Tensor]:
+        """Return a sequence as a row, with labels and streams shifted by one position."""
         tokens, trained = self.tokens[start:end], self.trained[start:end]
-
-        def before(values: Tensor, fill: float) -> Tensor:
-            """Return `values` shifted one position to the left, where the label stands."""
-            return torch.cat([values[1:], values.new_full((1,), fill)])
-
-        labels = before(torch.where(trained, tokens, IGNORE_INDEX), IGNORE_INDEX)
+        labels = _shift_left(torch.where(trained, tokens, IGNORE_INDEX), IGNORE_INDEX)
         row = {
             "input_ids": tokens,
             "labels": labels,
@@ -168,29 +247,45 @@ class Buffer:
             "seq_ids": torch.zeros_like(tokens),
             "advantages": torch.where(labels == IGNORE_INDEX, 0.0, self.advantages[index]),
         }
-        return row | {name: before(values[start:end], 0.0) for name, values in self.per_token.items()}
+        for name, values in self.per_token.items():
+            row[name] = _shift_left(values[start:end], 0.0)
+        return row
 
 
-def _routed(samples: Sequence[Sample], tokens: int) -> Tensor | None:
-    """Return the routed experts of all samples [T, layers, k]; None where no sample has them."""
+def _shift_left(values: Tensor, fill: float) -> Tensor:
+    """Move every value to the position before its token, where the label of that token is."""
+    return torch.cat([values[1:], values.new_full((1,), fill)])
+
+
+def _concatenate_routed_experts(samples: Sequence[Sample], num_tokens: int) -> Tensor | None:
+    """Return the routed experts of all samples, [T, layers, k]. None if no sample has them."""
     routed = [sample.routed for sample in samples if sample.routed is not None]
     if not routed:
         return None
     joined = torch.cat(routed)
-    if len(joined) != tokens:
-        raise ValueError(f"the samples' experts are those of {len(joined)} tokens, and they have {tokens}")
+    if len(joined) != num_tokens:
+        raise ValueError(f"the samples have routed experts for {len(joined)} tokens, but {num_tokens} tokens")
     return joined
 
 
 @dataclass(eq=False)
 class Rollouts(BatchSource):
-    """Source of batches of completions, which are drawn to the data's prompts as training goes on and held in a buffer
-    that is the same on every rank. Each pass over a rollout takes every completion once, train.global_batch of them a
-    step, shared out over the data-parallel ranks by their cost.
+    """Source of batches of completions, sampled as training goes on.
 
-    prompts: of a rollout; None: train.global_batch. group_size: completions of a prompt. passes: over a rollout.
-    shuffles: passes take an order drawn from the seed, not the data's. settings: values of the keys that may not change
-    within a rollout, whose updates are counted.
+    Each pass over a rollout uses every completion once, `train.global_batch` of them in a step. The completions of a
+    step are distributed over the data-parallel ranks by their cost.
+
+    Attributes:
+        settings: Values of the recipe keys that may not change within a rollout, by key.
+        prompts: Prompts of a rollout. None: `train.global_batch`.
+        group_size: Completions of a prompt.
+        passes: Passes over a rollout.
+        shuffles: Whether each pass has an order drawn from the seed. Otherwise it has the data's order.
+        buffer: The last rollout, identical on every rank.
+        position: Position of the run.
+        measured: Metrics of the last rollout.
+        is_over: Whether the data's epochs are used up.
+        data: The rows with the prompts. Set before the first rollout.
     """
 
     settings: dict[str, Any]
@@ -201,8 +296,8 @@ class Rollouts(BatchSource):
     buffer: Buffer = field(default_factory=lambda: Buffer.empty({name: [0] for name in _DTYPES}), init=False)
     position: Position = field(default_factory=Position, init=False)
     measured: dict[str, float] = field(default_factory=dict, init=False)
-    is_over: bool = field(default=False, init=False)  # the data's epochs
-    data: Rows | None = field(default=None, init=False)  # whose prompts are drawn to
+    is_over: bool = field(default=False, init=False)
+    data: Rows | None = field(default=None, init=False)
 
     @cached_property
     def batch_size(self) -> int:
@@ -216,24 +311,40 @@ class Rollouts(BatchSource):
 
     @property
     def fields(self) -> dict[str, float]:
-        """The last rollout's measures; `rollout_time` in its first step alone."""
-        later = self.position.done > 1
-        return {name: value for name, value in self.measured.items() if not (later and name == "rollout_time")}
+        """Metrics of the last rollout. Only its first step has `rollout_time`."""
+        fields = dict(self.measured)
+        if self.position.done > 1:
+            fields.pop("rollout_time", None)
+        return fields
 
     def remaining_steps(self, rows: Rows, cursor: Cursor, saved: Mapping[str, Any]) -> int:
-        left = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
-        whole, rest = divmod(left * self.group_size, self.size)
-        begun = self.steps(saved["shapes"]["lengths"][0]) - saved["done"] if "shapes" in saved else 0
-        return begun + whole * self.steps(self.size) + self.steps(rest)
+        remaining_prompts = max(0, (rows.total_rows() or 0) - rows.rows_before(cursor))
+        num_full_rollouts, num_last_completions = divmod(remaining_prompts * self.group_size, self.size)
+        started_steps = 0
+        if "shapes" in saved:  # the checkpoint was saved within a rollout
+            num_sequences = saved["shapes"]["lengths"][0]
+            started_steps = self.steps(num_sequences) - saved["done"]
+        return started_steps + num_full_rollouts * self.steps(self.size) + self.steps(num_last_completions)
 
     def steps(self, sequences: int) -> int:
-        """Optimizer steps that a rollout of so many completions makes."""
+        """Return the number of optimizer steps that a rollout of `sequences` completions takes."""
         return -(-sequences // self.batch_size) * self.passes
 
     def next_rollout(self, collect: Callable[[Cursor, int], Rollout | None], cursor: Cursor) -> Rollout | None:
-        """Return the rollout that `collect` gives, and hold it in a buffer; None where the updates of the last one are
-        not done, or the data's epochs are over. cursor: where the run began. Collective, as `collect` is."""
-        if self._is_begun or self.is_over:
+        """Collect the next rollout if it is due, and store it in `buffer`.
+
+        Args:
+            collect: Samples a rollout from a position in the data and a version of the weights. Returns None at the
+                end of the data's epochs.
+            cursor: Position in the data at which the run began.
+
+        Returns:
+            The rollout. None if the steps of the last one are not done, or the data's epochs are used up.
+
+        Collectives:
+            Those of `collect`.
+        """
+        if self._has_steps_left or self.is_over:
             return None
         position = self.position
         rollout = collect(position.cursor or cursor, position.step)
@@ -241,27 +352,31 @@ class Rollouts(BatchSource):
         if rollout is not None:
             self.buffer = Buffer.from_samples(rollout.samples, rollout.advantages, rollout.counted, rollout.trained)
             self.measured = rollout.measured
-            position.rollout, position.done = position.rollout + 1, 0
-            position.cursor, position.epochs = rollout.last_sample_group.next_cursor, rollout.last_sample_group.epochs
+            position.rollout += 1
+            position.done = 0
+            position.cursor = rollout.last_sample_group.next_cursor
+            position.epochs = rollout.last_sample_group.epochs
         return rollout
 
     def batches(self, policy: Policy, rows: Rows, cursor: Cursor) -> Iterator[GlobalBatch]:
-        """The minibatches of the rollouts. `samples` are completions of the buffer, this dp rank's share of them."""
+        """Yield the minibatches. Their `samples` are indices of completions in `buffer`, this rank's share of them."""
         while not self.is_over:
-            chosen = self._minibatch()
-            samples = self.split_over_ranks(policy, self.buffer, chosen)[policy.mesh.dp_rank]
-            yield GlobalBatch([], samples, len(chosen), self.position.cursor or cursor, self.position.epochs)
+            minibatch = self._minibatch()
+            samples = self.split_over_ranks(policy, self.buffer, minibatch)[policy.mesh.dp_rank]
+            yield GlobalBatch([], samples, len(minibatch), self.position.cursor or cursor, self.position.epochs)
 
     def split_over_ranks(self, policy: Policy, buffer: Buffer, chosen: Sequence[int]) -> list[list[int]]:
-        """Return these completions dealt out over the data-parallel ranks by the FLOPs of training on them."""
-        ranks = policy.mesh.dp_size
-        if ranks == 1:
+        """Distribute the completions `chosen` over the data-parallel ranks by the FLOPs of training on them."""
+        num_ranks = policy.mesh.dp_size
+        if num_ranks == 1:
             return [list(chosen)]
-        costs = [length * flops_per_token(policy.model, length) for length in buffer.lengths[list(chosen)].tolist()]
-        # Fixed micro-batches are rows: a rank takes no more of them than its part.
-        is_fixed = not (self.recipe.data.packing or self.method.is_dynamic())
-        most = -(-len(chosen) // ranks) if is_fixed else None
-        return [[chosen[place] for place in share] for share in balance_by_cost(costs, ranks, most)]
+        lengths = buffer.lengths[list(chosen)].tolist()
+        costs = [length * flops_per_token(policy.model, length) for length in lengths]
+        # Micro-batches of a fixed number of rows: every rank gets the same number of rows, at most one less.
+        has_fixed_rows = not (self.recipe.data.packing or self.method.is_dynamic())
+        max_rows = -(-len(chosen) // num_ranks) if has_fixed_rows else None
+        shares = balance_by_cost(costs, num_ranks, max_rows)
+        return [[chosen[place] for place in share] for share in shares]
 
     def batch(self, rows: GlobalBatch) -> Batch:
         return self.buffer.batch(rows.samples, self.data)
@@ -271,44 +386,49 @@ class Rollouts(BatchSource):
         self.position.step = step
 
     def state(self) -> dict[str, Any]:
-        """Return the run's position within a rollout. A rollout whose updates are over is not kept."""
-        place = asdict(self.position) | {"cursor": list(self.position.cursor or (0, 0))}
-        if not self._is_begun:
-            return place
+        """Return the position of the run, and the shapes of the buffer if steps on it are left."""
+        state = asdict(self.position) | {"cursor": list(self.position.cursor or (0, 0))}
+        if not self._has_steps_left:
+            return state
         shapes = {name: list(tensor.shape) for name, tensor in self.buffer.tensors().items()}
-        return place | {"shapes": shapes, "measured": self.measured, "settings": self.settings}
+        return state | {"shapes": shapes, "measured": self.measured, "settings": self.settings}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffer's [N], [T] and [T, ..]."""
-        return {f"buffer.{name}": tensor for name, tensor in self.buffer.tensors().items()} if self._is_begun else {}
+        """Return the buffer's tensors, [N], [T] or [T, layers, k], if steps on them are left."""
+        if not self._has_steps_left:
+            return {}
+        return {f"buffer.{name}": tensor for name, tensor in self.buffer.tensors().items()}
 
     def check_state(self, state: Mapping[str, Any], changed: Sequence[str] = ()) -> None:
-        """Raise UserError if a checkpoint was saved without rollouts, or if the recipe changes what the updates of its
-        rollout depend on."""
+        """Raise UserError if this run cannot continue from `state`.
+
+        It cannot if the checkpoint was saved without rollouts, or if the recipe changes what the remaining steps of a
+        rollout depend on.
+        """
         if "settings" in state and "shapes" not in state:
             raise UserError(
-                f"the checkpoint of step {state['step']} stands within a rollout, as another version of dtrain saved "
-                "it: resume from a step between two rollouts (checkpoint.resume=..)"
+                f"the checkpoint of step {state['step']} was saved within a rollout by another version of dtrain: "
+                "resume from a step between two rollouts (checkpoint.resume=..)"
             )
         missing = [name for name in asdict(Position()) if name not in state]
         if missing:
             raise UserError(
-                f"the checkpoint was saved by a run without rollouts, it has no {', '.join(missing)}: begin another "
+                f"the checkpoint was saved by a run without rollouts: it has no {', '.join(missing)}. Start another "
                 "run with these weights (checkpoint.init_from, run.name)"
             )
         changed = list(changed)
         if "shapes" in state:
             for name, value in self.settings.items():
                 saved = state["settings"].get(name)
-                # A dry run does not read large data, so that train.global_batch=auto has no number there.
+                # A dry run does not read large data, so train.global_batch=auto is not yet a number there.
                 if value not in (saved, "auto"):
                     changed.append(f"{name}: {saved} -> {value}")
         if changed:
             raise UserError(
-                f"the checkpoint of step {state['step']} stands within a rollout, whose updates go on as they began, "
-                "and the recipe has changed them:\n  "
+                f"the checkpoint of step {state['step']} was saved within a rollout, and the recipe changes settings "
+                "that its remaining steps depend on:\n  "
                 + "\n  ".join(changed)
-                + "\nTake the change back, resume from a step between two rollouts (checkpoint.resume=..), or begin "
+                + "\nUndo the change, resume from a step between two rollouts (checkpoint.resume=..), or start "
                 "another run with these weights (checkpoint.init_from, run.name)"
             )
 
@@ -320,16 +440,20 @@ class Rollouts(BatchSource):
             self.buffer = Buffer.empty(state["shapes"])
 
     @property
-    def _is_begun(self) -> bool:
+    def _has_steps_left(self) -> bool:
+        """Whether optimizer steps on the present rollout are left."""
         return self.position.done < self.steps(len(self.buffer))
 
     def _minibatch(self) -> list[int]:
-        """The completions of this step, over all ranks; those that do not count are left out."""
-        total, size = len(self.buffer), self.batch_size
-        pass_number, part = divmod(self.position.done, -(-total // size))
+        """Return the completions of this step, over all ranks, without those that do not count."""
+        total = len(self.buffer)
+        steps_per_pass = -(-total // self.batch_size)
+        pass_number, step_in_pass = divmod(self.position.done, steps_per_pass)
         order = torch.arange(total)
         if self.shuffles:
-            drawn = random_key("minibatch", self.recipe.run.seed, self.position.rollout, pass_number)
-            order = permute(order, total, drawn)
+            seed = random_key("minibatch", self.recipe.run.seed, self.position.rollout, pass_number)
+            order = permute(order, total, seed)
+        start = step_in_pass * self.batch_size
         counted = self.buffer.counted.tolist()
-        return sorted(index for index in order[part * size : (part + 1) * size].tolist() if counted[index])
+        selected = order[start : start + self.batch_size].tolist()
+        return sorted(index for index in selected if counted[index])

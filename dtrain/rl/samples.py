@@ -1,4 +1,4 @@
-"""A sampled completion of one or several turns, as rollouts and environments fill it."""
+"""A sampled completion of one or several turns. Rollouts and environments fill it turn by turn."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,27 @@ class Sample:
 
     Attributes:
         prompt: Token ids of the prompt.
-        ids: Token ids of the model's turns and of the environment's answers between them, [s].
+        ids: Token ids of the model's turns and of the environment's observations between them, [s].
         sampled: Whether the model sampled each token, [s].
-        logprobs: Log-probability with which each token was sampled, 0 for the environment's, [s].
+        logprobs: Log-probability with which each token was sampled, 0 for the environment's tokens, [s].
         finish: "stop" if the environment ended, "length" if a turn was cut or the sequence is full, "turns" at the
             largest number of turns, "lost" if the environment failed, so that the reward is unknown.
-        version: Version of the oldest weights that sampled a token, if the engine knows it.
-        earned: Sum of the rewards of the steps. None if no step had one.
+        version: Version of the oldest weights that sampled a token. None if the engine does not report versions.
+        earned: Sum of the rewards of the environment's steps. None if no step had one.
         longest: Tokens of the model's longest turn, infinite if a turn was cut.
-        turns: Turns of the model.
-        calls: Answers of tools that were read.
-        failures: Those among `calls` that report a failed call.
+        turns: Number of turns of the model.
+        calls: Number of tool calls that were answered.
+        failures: Number of them that failed.
         routed: Experts of each token, as in `Completion`, from the first turn that read the token.
-        data_row: Sample of the data whose images the prompt has. -1 without images.
+        data_row: Row of the data with the images of the prompt. -1 without images.
         metrics: The environment's last metrics.
+
+    Example:
+        >>> sample = Sample(prompt=[5, 6])
+        >>> sample.append_completion(Completion([7, 8], [-0.5, -0.1], "stop", 3))
+        >>> sample.append_tokens([9])  # an observation
+        >>> sample.ids, sample.sampled, sample.length, sample.version
+        ([7, 8, 9], [True, True, False], 5, 3)
     """
 
     prompt: Sequence[int]
@@ -48,11 +55,16 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Number of tokens, those of the prompt too."""
+        """Number of tokens, including the prompt."""
         return len(self.prompt) + len(self.ids)
 
     def append_tokens(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens of the model, with their log-probabilities, or of the environment."""
+        """Append tokens.
+
+        Args:
+            ids: Token ids.
+            logprobs: Their log-probabilities. None for tokens of the environment, which the model did not sample.
+        """
         self.ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
@@ -61,12 +73,19 @@ class Sample:
         """Append a turn of the model."""
         self.append_tokens(completion.ids, completion.logprobs)
         self.turns += 1
-        self.longest = max(self.longest, math.inf if completion.finish == "length" else len(completion.ids))
-        routed, before = completion.routed, self.routed
-        if routed is not None and before is not None:  # a later turn may have read a prompt anew, with other roundings
-            is_known = before[:, 0, 0] >= 0
+        turn_length = math.inf if completion.finish == "length" else len(completion.ids)
+        self.longest = max(self.longest, turn_length)
+        self._merge_routed_experts(completion.routed)
+        versions = [version for version in (self.version, completion.version) if version is not None]
+        self.version = min(versions, default=None)
+
+    def _merge_routed_experts(self, routed: Tensor | None) -> None:
+        """Keep the experts of earlier turns, and take those of the new tokens from `routed`.
+
+        A later turn may compute the earlier tokens again with other roundings, and so choose other experts for them.
+        """
+        if routed is not None and self.routed is not None:
+            is_known = self.routed[:, 0, 0] >= 0
             routed = routed.clone()
-            routed[: len(before)][is_known] = before[is_known]
+            routed[: len(self.routed)][is_known] = self.routed[is_known]
         self.routed = routed
-        known = [version for version in (self.version, completion.version) if version is not None]
-        self.version = min(known, default=None)

@@ -46,7 +46,7 @@ def test_experts_stand_where_their_tokens_are_read():
     empty = Buffer.empty({name: [*tensor.shape] for name, tensor in whole.tensors().items()})
     shapes = {name: (one.shape, one.dtype) for name, one in whole.tensors().items()}
     assert {name: (one.shape, one.dtype) for name, one in empty.tensors().items()} == shapes
-    with pytest.raises(ValueError, match="those of 7 tokens, and they have 12"):
+    with pytest.raises(ValueError, match="experts for 7 tokens, but 12 tokens"):
         Buffer.from_samples(
             [samples[0], SAMPLES[1], replace(samples[2], routed=experts[1])], torch.zeros(3), flags, flags
         )
@@ -97,5 +97,5 @@ def test_a_share_has_at_most_so_many():
 def test_a_rollout_that_another_version_saved_is_refused():
     rollouts = Rollouts(None, settings={}, prompts=1)
     state = {"step": 3, "settings": {}, "tokens": 7, "sequences": 3}
-    with pytest.raises(UserError, match="step 3 stands within a rollout, as another version of dtrain saved it"):
+    with pytest.raises(UserError, match="step 3 was saved within a rollout by another version of dtrain"):
         rollouts.check_state(state)
