@@ -1,8 +1,12 @@
-"""Code of the user's in a process of its own, which may hang, crash or be killed without harm to the run.
+"""User code in its own process, which may hang, crash or be killed without harm to the run.
 
-`Worker` is the parent's side, `serve` the other, which dies with its parent and loads no torch unless the user's code
-does. Every wait is bounded, unless the user allows a week or more; the process is killed with all that it started. A
-call is (method, arguments), pickled. An answer is a line of JSON, and null comes after the last one of a call.
+`Worker` is the side of the run, and `serve` the side of the process. They exchange messages over a socket pair:
+
+    Worker   -> process    pickle of (method, arguments), for example ("score", (batch, 0))
+    process  -> Worker     one line of JSON for each result, then the line `null`
+
+The process ends with its parent, and loads no torch unless the user's code does. Every wait has a time limit, unless
+the user allows a week or more. Killing the process also kills everything that it started.
 """
 
 import json
@@ -26,33 +30,41 @@ from dtrain.base.errors import UserError
 from dtrain.base.processes import import_search_path
 from dtrain.base.ranges import MAX_REWARD
 
-LOAD_SECONDS = 120.0  # for the imports of the user's own modules; a longer timeout counts
-LAST_LINES = 12  # of a traceback
-WEEK = 7 * 86400.0  # a socket takes no timeout of a month; what is allowed longer than a week has no limit
+LOAD_SECONDS = 120.0  # for the imports of the user's modules; a longer timeout of the recipe replaces it
+TRACEBACK_LINES = 12  # the last lines of a traceback that a message shows
+WEEK = 7 * 86400.0  # a socket accepts no timeout of a month, so a timeout of a week or more means no limit
+EXIT_SECONDS = 5  # for a process that has closed its socket to end
 
 
 class WorkerLost(Exception):
-    """Raised where the process is of no use any more, and has been killed; the message says why."""
+    """The process is no longer usable and has been killed. The message says why."""
 
 
 class Worker:
-    """A process that has loaded code of the user's, and is started anew where it is gone.
+    """A process that has loaded user code. It is replaced after it was lost.
 
-    service: a class, module:Class, whose methods the process answers; load: arguments of its `load`, called first.
-    what: whose code that is, as messages name it; timeout: seconds that an answer may take; key: the recipe's key for
-    that. say: called with what went wrong, once for each cause.
+    Only one thread may use it, except for `close`.
 
-    Raises UserError where the code cannot be loaded. Not for several threads at once, but for `close`.
+    Args:
+        service: A class, "module:Class". The process calls its methods.
+        load: Arguments of its method `load`, which is called first.
+        what: Name of the user's code in messages.
+        timeout: Seconds that an answer may take.
+        key: The recipe key of the timeout, for messages.
+        say: Prints a line. Called once for each cause of a failure.
+
+    Raises:
+        UserError: If the code cannot be loaded.
     """
 
     def __init__(self, service: str, *load: Any, what: str, timeout: float, key: str, say: Callable[[str], None]):
         self._service, self._load, self._what = service, load, what
         self._timeout, self._key, self._say = timeout, key, say
-        self._reported: set[tuple[str, str]] = set()
-        self._has_worked: set[str] = set()
+        self._reported: set[tuple[str, str]] = set()  # (stage, cause) of the failures that were printed
+        self._has_worked: set[str] = set()  # stages that have succeeded at least once
         self._is_closed = False
-        # The kernel ends a process with the thread that started it (PR_SET_PDEATHSIG, `orphans.end_with_parent`): that
-        # thread lives as long as this.
+        # The kernel ends a process when the thread that started it ends (PR_SET_PDEATHSIG, `orphans.end_with_parent`).
+        # So a thread that lives as long as this object starts all processes.
         self._thread = ThreadPoolExecutor(1, "worker")
         try:
             self._start()
@@ -66,7 +78,7 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """End the process, at once even where it computes. May be called again."""
+        """End the process at once, even during a call. May be called again, and from another thread."""
         self._is_closed = True
         self._kill()
         self._thread.shutdown()
@@ -76,78 +88,104 @@ class Worker:
         return self._process.poll() is None
 
     def _ensure_running(self) -> None:
-        """Start another process, with the same code loaded, if the process has ended. Raises WorkerLost on failure."""
-        if not self._is_alive:
-            self._kill()
-            try:
-                self._start()
-            except UserError as error:  # it could be loaded once: no mistake that ends a run
-                raise WorkerLost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
+        """Start another process with the same code if the process has ended. Raises WorkerLost on failure."""
+        if self._is_alive:
+            return
+        self._kill()
+        try:
+            self._start()
+        except UserError as error:  # the code could be loaded before, so the run does not end
+            raise WorkerLost(f"cannot be loaded any more: {str(error).splitlines()[-1]}") from None
 
     def call(self, method: str, *arguments: Any, grace: float = 0.0, at_least: float = 0.0) -> Iterator[Any]:
-        """Yield the answers of a method of the service, as they come.
+        """Call a method of the service and yield its results as they arrive.
 
-        Raises WorkerLost where one takes longer than max(timeout, at_least) + grace seconds, or the process is gone.
-        Whatever ends this before the last answer, Ctrl-C too, kills the process: nobody waits for it.
+        If the caller does not consume all results, for example because of Ctrl-C, the process is killed, because its
+        next line would be taken for the result of another call.
+
+        Args:
+            method: Name of the method.
+            arguments: Its arguments. They are pickled.
+            grace: Seconds to wait in addition to the timeout, for a process that enforces the timeout itself.
+            at_least: Smallest timeout in seconds.
+
+        Raises:
+            WorkerLost: If a result takes longer than max(timeout, at_least) + grace seconds, or the process ended.
         """
         seconds = max(self._timeout, at_least)
-        is_over = False
+        has_limit = seconds < WEEK
+        is_complete = False
         try:
-            self._socket.settimeout(seconds if seconds < WEEK else None)
+            self._socket.settimeout(seconds if has_limit else None)
             self._socket.sendall(pickle.dumps((method, arguments)))
-            self._socket.settimeout(seconds + grace if seconds < WEEK else None)
-            while (line := self._incoming.readline()).endswith(b"\n"):
-                answer = json.loads(line)
-                if answer is None:
-                    is_over = True
+            self._socket.settimeout(seconds + grace if has_limit else None)
+            while True:
+                line = self._incoming.readline()
+                if not line.endswith(b"\n"):  # the process closed its end, perhaps within a line
+                    raise WorkerLost(self._describe_exit())
+                result = json.loads(line)
+                if result is None:
+                    is_complete = True
                     return
-                yield answer
-            raise WorkerLost(self._end())
+                yield result
         except TimeoutError:
             raise WorkerLost(f"took longer than {seconds:g} s ({self._key})") from None
-        except (OSError, ValueError):  # ValueError: closed by another thread
-            raise WorkerLost(self._end()) from None
+        except (OSError, ValueError):  # ValueError: another thread closed the socket
+            raise WorkerLost(self._describe_exit()) from None
         finally:
-            if not is_over:
+            if not is_complete:
                 self._kill()
 
     def _kill(self) -> None:
-        """End the process and what it started. May be called again."""
+        """Kill the process and everything that it started. May be called again."""
         if self._is_alive:
-            started = orphans.descendants(self._process.pid)  # some in sessions of their own, tool servers for example
+            # Some have their own session, for example tool servers, so killing the group does not reach them.
+            descendants = orphans.descendants(self._process.pid)
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._process.pid, signal.SIGKILL)
-            orphans.kill_all(started)
+            orphans.kill_all(descendants)
         self._process.wait()
-        with suppress(OSError):  # it ends a wait for an answer in another thread, whoever else holds the other end
+        # This ends a wait in another thread, even if a forked process still has the other end of the socket.
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._incoming.close()
         self._socket.close()
 
     def _start(self) -> None:
+        """Start the process and load the user's code. Raises UserError, and WorkerLost if the process ends."""
         if self._is_closed:
             raise WorkerLost("is closed")
         self._socket, other_end = socket.socketpair()
         with other_end:
             self._process = self._thread.submit(_spawn, self._service, other_end.fileno()).result()
         self._incoming = self._socket.makefile("rb")
-        (answer,) = self.call("load", *self._load, at_least=LOAD_SECONDS)
-        if "value" not in answer:
+        (outcome,) = self.call("load", *self._load, at_least=LOAD_SECONDS)
+        if "value" not in outcome:
             self._kill()
-            raise UserError(answer.get("user") or f"{self._what} cannot be loaded:\n{answer['error']}")
+            raise UserError(outcome.get("user") or f"{self._what} cannot be loaded:\n{outcome['error']}")
 
-    def _end(self) -> str:
+    def _describe_exit(self) -> str:
+        """Return how the process ended."""
         try:
-            status = self._process.wait(5)
+            status = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
-        return (
-            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended its process with status {status}"
-        )
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended its process with status {status}"
 
     def _report_failure(self, stage: str, cause: str, text: str, loss: str) -> None:
-        """Say what went wrong in the user's code, and what that costs. Raises UserError where nothing of its kind, a
-        `stage` in _has_worked, has ever worked: that is its user's mistake."""
+        """Print a failure of the user's code, once for each cause.
+
+        Args:
+            stage: What failed, such as a reward's name or "step".
+            cause: Failures with the same stage and cause are printed once.
+            text: What went wrong.
+            loss: What the failure costs. Added to the text.
+
+        Raises:
+            UserError: If this stage has never worked. Then the code is wrong, and the run ends.
+        """
         if stage not in self._has_worked:
             raise UserError(text)
         self._report_once(stage, cause, text + loss)
@@ -159,8 +197,11 @@ class Worker:
 
 
 def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
-    """Start a process that answers at the socket `channel`. What the user's code prints goes to standard error; what it
-    reads is empty; CUDA's devices are hidden from it, whose memory is the run's, until it names them itself."""
+    """Start a process that serves calls of `service` on the socket `channel`.
+
+    The user's code prints to standard error and reads an empty standard input. It sees no CUDA device, because the
+    run needs their memory, unless it sets CUDA_VISIBLE_DEVICES itself.
+    """
     module, name = service.split(":")
     code = "import json, os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
     code += "parent, channel, sys.path[:] = json.loads(sys.argv[1]); "
@@ -170,15 +211,23 @@ def _spawn(service: str, channel: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=2,
         pass_fds=[channel],
-        # A session of its own: Ctrl-C at the terminal is for the run to answer, and what the code starts goes with it.
+        # Its own session: the run handles Ctrl-C at the terminal, and processes that the code starts belong to it.
         start_new_session=True,
     )
 
 
 class Outcome(TypedDict, total=False):
-    """Outcome of a call: its value; or `user`, a mistake that its user can mend; or `error`, the end of a traceback,
-    with `kind`, the exception's name. The parent adds `lost`, why the process is gone. An environment's may have
-    `missed`, why it was not waited for, and `stage`, what failed, where that is not what was asked."""
+    """Outcome of a call in the process, as JSON. A successful call has `value`, a failed one `user` or `error`.
+
+    Attributes:
+        value: What the call returned.
+        user: Message of a UserError.
+        error: The last lines of the traceback of any other exception.
+        kind: Name of that exception.
+        lost: Why the process was lost. The parent adds this.
+        missed: Why the result was not waited for, or is incomplete.
+        stage: What failed, if it is not what was called: a step may fail in its observation.
+    """
 
     value: Any
     user: str
@@ -190,59 +239,86 @@ class Outcome(TypedDict, total=False):
 
 
 def serve(parent: int, channel: int, service: Any) -> None:
-    """Answer calls of methods of `service`, which give their answers one after another, until the parent closes its end
-    of the socket `channel`. Never returns. Once a service has a `main`, that has this thread, and another answers: the
-    user's code may need the main one, for signals say."""
+    """Serve calls of the methods of `service` until the parent closes the socket. Never returns.
+
+    A service may get a `main` when it loads. Then `main` runs in this thread, and another thread serves the calls,
+    because some code needs the main thread, for example to set signal handlers.
+
+    Args:
+        parent: Process id of the parent. This process ends with it.
+        channel: File descriptor of the socket.
+        service: Object whose methods return an iterable of results.
+    """
     orphans.end_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    own = os.getpid()
+    server_pid = os.getpid()
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     calls = connection.makefile("rb")
 
-    def answer_one() -> None:
+    def serve_call() -> None:
         method, arguments = pickle.load(calls)
-        for answer in chain(getattr(service, method)(*arguments), [None]):
-            if os.getpid() != own:  # a process that the user's code forked and let go on: its answer is nobody's
+        results = getattr(service, method)(*arguments)
+        for result in chain(results, [None]):
+            if os.getpid() != server_pid:  # the user's code has forked, and this is the child: it must not answer
                 os._exit(0)
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+            connection.sendall(json.dumps(result).encode() + b"\n")
 
-    def answer_all() -> None:
+    def serve_all() -> None:
         try:
             while True:
-                answer_one()
+                serve_call()
         finally:
             os._exit(0)
 
     with suppress(EOFError):
         while getattr(service, "main", None) is None:
-            answer_one()
-        threading.Thread(target=answer_all, daemon=True).start()
+            serve_call()
+        threading.Thread(target=serve_all, daemon=True).start()
         service.main()
-    os._exit(0)  # threads of the user's code must not hold the process
+    os._exit(0)  # threads of the user's code must not keep the process alive
 
 
 def attempt(act: Callable[..., Any], *arguments: Any) -> Outcome:
-    """Return what `act` returns or raises, any exception, as an Outcome."""
+    """Call `act` and return its result or any exception as an Outcome.
+
+    Example:
+        >>> attempt(int, "7")
+        {'value': 7}
+        >>> attempt(int, "seven")["kind"]
+        'ValueError'
+    """
     try:
         return {"value": act(*arguments)}
     except UserError as error:
         return {"user": str(error)}
-    except BaseException as error:  # sys.exit in the user's code too: the process serves on, and the parent tells it
+    except BaseException as error:  # sys.exit too: the process continues, and the parent reports the failure
         lines = traceback.format_exc().strip().splitlines()
-        return {"error": "\n".join(lines[-LAST_LINES:]), "kind": type(error).__qualname__}
+        return {"error": "\n".join(lines[-TRACEBACK_LINES:]), "kind": type(error).__qualname__}
 
 
 def to_reward(value: Any, of: str = "") -> float | None:
-    """Return a reward as a float, NaN as None. of: what it is given for, as the message says it. Raises UserError for
-    what is no number, infinite or above LARGEST_REWARD in size."""
+    """Convert a reward of the user's code to a float, NaN to None.
+
+    Args:
+        value: None or anything that `float` accepts, except text.
+        of: What the reward is for, such as " for a completion", for the message.
+
+    Raises:
+        UserError: If the value is not a number, infinite, or larger than MAX_REWARD.
+
+    Example:
+        >>> to_reward(True), to_reward(float("nan")), to_reward(None)
+        (1.0, None, None)
+    """
     if value is None:
         return None
-    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if isinstance(value, str | bytes) or not is_number:
         raise UserError(f"gave {shown(value)}{of}; a finite number or None is needed")
     try:
         number = float(value)
-    except OverflowError:  # a whole number
+    except OverflowError:  # an integer beyond the range of floats
         number = math.inf
     if math.isinf(number):
         raise UserError(f"gave {number}{of}; a finite number or None is needed")
@@ -252,6 +328,13 @@ def to_reward(value: Any, of: str = "") -> float | None:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as a message shows it, at most 80 characters."""
+    """Return `repr(value)` for a message, cut to 80 characters.
+
+    Example:
+        >>> shown([1, 2])
+        '[1, 2]'
+        >>> len(shown("a" * 100))
+        80
+    """
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

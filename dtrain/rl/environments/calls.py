@@ -1,6 +1,11 @@
-"""Calls inside the environments' process; their answers are checked so that they can travel as JSON.
+"""The service in the environments' process: making, stepping and ending environments.
 
-Each make and each step runs in a thread of a pool, and is given up where it hangs.
+Each call runs in a thread of a `TimeoutPool` and is abandoned if it takes too long. Results are checked here, so that
+they can be sent as JSON. For example, a call `step([(0, "2 + 2 = 5", False)])` yields
+
+    (0, {"value": {"earned": 0.0, "done": False, "metrics": {}, "observation": "Wrong. Try again."}})
+
+"earned" is the reward of the step in all these messages.
 """
 
 import importlib
@@ -11,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.ranges import is_number
@@ -19,42 +24,57 @@ from dtrain.rl.worker import Outcome, attempt, shown, to_reward
 
 
 class EnvironmentCalls:
-    """Calls of a `Worker` to the environments, which are numbered. The answers are (number, answer), as they come."""
+    """Calls of a `Worker` to numbered environments. Results are (number, outcome), in the order of completion."""
 
     def load(
         self, module: str, function: str, options: Sequence[Any] | None, timeout: float, threads: int
     ) -> list[Outcome]:
-        """Load the maker of environments. options: arguments for which the function gives the maker; None: it is the
-        maker."""
+        """Load the maker of environments.
+
+        Args:
+            module: The module of the function.
+            function: The maker, or with `options` a function that returns the maker.
+            options: Arguments of such a function. None: `function` is the maker.
+            timeout: Seconds that a call may take.
+            threads: Number of calls at the same time.
+        """
         self.environments: dict[int, Any] = {}
         self.pool = TimeoutPool(threads, timeout)
         return [attempt(self._load, module, function, options)]
 
     def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> Iterator[tuple[int, Outcome]]:
-        """Make an environment for each row and seed; those before are gone."""
+        """Make an environment for each row and seed, and discard the previous ones."""
         self.environments = {}
-        tasks = [
-            partial(attempt, self._make, self.environments, number, *pair) for number, pair in enumerate(seeded_rows)
-        ]
-        yield from self._do(range(len(seeded_rows)), tasks)
+        tasks = []
+        for number, (row, seed) in enumerate(seeded_rows):
+            # A task that is late must add its environment to those of its own call, not to a later call's.
+            tasks.append(partial(attempt, self._make, self.environments, number, row, seed))
+        yield from self._run(range(len(seeded_rows)), tasks)
 
     def step(self, turns: Sequence[tuple[int, str, bool]]) -> Iterator[tuple[int, Outcome]]:
-        """Step each (number, text, is_last): {"earned", "done"} and, where it goes on, "observation"."""
+        """Step environments; turns: (number, text, is_last) each.
+
+        The value of an outcome is that of `step`, with "observation" if the episode continues.
+        """
         tasks = [partial(_step_and_observe, self.environments, *turn) for turn in turns]
-        yield from self._do([number for number, *_ in turns], tasks)
+        yield from self._run([number for number, _, _ in turns], tasks)
 
     def end(self, numbers: Sequence[int]) -> Iterator[tuple[int, Outcome]]:
-        """End episodes that were not done, where the observation leaves no room for a completion; answers as `step`."""
+        """End episodes whose observation leaves no room for another completion. Outcomes as those of `step`."""
         tasks = [partial(attempt, end, self.environments.pop(number)) for number in numbers]
-        yield from self._do(numbers, tasks)
+        yield from self._run(numbers, tasks)
 
     def stuck(self) -> list[int]:
-        """Return the number of threads that were given up and hang still."""
+        """Return the number of abandoned tasks that still run."""
         return [self.pool.stuck]
 
     def forget(self) -> list[None]:
-        """Let the environments go, in a thread of the pool: what ends with one may be its thread's alone."""
-        list(self.pool.run([partial(attempt, self.environments.clear)]))
+        """Discard the environments.
+
+        This happens in a thread of the pool, because some resources must be released by the thread that made them.
+        """
+        for _ in self.pool.run([partial(attempt, self.environments.clear)]):
+            pass
         return []
 
     def _load(self, module: str, function: str, options: Sequence[Any] | None) -> None:
@@ -64,20 +84,19 @@ class EnvironmentCalls:
             self.main: Callable[[], None] | None = getattr(self.maker, "main", None)
 
     def _make(self, environments: dict[int, Any], number: int, row: Mapping[str, Any], seed: int) -> None:
-        """Make an environment and add it to those of its own call, where a late one belongs too."""
         environment = self.maker(row, seed)
         if not callable(getattr(environment, "step", None)):
             raise UserError(f"gave {shown(environment)}, which has no step")
         environments[number] = environment
 
-    def _do(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Outcome]]) -> Iterator[tuple[int, Outcome]]:
+    def _run(self, numbers: Sequence[int], tasks: Sequence[Callable[[], Outcome]]) -> Iterator[tuple[int, Outcome]]:
         for outcomes in self.pool.run(tasks):
             for index, outcome in outcomes:
                 yield numbers[index], outcome
 
 
 def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_last: bool) -> Outcome:
-    """Step an environment and, where that was not the last, observe it. An environment that is over is not kept."""
+    """Step an environment, and observe it if the episode continues. Discard it if the episode is over."""
     environment = environments.pop(number)
     stepped = attempt(step, environment, text)
     if "value" not in stepped or stepped["value"]["done"]:
@@ -87,47 +106,68 @@ def _step_and_observe(environments: dict[int, Any], number: int, text: str, is_l
         if "value" in ended:
             ended["value"]["earned"] = total(stepped["value"]["earned"], ended["value"]["earned"])
         return ended
-    seen = attempt(observe, environment)
-    if "value" not in seen:
-        return {**seen, "stage": "observe"}
+    observed = attempt(observe, environment)
+    if "value" not in observed:
+        return {**observed, "stage": "observe"}
     environments[number] = environment
-    return {"value": stepped["value"] | seen["value"]}
+    return {"value": stepped["value"] | observed["value"]}
 
 
 def step(environment: Any, text: str) -> dict[str, Any]:
-    """Return what the completion earned, NaN as None, whether that was all, and the numbers of the environment's
-    `metrics`. Raises UserError for no number; whatever the environment raises passes, here and below."""
-    return _earned(environment, environment.step(text), bool(environment.done))
+    """Pass a completion to an environment.
+
+    Returns:
+        {"earned": the step's reward or None, "done": bool, "metrics": the numbers of the environment's `metrics`}.
+
+    Raises:
+        UserError: If the reward is not a number.
+        Exception: Whatever the environment raises.
+    """
+    reward = environment.step(text)
+    return _step_result(environment, reward, bool(environment.done))
 
 
 def end(environment: Any) -> dict[str, Any]:
-    """End an episode that is cut off; returns the same as `step`. An environment without `end` earns nothing more."""
-    stop = getattr(environment, "end", None)
-    return _earned(environment, stop() if callable(stop) else None, False)
+    """Call an environment's `end`, if it has one, because its episode is cut off. Returns and raises as `step`."""
+    end_method = getattr(environment, "end", None)
+    reward = end_method() if callable(end_method) else None
+    return _step_result(environment, reward, False)
 
 
 def total(*earned: float | None) -> float | None:
-    """Return the sum of what is known; None where nothing is."""
+    """Return the total of the values that are not None, or None if all are.
+
+    Example:
+        >>> total(0.5, None, 1.0), total(None, None)
+        (1.5, None)
+    """
     known = [value for value in earned if value is not None]
     return sum(known) if known else None
 
 
-def _earned(environment: Any, earned: Any, done: bool) -> dict[str, Any]:
-    earned = to_reward(earned)
-    parts = getattr(environment, "metrics", None)
-    numbers = {str(name): value for name, value in parts.items()} if isinstance(parts, dict) else {}
-    known = {name: float(value) for name, value in numbers.items() if is_number(value)}
-    return {"earned": earned, "done": done, "metrics": known}
+def _step_result(environment: Any, reward: Any, done: bool) -> dict[str, Any]:
+    earned = to_reward(reward)
+    metrics = getattr(environment, "metrics", None)
+    numbers = {}
+    if isinstance(metrics, dict):
+        for name, value in metrics.items():
+            if is_number(value):
+                numbers[str(name)] = float(value)
+    return {"earned": earned, "done": done, "metrics": numbers}
 
 
 def observe(environment: Any) -> dict[str, Any]:
-    """Return the observation that is read next. Raises UserError for what is neither a text nor messages, or cannot be
-    JSON."""
+    """Return {"observation": a text or a list of messages}, what the model reads next.
+
+    Raises:
+        UserError: If the observation is neither a text nor messages, or is not JSON.
+        Exception: Whatever the environment raises.
+    """
     observed = environment.observe()
     if isinstance(observed, str):
         return {"observation": str(observed)}
-    is_list = isinstance(observed, Sequence) and len(observed) > 0
-    if not (is_list and all(isinstance(message, dict) and "role" in message for message in observed)):
+    is_non_empty_list = isinstance(observed, Sequence) and len(observed) > 0
+    if not is_non_empty_list or not all(isinstance(message, dict) and "role" in message for message in observed):
         raise UserError(f"gave {shown(observed)}; a text or a list of messages is needed")
     messages = list(observed)
     try:
@@ -137,55 +177,70 @@ def observe(environment: Any) -> dict[str, Any]:
     return {"observation": messages}
 
 
-MAX_TIMEOUTS_IN_A_ROW = 4  # tasks in a row; what they call may be down, and each would take its whole time
+MAX_TIMEOUTS_IN_A_ROW = 4  # then the service that the environments call may be down, and each task would time out
 TIMED_OUT: Outcome = {"missed": "late"}
 NOT_TRIED: Outcome = {"missed": "untried"}
 
 
-class TimeoutPool:
-    """Pool of `threads` threads, which live from call to call. timeout: seconds that a task may take.
+class _RunningTask(NamedTuple):
+    index: int
+    thread: ThreadPoolExecutor
+    due: float  # time at which the task has timed out
 
-    One thread does tasks one after another in their order, all calls' tasks, until it is given up and another takes its
-    place. A thread that is given up does what hangs to its end, if there is one, and no more. Not for several threads
-    at once.
+
+class TimeoutPool:
+    """Pool of threads that run tasks with a time limit each. Only one thread may call it.
+
+    Python cannot end a thread. A task that takes too long is abandoned: its thread continues, and another takes its
+    place. Otherwise threads are kept from call to call, and with one thread all tasks run in it, one after another.
+
+    Args:
+        threads: Number of tasks at the same time.
+        timeout: Seconds that a task may take.
     """
 
     def __init__(self, threads: int, timeout: float):
-        self._threads, self._timeout = threads, min(timeout, threading.TIMEOUT_MAX / 2)
-        self._idle: list[ThreadPoolExecutor] = []  # of one thread each: another could not take its place alone
-        self._given_up: list[Future[Outcome]] = []
+        self._num_threads = threads
+        self._timeout = min(timeout, threading.TIMEOUT_MAX / 2)
+        self._idle: list[ThreadPoolExecutor] = []  # of one thread each, so that each can be replaced
+        self._abandoned: list[Future[Outcome]] = []
 
     @property
     def stuck(self) -> int:
-        """Tasks that were given up and have not ended, each in a thread of its own."""
-        self._given_up = [task for task in self._given_up if not task.done()]
-        return len(self._given_up)
+        """Number of abandoned tasks that still run, each in its own thread."""
+        self._abandoned = [task for task in self._abandoned if not task.done()]
+        return len(self._abandoned)
 
     def run(self, tasks: Sequence[Callable[[], Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Run `tasks`, which raise nothing; yields their indices and outcomes as they come, each index once.
+        """Run tasks, which must not raise, and yield (index, outcome) of those that have ended, each task once.
 
         After MAX_TIMEOUTS_IN_A_ROW or more consecutive timeouts, the tasks that no thread has begun are not tried.
         """
         waiting = deque(enumerate(tasks))
-        running: dict[Future[Outcome], tuple[int, ThreadPoolExecutor, float]] = {}  # index, thread, when it is late
-        late_in_a_row = 0
+        running: dict[Future[Outcome], _RunningTask] = {}
+        timeouts_in_a_row = 0
         while waiting or running:
-            while waiting and len(running) < self._threads:
+            while waiting and len(running) < self._num_threads:
                 index, task = waiting.popleft()
                 thread = self._idle.pop() if self._idle else ThreadPoolExecutor(1)
-                running[thread.submit(task)] = index, thread, time.monotonic() + self._timeout
-            first_due = min(due for _, _, due in running.values())
+                future = thread.submit(task)
+                running[future] = _RunningTask(index, thread, time.monotonic() + self._timeout)
+            first_due = min(task.due for task in running.values())
             done, _ = wait(running, max(0.0, first_due - time.monotonic()), FIRST_COMPLETED)
-            late = [future for future, (*_, due) in running.items() if due <= time.monotonic() and not future.done()]
+            # A task that ended in the meantime is not late. The next round collects it.
+            late = [future for future, task in running.items() if task.due <= time.monotonic() and not future.done()]
             outcomes = []
             for future in done:
-                index, thread, _ = running.pop(future)
-                self._idle.append(thread)
-                outcomes.append((index, future.result()))
-            late_in_a_row = len(late) + (0 if done else late_in_a_row)
-            outcomes += [(running.pop(future)[0], TIMED_OUT) for future in late]
-            self._given_up += late
-            if late_in_a_row >= MAX_TIMEOUTS_IN_A_ROW:
+                ended = running.pop(future)
+                self._idle.append(ended.thread)
+                outcomes.append((ended.index, future.result()))
+            if done:
+                timeouts_in_a_row = 0
+            timeouts_in_a_row += len(late)
+            for future in late:
+                outcomes.append((running.pop(future).index, TIMED_OUT))
+            self._abandoned += late
+            if timeouts_in_a_row >= MAX_TIMEOUTS_IN_A_ROW:
                 outcomes += [(index, NOT_TRIED) for index, _ in waiting]
                 waiting.clear()
             if outcomes:

@@ -1,10 +1,14 @@
-"""Environments in one worker process that may hang, crash or be killed without harm to the run."""
+"""Environments in one worker process, which may hang, crash or be killed without harm to the run.
+
+`Environments` is the side of the run. The service in the process is `calls.EnvironmentCalls`.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dtrain.base.errors import UserError
@@ -13,17 +17,25 @@ from dtrain.rl.environments.calls import MAX_TIMEOUTS_IN_A_ROW, total
 from dtrain.rl.rewards.catalog import find
 from dtrain.rl.worker import Outcome, Worker, WorkerLost
 
-GRACE = 5.0  # seconds behind the timeout after which the process itself hangs, in C say, and not one of its threads
+GRACE = 5.0  # seconds after the timeout, in which the process itself should have abandoned the call
 KEY = "grpo.environment_timeout"
 
 Observation = str | Sequence[dict[str, Any]]
-Failures = dict[tuple[str, str], list[str]]  # by stage and cause: what went wrong, of each environment
+"""What an environment says: a text, or messages."""
+Failures = dict[tuple[str, str], list[str]]
+"""Messages of the failures, one for each environment, by stage ("make", "step", "observe", "end") and cause."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Input of environment `number`: a completion's text, and whether nothing is read after it. room: tokens that are
-    left of the sequence behind it."""
+    """A completion for an environment.
+
+    Attributes:
+        number: The environment's number.
+        text: The completion.
+        is_last: Whether the model gets no further turn, whatever the environment says.
+        room: Tokens that are left of the sequence after the completion.
+    """
 
     number: int
     text: str
@@ -33,9 +45,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """Reply of an environment to one completion: what it earned, whether that was all, the ids that are read next
-    (none after the last), with how many answers of tools and failures among them. is_lost: nothing of that is known, or
-    there will be no more. metrics: the environment's."""
+    """Reply of an environment to a completion.
+
+    Attributes:
+        earned: Reward of the step. None if it has none.
+        done: Whether the environment has ended.
+        ids: Token ids of the observation. Empty after the last turn.
+        is_lost: Whether the environment failed. Nothing else is known then.
+        calls: Number of tool answers in the observation.
+        failures: Number of them that report a failed call.
+        metrics: The environment's metrics.
+    """
 
     earned: float | None = None
     done: bool = False
@@ -47,17 +67,24 @@ class EnvironmentReply:
 
 
 class Environments(Worker):
-    """Environments that the function at import path `path` makes, in a process of their own; or, with `options`, what
-    it gives for these, under the recipe's key for that, `whose`.
+    """Environments in a process of their own. Only one thread may use them.
 
-    timeout: seconds that making one may take, or one step with its observation. threads: how many are made or stepped
-    side by side; with 1 all is done in one thread, in the order of the calls. grace: seconds more until the process is
-    killed where it does not give up by itself what takes too long. say: gets what went wrong, once for each cause.
+    An environment is lost if it raises, returns a wrong type or takes too long. All are lost if the process ends or
+    does not answer. The process is replaced when the next environments are made. If a stage (make, step, observe) has
+    never worked, its failure ends the run with a UserError instead.
 
-    An environment is lost where it raises, gives something of a wrong type or takes too long; all are where their
-    process ends or no longer answers, and it is replaced when others are made. As long as nothing of its kind (a make,
-    a step, an observation) has ever worked, that is its user's mistake: a UserError with the end of the traceback. It
-    is a UserError, too, where there is no such function or it cannot be loaded. Not for several threads at once.
+    Args:
+        path: Import path of the function that makes an environment, `make(row, seed)`.
+        options: Arguments with which the function at `path` returns the maker. None: the function is the maker.
+        whose: Recipe key of the environments, for messages. None: `path`.
+        timeout: Seconds for making an environment, and for a step with its observation.
+        threads: Number of environments that are made or stepped at the same time. With 1, one thread makes all calls
+            in order.
+        say: Prints a line. Called once for each cause of a failure.
+        grace: Seconds after the timeout until the process is killed.
+
+    Raises:
+        UserError: If the function does not exist or cannot be loaded.
     """
 
     def __init__(
@@ -71,9 +98,10 @@ class Environments(Worker):
         say: Callable[[str], None] = print,
         grace: float = GRACE,
     ):
-        self._whose, self._grace = whose or f"environment {path}", grace
-        self._live: set[int] = set()
-        self._count = 0
+        self._whose = whose or f"environment {path}"
+        self._grace = grace
+        self._live: set[int] = set()  # numbers of the environments that are not lost
+        self._count = 0  # environments of the last `make`
         super().__init__(
             "dtrain.rl.environments.calls:EnvironmentCalls",
             *find(path, "environment"),
@@ -87,7 +115,7 @@ class Environments(Worker):
         )
 
     def make(self, seeded_rows: Sequence[tuple[Mapping[str, Any], int]]) -> None:
-        """Make an environment for each row and seed, numbered from 0; those before are gone."""
+        """Make an environment for each (row, seed), numbered from 0, and discard the previous ones."""
         self._count = len(seeded_rows)
         self._live.clear()
         try:
@@ -95,109 +123,152 @@ class Environments(Worker):
         except WorkerLost as lost:
             self._report_once("make", str(lost), f"{self._whose}: their process {lost}{self._loss(self._count)}")
             return
-        answers = self._answers("make", range(self._count), seeded_rows)
+        outcomes = self._outcomes("make", range(self._count), seeded_rows)
         failures: Failures = defaultdict(list)
-        for number, answer in answers.items():
-            if "value" in answer:
+        for number, outcome in outcomes.items():
+            if "value" in outcome:
                 self._has_worked.add("make")
-            if "value" in answer and "lost" not in answer:
+            if "value" in outcome and "lost" not in outcome:
                 self._live.add(number)
             else:
-                self._add(failures, "make", answer)
+                self._add_failure(failures, "make", outcome)
         self._report_failures(failures)
 
     def step(self, turns: Sequence[Turn], encode: Callable[[int, Observation], list[int]]) -> list[EnvironmentReply]:
-        """Return a reply to each turn, in their order; no environment has two. encode: ids of an observation, from its
-        index in `turns`; a UserError that it raises is the environment's. Lost environments are
-        not asked again."""
+        """Pass completions to environments. Lost environments are not called again.
+
+        Args:
+            turns: The completions, at most one for each environment.
+            encode: Encodes the observation that follows the turn with an index in `turns`. A UserError of it counts as
+                a failure of the environment.
+
+        Returns:
+            The replies, in the order of `turns`.
+
+        Raises:
+            UserError: If an environment fails in a stage that has never worked.
+        """
         content = [(turn.number, turn.text, turn.is_last) for turn in turns if turn.number in self._live]
-        answers = self._answers("step", [number for number, *_ in content], content)
+        outcomes = self._outcomes("step", [number for number, _, _ in content], content)
         failures: Failures = defaultdict(list)
         replies = []
-        full: list[int] = []  # indices of turns whose observation leaves no room for a completion
+        full: list[int] = []  # indices of turns after which the observation leaves no room for a completion
         for index, turn in enumerate(turns):
             reply = EnvironmentReply(is_lost=True)
             if turn.number in self._live:
-                answer = answers[turn.number]
-                value = answer.get("value")
+                outcome = outcomes[turn.number]
+                value = outcome.get("value")
                 if value is not None:
                     self._has_worked.add("step")
                 if value is not None and (value["done"] or turn.is_last):
                     reply = EnvironmentReply(value["earned"], value["done"], metrics=value["metrics"])
-                elif value is None or "lost" in answer:
-                    self._add(failures, "step", answer)
+                elif value is None or "lost" in outcome:
+                    self._add_failure(failures, "step", outcome)
                 else:
                     try:
-                        observation = value["observation"]
-                        calls, failed = count_tool_answers(observation)
-                        ids = encode(index, observation)
-                        reply = EnvironmentReply(value["earned"], False, ids, False, calls, failed, value["metrics"])
-                        if len(ids) >= turn.room:
+                        reply = self._reply_with_observation(value, partial(encode, index))
+                        if len(reply.ids) >= turn.room:
                             full.append(index)
                         self._has_worked.add("observe")
                     except UserError as error:
                         failures["observe", "encode"].append(f"{self._whose}: {error}")
             replies.append(reply)
+        self._end_full(turns, full, replies, failures)
+        self._report_failures(failures)
+        self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
+        return replies
+
+    @staticmethod
+    def _reply_with_observation(
+        value: Mapping[str, Any], encode: Callable[[Observation], list[int]]
+    ) -> EnvironmentReply:
+        """Return the reply of an episode that continues. Raises UserError as `encode`."""
+        observation = value["observation"]
+        num_calls, num_failures = count_tool_answers(observation)
+        return EnvironmentReply(
+            earned=value["earned"],
+            ids=encode(observation),
+            calls=num_calls,
+            failures=num_failures,
+            metrics=value["metrics"],
+        )
+
+    def _end_full(
+        self, turns: Sequence[Turn], full: Sequence[int], replies: list[EnvironmentReply], failures: Failures
+    ) -> None:
+        """End the episodes of the turns with the indices `full`, and add what they earn to their replies."""
         numbers = [turns[index].number for index in full]
-        for index, answer in zip(full, self._answers("end", numbers, numbers).values(), strict=True):
-            value = answer.get("value")
-            if value is None or "lost" in answer:
-                self._add(failures, "end", answer)
+        outcomes = self._outcomes("end", numbers, numbers)
+        for index, number in zip(full, numbers, strict=True):
+            outcome = outcomes[number]
+            value = outcome.get("value")
+            if value is None or "lost" in outcome:
+                self._add_failure(failures, "end", outcome)
                 replies[index] = EnvironmentReply(is_lost=True)
             else:
                 self._has_worked.add("end")
                 earned = total(replies[index].earned, value["earned"])
                 replies[index] = replace(replies[index], earned=earned, metrics=value["metrics"])
-        self._report_failures(failures)
-        self._live -= {turn.number for turn, reply in zip(turns, replies, strict=True) if reply.is_lost}
-        return replies
 
     def forget(self) -> None:
-        """Let the environments go, with what they hold."""
+        """Discard the environments."""
         self._live.clear()
         if self._is_alive:
             try:
-                list(self.call("forget", grace=self._grace))
+                for _ in self.call("forget", grace=self._grace):
+                    pass
             except WorkerLost as lost:
                 self._report_once("end", str(lost), f"{self._whose}: their process {lost} when they were over")
 
     def _renew(self) -> None:
-        """Start another process where this one is gone, or has threads that hang and slow it down for ever."""
+        """Start another process if this one has ended, or has abandoned threads that would slow it down for ever."""
         if self._is_alive:
             with suppress(WorkerLost):
-                (stuck,) = self.call("stuck", grace=self._grace)
-                if stuck:
+                (num_stuck,) = self.call("stuck", grace=self._grace)
+                if num_stuck:
                     self._kill()
         self._ensure_running()
 
-    def _answers(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Outcome]:
-        """Return an answer for each number; where the process is lost, each says so."""
-        answers: dict[int, Outcome] = {number: {} for number in numbers}
+    def _outcomes(self, method: str, numbers: Sequence[int], content: Sequence[Any]) -> dict[int, Outcome]:
+        """Call a method of the service. If the process is lost, every outcome has "lost".
+
+        Args:
+            method: Name of the method.
+            numbers: Numbers of the environments.
+            content: The method's argument, one entry for each number. Nothing is called if it is empty.
+
+        Returns:
+            Number -> outcome, in the order of `numbers`.
+        """
+        outcomes: dict[int, Outcome] = {number: {} for number in numbers}
         if content:
             try:
-                for number, answer in self.call(method, content, grace=self._grace):
-                    answers[number] = answer
+                for number, outcome in self.call(method, content, grace=self._grace):
+                    outcomes[number] = outcome
             except WorkerLost as lost:
-                for answer in answers.values():
-                    answer["lost"] = str(lost)
-        return answers
+                for outcome in outcomes.values():
+                    outcome["lost"] = str(lost)
+        return outcomes
 
-    def _add(self, failures: Failures, stage: str, answer: Outcome) -> None:
-        stage, late = answer.get("stage", stage), f"took longer than {self._timeout:g} s ({KEY})"
-        if answer.get("missed") == "untried":
+    def _add_failure(self, failures: Failures, stage: str, outcome: Outcome) -> None:
+        """Add the message for a failed outcome to `failures`."""
+        stage = outcome.get("stage", stage)
+        late = f"took longer than {self._timeout:g} s ({KEY})"
+        if outcome.get("missed") == "untried":
             many = f"{MAX_TIMEOUTS_IN_A_ROW} times or more in a row: the others were not tried"
             cause, text = "untried", f"{self._whose}: {stage} {late} {many}"
-        elif "missed" in answer:
+        elif "missed" in outcome:
             cause, text = "late", f"{self._whose}: {stage} {late}"
-        elif "user" in answer:
-            cause, text = "user", f"{self._whose}: {stage} {answer['user']}"
-        elif "error" in answer:
-            cause, text = answer["kind"], f"{self._whose} failed in {stage}:\n{answer['error']}"
+        elif "user" in outcome:
+            cause, text = "user", f"{self._whose}: {stage} {outcome['user']}"
+        elif "error" in outcome:
+            cause, text = outcome["kind"], f"{self._whose} failed in {stage}:\n{outcome['error']}"
         else:
-            cause, text = answer["lost"], f"{self._whose}: their process {answer['lost']} in {stage}"
+            cause, text = outcome["lost"], f"{self._whose}: their process {outcome['lost']} in {stage}"
         failures[stage, cause].append(text)
 
     def _report_failures(self, failures: Failures) -> None:
+        """Print one message for each stage and cause. Raises UserError as `Worker._report_failure`."""
         for (stage, cause), texts in failures.items():
             self._report_failure(stage, cause, texts[0], self._loss(len(texts)))
 
@@ -206,7 +277,12 @@ class Environments(Worker):
 
 
 def count_tool_answers(observation: Observation) -> tuple[int, int]:
-    """Return the number of tools' answers in an observation, and of those that say that a call failed."""
+    """Return the number of tool answers in an observation, and how many of them report a failed call.
+
+    Example:
+        >>> count_tool_answers([{"role": "tool", "content": "4"}, {"role": "tool", "content": "error: no such tool"}])
+        (2, 1)
+    """
     messages = [] if isinstance(observation, str) else observation
     answers = [str(message.get("content")) for message in messages if message["role"] == "tool"]
     return len(answers), sum(text.startswith(ERROR_PREFIX) for text in answers)

@@ -1,5 +1,11 @@
-"""Completions to rewards, in one worker process that may hang, crash or be killed without harm to the run: `Rewards`
-outside, `RewardCalls` inside, from a module's and a function's name to a callable, from a call to checked numbers."""
+"""Scoring of completions by rewards, which run in a process of their own.
+
+`Rewards` is the side of the run. `RewardCalls` is the service in the process: it imports each reward and calls it. For
+example, with the rewards `math_exact` (weight 1) and `my.short` (weight 0.1) and two completions,
+
+    RewardCalls.score    yields  {"value": [1.0, None]}  and then  {"value": [0.5, 0.2]}
+    Rewards.score        returns Scores(total=[1.05, 0.02], parts={"math_exact": [1.0, nan], "short": [0.5, 0.2]})
+"""
 
 import asyncio
 import importlib
@@ -21,22 +27,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of completions. total: the weighted sum of the parts for each; parts: by reward's name. NaN where none is
-    known."""
+    """Rewards of N completions.
+
+    Attributes:
+        total: Weighted total of the parts that are known, [N]. NaN if none is.
+        parts: Values of each reward by its name, [N] each, NaN if unknown.
+    """
 
     total: list[float]
     parts: dict[str, list[float]]
 
 
 class Rewards(Worker):
-    """Rewards by name or import path, loaded in a process of their own.
+    """Rewards by name or import path, loaded in a process of their own. Only one thread may use them.
 
-    specs: of a checked recipe, where no `fn` is None. timeout: seconds that one reward may take over one call of
-    `score`, and `key` that of the recipe. say: called, once for each cause, with why a reward has no values. Two
-    rewards of one name are numbered.
+    Args:
+        specs: Rewards of a checked recipe, so that none lacks its `fn`. Rewards of the same name are numbered.
+        timeout: Seconds that one reward may take for one call of `score`.
+        say: Prints a line. Called once for each cause of a failure.
+        key: The recipe key of the timeout, for messages.
 
-    Raises UserError where a name or path is not there, or a module or class of the user's cannot be loaded. Not for
-    several threads at once.
+    Raises:
+        UserError: If a reward does not exist or cannot be loaded.
     """
 
     def __init__(
@@ -50,10 +62,13 @@ class Rewards(Worker):
         names = reward_names(specs)
         self._weights = {name: spec.weight for name, spec in zip(names, specs, strict=True)}
         self._paths = {name: str(spec.fn) for name, spec in zip(names, specs, strict=True)}
-        where = [(*find(str(spec.fn)), dict(spec.options or {})) for spec in specs]
+        sources = {}  # name -> module, function, options
+        for name, spec in zip(names, specs, strict=True):
+            module, function = find(str(spec.fn))
+            sources[name] = (module, function, dict(spec.options or {}))
         super().__init__(
             "dtrain.rl.rewards.scoring:RewardCalls",
-            dict(zip(self._weights, where, strict=True)),
+            sources,
             what=f"the rewards ({', '.join(self._weights)})",
             timeout=timeout,
             key=key,
@@ -72,135 +87,213 @@ class Rewards(Worker):
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Scores:
-        """Return the rewards of N completions; columns: the data's others, a list of N each.
+        """Score N completions.
 
-        A reward that takes longer than the timeout, or whose process dies, has no values in this call, and the process
-        is replaced. So has one that raises or gives something else than N numbers or None; but as long as this reward
-        has never given values, that is its user's mistake, and a UserError with the end of the traceback.
+        A reward has no values in this call if it takes longer than the timeout or its process dies. The process is
+        then replaced. The same holds for a reward that raises an exception or does not return N numbers, unless that
+        reward has never worked.
+
+        Args:
+            prompts: The prompt of each completion.
+            completions: Completions as text.
+            completion_ids: Token ids of the completions.
+            columns: The other columns of the data, a list of N values each.
+
+        Raises:
+            UserError: If a reward fails that has never worked. The message has the end of the traceback.
         """
-        own = {"prompts": list(prompts), "completions": list(completions)}
-        batch = {**columns, **own, "completion_ids": [list(ids) for ids in completion_ids]}
-        count = len(own["completions"])
+        batch = {
+            **columns,
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "completion_ids": [list(ids) for ids in completion_ids],
+        }
+        count = len(batch["completions"])
         wrong = {key: len(values) for key, values in batch.items() if len(values) != count}
         if wrong:
             raise ValueError(f"{count} completions, but {wrong}")
         if not count:
             return Scores([], {name: [] for name in self._weights})
-        # The answers to their end, and no more than rewards: a process may be lost behind its last one.
-        answers = zip(self._answers(batch), self._weights, strict=False)
-        parts = {name: self._values(name, answer, count) for answer, name in answers}
-        return Scores([self._sum([part[place] for part in parts.values()]) for place in range(count)], parts)
+        parts: dict[str, list[float]] = {}
+        for index, outcome in enumerate(self._outcomes(batch)):
+            if index < len(self.names):  # one more comes if the process is lost after the last reward's values
+                name = self.names[index]
+                parts[name] = self._values(name, outcome, count)
+        total = [self._weighted_sum([part[index] for part in parts.values()]) for index in range(count)]
+        return Scores(total, parts)
 
-    def _answers(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Outcome]:
-        """Yield the outcome of each reward; where one loses the process, those behind it are computed in another."""
-        num_answered = 0
-        while num_answered < len(self._weights):
+    def _outcomes(self, batch: Mapping[str, Sequence[Any]]) -> Iterator[Outcome]:
+        """Yield the outcome of each reward.
+
+        If a reward loses the process, the rewards after it are computed in another process.
+        """
+        num_done = 0
+        while num_done < len(self._weights):
             try:
                 self._ensure_running()
-                for answer in self.call("score", batch, num_answered):
-                    num_answered += 1
-                    yield answer
+                for outcome in self.call("score", batch, num_done):
+                    num_done += 1
+                    yield outcome
             except WorkerLost as lost:
-                num_answered += 1
+                num_done += 1
                 yield {"lost": str(lost)}
 
-    def _values(self, name: str, answer: Outcome, count: int) -> list[float]:
-        if "value" in answer:
+    def _values(self, name: str, outcome: Outcome, count: int) -> list[float]:
+        """Return the values of a reward, NaN if unknown, and report a failure."""
+        if "value" in outcome:
             self._has_worked.add(name)
-            if "missed" in answer:
-                self._report_once(name, answer["missed"], f"reward {name}: {answer['missed']}")
-            return [math.nan if value is None else value for value in answer["value"]]
-        if "lost" in answer:
-            text = f"reward {name} {answer['lost']}; its values of this rollout are unknown"
-            self._report_once(name, answer["lost"], text)
+            if "missed" in outcome:
+                self._report_once(name, outcome["missed"], f"reward {name}: {outcome['missed']}")
+            return [math.nan if value is None else value for value in outcome["value"]]
+        if "lost" in outcome:
+            text = f"reward {name} {outcome['lost']}; its values of this rollout are unknown"
+            self._report_once(name, outcome["lost"], text)
         else:
             path = self._paths[name]
-            called = f"reward {name}" if path == name else f"reward {name} ({path})"
-            text = answer.get("user") or f"{called} failed:\n{answer['error']}{_hint(answer['error'])}"
+            label = f"reward {name}" if path == name else f"reward {name} ({path})"
+            text = outcome.get("user") or f"{label} failed:\n{outcome['error']}{_trl_hint(outcome['error'])}"
             self._report_failure(name, text.splitlines()[-1], text, "\nits values of this rollout are unknown")
         return [math.nan] * count
 
-    def _sum(self, values: Sequence[float]) -> float:
+    def _weighted_sum(self, values: Sequence[float]) -> float:
         known = [w * v for w, v in zip(self._weights.values(), values, strict=True) if not math.isnan(v)]
         return math.fsum(known) if known else math.nan
 
 
-def _hint(error: str) -> str:
-    """Return a hint for the traceback of code that was written for TRL, whose completions may be lists of messages; ""
-    for any other traceback."""
+def _trl_hint(error: str) -> str:
+    """Return a hint if a traceback is that of a reward written for TRL, whose completions may be lists of messages."""
+    last_line = error.rpartition("\n")[2]
     of_messages = "TypeError: string indices must be integers", "AttributeError: 'str' object has no attribute 'get'"
-    if not error.rpartition("\n")[2].startswith(of_messages):
+    if not last_line.startswith(of_messages):
         return ""
     return "\ncompletions are strings here: write completion where TRL has completion[0]['content']"
 
 
 def reward_names(specs: Sequence["Reward"]) -> list[str]:
-    """Return the names of the rewards: the last word of the path, the second of the same name numbered."""
+    """Return the names of rewards: the last part of the path. Repeated names are numbered.
+
+    Example:
+        >>> from dtrain.recipe.rollouts import Reward
+        >>> reward_names([Reward("math_exact"), Reward("my.short"), Reward("other.short")])
+        ['math_exact', 'short', 'short#2']
+    """
     names: list[str] = []
     for spec in specs:
         name = str(spec.fn).rsplit(".", 1)[-1]
-        taken = sum(other == name or other.startswith(f"{name}#") for other in names)
-        names.append(f"{name}#{taken + 1}" if taken else name)
+        num_same = sum(other == name or other.startswith(f"{name}#") for other in names)
+        names.append(f"{name}#{num_same + 1}" if num_same else name)
     return names
 
 
 def pass_at_k_values(samples: int) -> list[int]:
-    """Return the k of the pass@k that so many answers to a prompt give: powers of two, and their number."""
-    return sorted({*(2**power for power in range(samples.bit_length()) if 2**power <= samples), samples})
+    """Return the k for which pass@k is reported: the powers of two up to `samples`, and `samples`.
+
+    Example:
+        >>> pass_at_k_values(6)
+        [1, 2, 4, 6]
+    """
+    powers = [2**exponent for exponent in range(samples.bit_length()) if 2**exponent <= samples]
+    return sorted({*powers, samples})
 
 
 def pass_at_k(k: int, samples: int, right: int) -> float:
-    """Return the chance that k of `samples` completions, of which `right` pass, have one that does."""
+    """Return the probability that at least one of k completions passes.
+
+    Args:
+        k: Number of completions, chosen from `samples` without replacement.
+        samples: Number of completions.
+        right: How many of them pass.
+
+    Example:
+        >>> pass_at_k(1, samples=4, right=1)
+        0.25
+        >>> pass_at_k(2, samples=4, right=1)
+        0.5
+
+    Reference:
+        Chen et al., arXiv:2107.03374, section 2.1.
+    """
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-Batch = Mapping[str, Sequence[Any]]  # prompts, completions, completion_ids, and the data's columns
+Batch = Mapping[str, Sequence[Any]]
+"""prompts, completions, completion_ids and the columns of the data: N values each."""
 
 
 class RewardCalls:
-    """Service of the rewards' process, whose methods a `Worker` calls."""
+    """The service in the rewards' process. A `Worker` calls its methods."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
 
     def load(self, rewards: Mapping[str, tuple[str, str, Mapping[str, Any]]]) -> list[Outcome]:
-        """Load the rewards; yields one outcome. rewards: name -> module, function, options."""
-        return [attempt(lambda: self.functions.update({name: load(*where) for name, where in rewards.items()}))]
+        """Load the rewards; rewards: name -> module, function, options."""
+
+        def load_all() -> None:
+            functions = {}
+            for name, (module, function, options) in rewards.items():
+                functions[name] = load(module, function, options)
+            self.functions.update(functions)
+
+        return [attempt(load_all)]
 
     def score(self, batch: Batch, first: int) -> Iterator[Outcome]:
-        """Yield the values of each reward from the one at place `first` on: numbers and None. A reward with an
-        attribute `missed` says there why some of the last values are not known."""
-        for name, function in [*self.functions.items()][first:]:
+        """Yield the values of each reward, numbers and None, beginning with reward number `first`.
+
+        A reward may have an attribute `missed`, which says why some of its last values are unknown.
+        """
+        for name, function in list(self.functions.items())[first:]:
             outcome = attempt(call, name, function, batch)
             missed = getattr(function, "missed", None)
-            yield outcome | {"missed": str(missed)} if missed else outcome
+            if missed:
+                outcome["missed"] = str(missed)
+            yield outcome
 
 
 def load(module: str, function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the callable with its options bound; a class is made with them first. Raises UserError for what cannot be
-    called or has no signature; whatever the module raises passes."""
+    """Import a reward and bind its options. A class is instantiated with them.
+
+    Raises:
+        UserError: If the reward cannot be called or has no signature.
+        Exception: Whatever the module raises.
+    """
     reward = getattr(importlib.import_module(module), function)
-    made = reward(**options) if isinstance(reward, type) else partial(reward, **options) if callable(reward) else reward
-    read_signature(f"{module}.{function}", made)
-    return made
+    if isinstance(reward, type):
+        reward = reward(**options)
+    elif callable(reward):
+        reward = partial(reward, **options)
+    read_signature(f"{module}.{function}", reward)
+    return reward
 
 
 def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | None]:
-    """Return the function's numbers for the completions of `batch`, NaN as None.
+    """Call a reward with the arguments of its signature.
 
-    It is called with what its signature takes. Raises UserError where it takes a column that the data does not have, or
-    gives something else than one finite number or None for each completion; whatever it raises itself passes.
+    Args:
+        name: The reward's name, for messages.
+        function: The reward, sync or async.
+        batch: All values that it may get, N each.
+
+    Returns:
+        A number or None for each completion, [N]. NaN becomes None.
+
+    Raises:
+        UserError: If the reward takes a column that the data does not have, or does not return N finite numbers.
+        Exception: Whatever the reward raises.
     """
-    takes = read_signature(name, function)
-    if missing := [key for key in takes.needs if key not in batch]:
+    signature = read_signature(name, function)
+    missing = [key for key in signature.needs if key not in batch]
+    if missing:
         raise UserError(missing_argument_message(name, missing, batch))
-    bound = function.keywords if isinstance(function, partial) else {}
-    names = batch if takes.takes_all else {*takes.needs, *takes.may}
-    result = function(**{key: values for key, values in batch.items() if key in names and key not in bound})
+    bound_options = function.keywords if isinstance(function, partial) else {}
+    accepted = batch.keys() if signature.takes_all else {*signature.needs, *signature.may}
+    arguments = {key: values for key, values in batch.items() if key in accepted and key not in bound_options}
+    result = function(**arguments)
     if inspect.isawaitable(result):
         result = asyncio.run(_awaited(result))
     count = len(batch["completions"])
-    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__") or not hasattr(result, "__len__"):
+    is_sized_iterable = hasattr(result, "__iter__") and hasattr(result, "__len__")
+    if isinstance(result, str | bytes | Mapping) or not is_sized_iterable:
         raise UserError(f"reward {name} gave {shown(result)}; a list of {count} numbers or None is needed")
     if len(result) != count:
         raise UserError(f"reward {name} gave {len(result)} values for {count} completions; one each is needed")
@@ -211,11 +304,17 @@ def call(name: str, function: Callable[..., Any], batch: Batch) -> list[float | 
 
 
 async def _awaited(result: Any) -> Any:
+    """Await any awaitable: `asyncio.run` accepts only coroutines."""
     return await result
 
 
 def nan_to_none(value: Any) -> Any:
-    """Return `value` for JSON, with None in place of a NaN; of a mapping, of its values."""
+    """Replace NaN by None, which JSON can express, also in the values of nested dicts.
+
+    Example:
+        >>> nan_to_none({"a": float("nan"), "b": {"c": 1.5}})
+        {'a': None, 'b': {'c': 1.5}}
+    """
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, dict):
