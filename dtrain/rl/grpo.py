@@ -2,7 +2,8 @@
 
 A rollout samples `grpo.group_size` completions of each prompt (`dtrain.rl.collect`). The advantage of a completion is
 its reward relative to the others of its group. Then several optimizer steps train on the rollout
-(`dtrain.rl.rollouts`). Before the first of them, `GrpoMethod.before_step` computes the log-probabilities that the loss compares with:
+(`dtrain.rl.rollouts`). Before the first of them, `GrpoMethod.before_step` computes the log-probabilities that the loss
+compares with:
 
     sampling_logprobs     by the engine, while it sampled; they correct the gap between engine and trainer
     old_logprobs          by the trainer with the weights before the first step; the ratio of the loss divides by them.

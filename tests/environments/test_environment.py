@@ -310,7 +310,7 @@ def test_only_one_rank_asks_the_environments(tmp_path):
         engine = Scripted(tokenizer, {0: ["a", "b"], 1: ["c"]})
         return run_episodes(
             engine.generate, requests_for([7], 2), environments, Observations(tokenizer, None), max_turns=9,
-            max_length=99, first=first,
+            max_length=99, run_on_first=first,
         )  # fmt: skip
 
     one = run(Here(Counting(2, [1.0, 2.0]), Counting(1)), on_first)

@@ -183,7 +183,7 @@ NOT_TRIED: Outcome = {"missed": "untried"}
 
 
 class _RunningTask(NamedTuple):
-    index: int
+    task_index: int
     thread: ThreadPoolExecutor
     due: float  # time at which the task has timed out
 
@@ -233,12 +233,12 @@ class TimeoutPool:
             for future in done:
                 ended = running.pop(future)
                 self._idle.append(ended.thread)
-                outcomes.append((ended.index, future.result()))
+                outcomes.append((ended.task_index, future.result()))
             if done:
                 timeouts_in_a_row = 0
             timeouts_in_a_row += len(late)
             for future in late:
-                outcomes.append((running.pop(future).index, TIMED_OUT))
+                outcomes.append((running.pop(future).task_index, TIMED_OUT))
             self._abandoned += late
             if timeouts_in_a_row >= MAX_TIMEOUTS_IN_A_ROW:
                 outcomes += [(index, NOT_TRIED) for index, _ in waiting]

@@ -1,11 +1,19 @@
-"""Completions in several turns: a recipe's environments, or its tools, which rank 0 calls, with an engine that all
-ranks call. Token-exact: nothing that was sampled is ever encoded again."""
+"""Completions of several turns: the model and an environment alternate until one of them ends the episode.
+
+All ranks call the engine together. Only rank 0 has the environments, and broadcasts their replies. Training needs the
+very tokens that were sampled, so nothing that was sampled is ever encoded again. A sequence grows like this:
+
+    prompt              <|user|>What is 2 + 2?<|end|><|assistant|>      given
+    turn 1              It is 5.<|end|>                                 sampled, trained
+    observation         <|user|>Wrong. Try again.<|end|><|assistant|>   encoded by `Observations`, not trained
+    turn 2              It is 4.<|end|>                                 sampled, trained
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.base.randomness import random_key
@@ -25,19 +33,22 @@ from dtrain.rl.rewards.catalog import find
 from dtrain.rl.samples import Sample
 from dtrain.rl.tools import tool_schemas
 
-# Of a text that is far too long its beginning is tokenised: so many characters for each id that is needed, and so many
-# ids more than needed, since those at the end, of 1024 characters or more, may be others where the text goes on.
+# Only the beginning of a very long observation is encoded: CHARACTERS characters for each id that is needed, and MARGIN
+# ids more than needed, because the last ids (of 1024 characters or more) may differ if the text continues.
 CHARACTERS, MARGIN = 8, 4096
 
 
 class Observations:
-    """Encoder of what an environment says, so that it can stand behind sampled tokens.
+    """Encodes observations so that they can follow sampled tokens.
 
-    In a conversation it is what the chat template writes between a reply's own text and the next one: the end of the
-    turn, where the model has not written it, the messages, and the generation prompt. That is learnt from a
-    conversation of a question, a reply and these messages. template None: the prompts are plain texts, and so are the
-    observations. calls: how tools are called, where they are; their answers come first in an
-    observation that has any.
+    In a conversation, an observation is what the chat template writes between a reply and the next one: the end of the
+    turn, unless the model has written it, the messages, and the generation prompt. It is found by rendering a
+    conversation of a question, a placeholder reply and the messages, and cutting the text after the placeholder.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: The chat template. None if the prompts are plain text. Observations are plain text then, too.
+        calls: How tools are called. None without tools.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, calls: ToolFormat | None = None):
@@ -45,45 +56,63 @@ class Observations:
         self._replies = None if template is None else Replies(template)
 
     def completion_text(self, completion: Completion) -> str:
-        """Return the text of a completion, without special tokens; where tools are, with them, since they may mark a
-        call, and behind the opening of the thinking that the prompt ends with."""
-        text = self.tokenizer.decode(completion.ids, skip_special_tokens=self._calls is None)
-        return f"<think>{text}" if self._calls is not None and self._calls.thinks else text
+        """Return the text of a completion for the environment.
+
+        Special tokens are left out, except with tools: they may mark a call. If the prompt ends with the opening of a
+        thinking block, the text of a tool's environment begins with it.
+        """
+        if self._calls is None:
+            return self.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        text = self.tokenizer.decode(completion.ids, skip_special_tokens=False)
+        return f"<think>{text}" if self._calls.thinks else text
 
     def encode(self, observation: Observation, completion: Completion, room: float = math.inf) -> list[int]:
-        """Return the ids that follow `completion`. Of an observation of more than `room` ids it may be the first
-        ones alone, more than `room`. Raises UserError as the template does."""
+        """Return the token ids of an observation that follows `completion`.
+
+        Args:
+            observation: A text or messages.
+            completion: The completion before it.
+            room: Tokens that are left of the sequence. Of a longer observation, only the first ids may be returned,
+                more than `room` of them.
+
+        Raises:
+            UserError: If the template refuses the messages.
+        """
         if self._replies is not None:
             if isinstance(observation, str):
                 messages = [{"role": "user", "content": observation}]
             else:
-                messages = [_with_calls_read(message, index) for index, message in enumerate(observation)]
-            text = self._behind_a_reply(self._replies, messages)
+                messages = [_with_parsed_calls(message, index) for index, message in enumerate(observation)]
+            text = self._text_after_reply(self._replies, messages)
         elif isinstance(observation, str):
             text = observation
         else:
             raise UserError("it observed messages: that needs a prompt of messages and a chat template")
         length = CHARACTERS * (room + MARGIN)
         while length < len(text):
-            ids = self._behind_a_completion(text[: int(length)], completion)
+            ids = self._encode_after(text[: int(length)], completion)
             if len(ids) > room + MARGIN:
                 return ids[:-MARGIN]
             length *= CHARACTERS
-        return self._behind_a_completion(text, completion)
+        return self._encode_after(text, completion)
 
-    def _behind_a_completion(self, text: str, completion: Completion) -> list[int]:
-        """Return the ids of `text`, without the end of the turn where the model has written it."""
-        ids = self._behind_a_word(text)
+    def _encode_after(self, text: str, completion: Completion) -> list[int]:
+        """Encode `text`, without the end of the turn if the completion has it already."""
+        ids = self._encode_continuation(text)
         if self._template is None:
             return ids
-        ends = set(self.tokenizer.eos_ids)
-        has_ended = bool(completion.ids) and completion.ids[-1] in ends
-        end = next((index for index, token in enumerate(ids) if token in ends), None)
-        if has_ended and end is not None and not self.tokenizer.decode(ids[:end]).strip():
+        end_ids = set(self.tokenizer.eos_ids)
+        has_ended = bool(completion.ids) and completion.ids[-1] in end_ids
+        if not has_ended:
+            return ids
+        end = next((index for index, token in enumerate(ids) if token in end_ids), None)
+        # An end token after other text belongs to the next message.
+        if end is not None and not self.tokenizer.decode(ids[:end]).strip():
             return ids[end + 1 :]
         return ids
 
-    def _behind_a_reply(self, replies: Replies, messages: Sequence[dict[str, Any]]) -> str:
+    def _text_after_reply(self, replies: Replies, messages: Sequence[dict[str, Any]]) -> str:
+        """Return what the template writes after a reply that `messages` follow, generation prompt included."""
         if self._calls is not None and messages[0]["role"] == "tool":
             return self._calls.text_after_call(messages)
         reply = {"role": "assistant", "content": REPLY}
@@ -95,15 +124,21 @@ class Observations:
             raise UserError(f"the chat template, {template.origin}, writes nothing after a reply")
         return rest
 
-    def _behind_a_word(self, text: str) -> list[int]:
-        """Return the ids of `text` where it continues a text: some tokenizers put a space in front of what they begin
-        with."""
-        head, whole = self.tokenizer.encode(REPLY), self.tokenizer.encode(REPLY + text)
-        return whole[len(head) :] if whole[: len(head)] == head else self.tokenizer.encode(text)
+    def _encode_continuation(self, text: str) -> list[int]:
+        """Encode `text` as the continuation of another text.
+
+        Some tokenizers put a space before the first word they encode, so `text` is encoded after a word, and the word
+        is removed.
+        """
+        word_ids = self.tokenizer.encode(REPLY)
+        ids = self.tokenizer.encode(REPLY + text)
+        if ids[: len(word_ids)] == word_ids:
+            return ids[len(word_ids) :]
+        return self.tokenizer.encode(text)
 
 
-def _with_calls_read(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return an observed message, whose calls have objects as arguments. Raises UserError."""
+def _with_parsed_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return an observed message whose tool calls have objects as arguments. Raises UserError."""
     if not message.get("tool_calls"):
         return message
     calls = read_tool_calls(message["tool_calls"], f"messages[{index}].tool_calls")
@@ -112,7 +147,18 @@ def _with_calls_read(message: dict[str, Any], index: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Plays requests as episodes in environments, which ranks other than 0 do not have. Collective."""
+    """Plays requests as episodes in environments.
+
+    Attributes:
+        environments: The environments. None on ranks other than 0.
+        tokenizer: The tokenizer.
+        template: The model's chat template. None if it has none.
+        calls: How tools are called. None without `grpo.tools`.
+        max_turns: Largest number of turns of an episode.
+        max_length: Largest number of tokens of an episode.
+        ranks: The ranks of the run.
+        has_tools_in_rows: Whether rows of the data may have tools, as those of the library `verifiers` do.
+    """
 
     environments: Environments | None
     tokenizer: Tokenizer
@@ -131,20 +177,38 @@ class Episodes:
         version: int,
         should_stop: ShouldStop | None = None,
     ) -> list[Sample]:
-        """Play an episode for each request, whose data row the environment is made with; in their order. Raises
-        UserError as `environments` does, and Interrupted as `engine` does."""
+        """Play an episode for each request.
+
+        Args:
+            engine: Samples the turns.
+            requests: The first turns.
+            rows: The data's row of each request. Its environment is made with it.
+            version: Version of the weights.
+            should_stop: Whether this rank is asked to stop.
+
+        Returns:
+            The samples, in the order of `requests`.
+
+        Raises:
+            UserError: If environments fail that have never worked.
+            Interrupted: As the engine.
+
+        Collectives:
+            One broadcast from rank 0 for the environments, and for each round those of the engine and a broadcast.
+        """
         calls = self.calls
-        if self.has_tools_in_rows and (
-            tools := next(filter(None, (row["columns"].get("tools") for row in rows)), None)
-        ):
+        tools = self._first_tools_of_rows(rows)
+        if tools:
             calls = learn_tool_format(self.template, tools)
-            form = (calls.form, calls.is_single)
-            rows = [{**row, "columns": {**row["columns"], "calls": form}} for row in rows]
+            call_form = (calls.form, calls.is_single)
+            rows = [{**row, "columns": {**row["columns"], "calls": call_form}} for row in rows]
 
         def make() -> None:
             if self.environments is not None:
-                seeds = [environment_seed(request) for request in requests]
-                self.environments.make([(dict(row), seed) for row, seed in zip(rows, seeds, strict=True)])
+                seeded_rows = []
+                for row, request in zip(rows, requests, strict=True):
+                    seeded_rows.append((dict(row), environment_seed(request)))
+                self.environments.make(seeded_rows)
 
         self.ranks.run_on_first(make)
         is_chat = bool(rows) and isinstance(rows[0]["prompt"], list) and isinstance(rows[0]["prompt"][0], Mapping)
@@ -155,16 +219,35 @@ class Episodes:
             Observations(self.tokenizer, self.template if is_chat else None, calls),
             max_turns=self.max_turns,
             max_length=self.max_length,
-            first=self.ranks.run_on_first,
+            run_on_first=self.ranks.run_on_first,
         )
         if self.environments is not None:
             self.environments.forget()
         return samples
 
+    def _first_tools_of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Return the tools of the first row that has some. None if rows have no tools."""
+        if not self.has_tools_in_rows:
+            return None
+        for row in rows:
+            tools = row["columns"].get("tools")
+            if tools:
+                return tools
+        return None
+
 
 def open_episodes(section: RolloutSection, data: Data, run: RunContext) -> Episodes | None:
-    """Open the environments of `section`, or its tools, in their own process, on rank 0 alone; the run closes it. None
-    where it has neither. Collective. Raises UserError."""
+    """Start the process of the environments on rank 0. The run closes it.
+
+    Returns:
+        The episodes. None if the section has no environment, tools or `verifiers`.
+
+    Raises:
+        UserError: On every rank, if the environments or tools cannot be loaded.
+
+    Collectives:
+        One broadcast from rank 0.
+    """
     if not section.has_episodes:
         return None
     library = section.verifiers
@@ -176,116 +259,178 @@ def open_episodes(section: RolloutSection, data: Data, run: RunContext) -> Episo
     def start() -> Environments | None:
         if not ranks.is_first:
             return None
-        arguments: dict[str, Any] = {"path": section.environment}
-        if calls is not None:
-            sources = [(find(tool.fn, "tool") if tool.fn else tool.mcp, schema["function"]) for tool, schema in tools]
-            options = (sources, calls.form, calls.is_single, section.tool_output)
-            arguments = {"path": "dtrain.rl.environments.tools:Toolbox", "options": options, "whose": "grpo.tools"}
         if library.name is not None:
-            path = "dtrain.rl.environments.verifiers:open_library"
-            special = [token.content for token in tokenizer.added_tokens().values() if token.special]
-            library_options = (library.name, library.args, special)
-            arguments = {"path": path, "options": library_options, "whose": "grpo.verifiers"}
+            special_tokens = [token.content for token in tokenizer.added_tokens().values() if token.special]
+            arguments: dict[str, Any] = {
+                "path": "dtrain.rl.environments.verifiers:open_library",
+                "options": (library.name, library.args, special_tokens),
+                "whose": "grpo.verifiers",
+            }
+        elif calls is not None:
+            sources = []
+            for tool, schema in tools:
+                source = find(tool.fn, "tool") if tool.fn else tool.mcp
+                sources.append((source, schema["function"]))
+            arguments = {
+                "path": "dtrain.rl.environments.tools:Toolbox",
+                "options": (sources, calls.form, calls.is_single, section.tool_output),
+                "whose": "grpo.tools",
+            }
+        else:
+            arguments = {"path": section.environment}
         environments = Environments(
             **arguments, timeout=section.environment_timeout, threads=section.environment_threads, say=run.metrics.say
         )
         return run.stack.enter_context(environments)
 
-    environments, has_own = ranks.run_on_all(start), library.name is not None
-    return Episodes(environments, tokenizer, template, calls, section.max_turns, data.max_length, ranks, has_own)
+    return Episodes(
+        ranks.run_on_all(start),
+        tokenizer,
+        template,
+        calls,
+        section.max_turns,
+        data.max_length,
+        ranks,
+        has_tools_in_rows=library.name is not None,
+    )
 
 
 def run_episodes(
-    draw: Callable[[list[Request]], list[Completion]],
+    generate: Callable[[list[Request]], list[Completion]],
     requests: Sequence[Request],
     environments: Environments | None,
     observations: Observations,
     *,
     max_turns: int,
     max_length: int,
-    first: Callable[[Callable[[], Any]], Any] = lambda act: act(),
+    run_on_first: Callable[[Callable[[], Any]], Any] = lambda act: act(),
 ) -> list[Sample]:
-    """Run an episode for each of N requests, all turns of one round in one call of the engine; in their order.
+    """Run an episode for each of N requests. All turns of a round are one call of the engine.
 
-    draw: an engine's `generate`; collective on a mesh. requests: the first turns; their SamplingParams are each turn's,
-    cut to what max_length leaves of the sequence, prompt included. A later turn has the same prompt_index and
-    sample_index and the seed `turn_seed(seed, turn)`, so that its draws depend on these and its own positions alone.
-    environments: N; on other ranks than the one on which `first` runs what it is given they are not read and may be
-    None. first: runs a function on one rank and gives its result on every rank (`Ranks.run_on_first`); once a round.
+    A completion that was cut (finish "length") is still passed to its environment, so that its reward is known. It
+    ends the episode as cut, even if the environment is done. An observation that leaves no room for another completion
+    is left out. An environment that is lost ends its episode after the completion that it was given.
 
-    A completion that was cut (finish "length") is still stepped, so that what it earned is known, and ends its episode
-    as cut even where the environment is done. An observation that leaves no room for a completion is left out. An
-    environment that is lost ends its episode behind the completion that it was given. Raises UserError as
-    `environments` does, and ValueError for a prompt that leaves no room.
+    Args:
+        generate: Samples completions, as an engine's `generate`.
+        requests: The first turns. Their SamplingParams apply to each turn, shortened to the tokens that max_length
+            leaves. Later turns have the same prompt_index and sample_index and the seed `turn_seed(seed, turn)`, so
+            their tokens depend only on these and their position.
+        environments: N environments. Only the rank of `run_on_first` needs them.
+        observations: Encodes observations.
+        max_turns: Largest number of turns.
+        max_length: Largest number of tokens of a sequence, prompt included.
+        run_on_first: Runs a function on one rank and returns its result on every rank, once for each round.
+
+    Returns:
+        The samples, in the order of `requests`.
+
+    Raises:
+        UserError: If environments fail that have never worked.
+        ValueError: If a prompt leaves no room for a completion.
+
+    Collectives:
+        Those of `generate` and `run_on_first`.
     """
+    too_long = [len(request.prompt) for request in requests if len(request.prompt) >= max_length]
+    if too_long:
+        raise ValueError(f"a prompt of {max(too_long)} tokens leaves no room within max_length={max_length}")
     samples = [Sample(request.prompt) for request in requests]
-    full = [len(request.prompt) for request in requests if len(request.prompt) >= max_length]
-    if full:
-        raise ValueError(f"a prompt of {max(full)} tokens leaves no room within max_length={max_length}")
-    live = list(range(len(requests)))
+    live = list(range(len(requests)))  # indices of the episodes that continue
     for turn in range(max_turns):
         if not live:
             break
-        drawn = draw([_turn(requests[number], samples[number], turn, max_length) for number in live])
-        for number, completion in zip(live, drawn, strict=True):
-            samples[number].append_completion(completion)
         is_last_round = turn + 1 == max_turns
-
-        def answer(
-            live: list[int] = live, drawn: list[Completion] = drawn, is_last_round: bool = is_last_round
-        ) -> list[EnvironmentReply]:
-            assert environments is not None, "the rank that asks them has them"
-            turns = [
-                Turn(
-                    number,
-                    observations.completion_text(completion),
-                    is_last_round or completion.finish == "length",
-                    max_length - samples[number].length,
-                )
-                for number, completion in zip(live, drawn, strict=True)
-            ]
-
-            def encode(index: int, observation: Observation) -> list[int]:
-                return observations.encode(observation, drawn[index], turns[index].room)
-
-            return environments.step(turns, encode)
-
-        going_on = []
-        for number, completion, reply in zip(live, drawn, first(answer), strict=True):
+        turn_requests = [_turn_request(requests[number], samples[number], turn, max_length) for number in live]
+        completions = generate(turn_requests)
+        turns = []
+        for number, completion in zip(live, completions, strict=True):
             sample = samples[number]
-            sample.calls += reply.calls
-            sample.failures += reply.failures
-            sample.metrics = reply.metrics
-            if reply.earned is not None:
-                sample.earned = (sample.earned or 0.0) + reply.earned
-            if reply.is_lost:
-                sample.earned, sample.finish = None, "lost"
-            elif completion.finish == "length":
-                sample.finish = "length"
-            elif reply.done:
-                sample.finish = "stop"
-            elif not is_last_round and len(reply.ids) >= max_length - sample.length:
-                sample.finish = "length"
-            elif not is_last_round:
-                sample.append_tokens(reply.ids)
-                going_on.append(number)
-        live = going_on
+            sample.append_completion(completion)
+            is_last = is_last_round or completion.finish == "length"
+            turns.append(_PlayedTurn(number, completion, is_last, room=max_length - sample.length))
+        replies = run_on_first(partial(_step_environments, environments, observations, turns))
+        live = []
+        for played, reply in zip(turns, replies, strict=True):
+            sample = samples[played.number]
+            is_over = _add_reply(sample, played.completion, reply, is_last_round, max_length)
+            if not is_over:
+                live.append(played.number)
     return samples
 
 
+class _PlayedTurn(NamedTuple):
+    """A sampled turn of episode `number`. room: tokens that are left of the sequence after it."""
+
+    number: int
+    completion: Completion
+    is_last: bool
+    room: int
+
+
+def _step_environments(
+    environments: Environments | None, observations: Observations, played: Sequence[_PlayedTurn]
+) -> list[EnvironmentReply]:
+    """Pass the completions of a round to the environments, on the rank that has them."""
+    assert environments is not None, "only the rank with the environments calls this"
+    turns = []
+    for turn in played:
+        text = observations.completion_text(turn.completion)
+        turns.append(Turn(turn.number, text, turn.is_last, turn.room))
+
+    def encode(index: int, observation: Observation) -> list[int]:
+        return observations.encode(observation, played[index].completion, played[index].room)
+
+    return environments.step(turns, encode)
+
+
+def _add_reply(
+    sample: Sample, completion: Completion, reply: EnvironmentReply, is_last_round: bool, max_length: int
+) -> bool:
+    """Add an environment's reply to a sample. Return whether the episode is over."""
+    sample.calls += reply.calls
+    sample.failures += reply.failures
+    sample.metrics = reply.metrics
+    if reply.earned is not None:
+        sample.earned = (sample.earned or 0.0) + reply.earned
+    if reply.is_lost:
+        sample.earned = None  # what was earned so far would blame the model for the failure
+        sample.finish = "lost"
+    elif completion.finish == "length":
+        sample.finish = "length"
+    elif reply.done:
+        sample.finish = "stop"
+    elif is_last_round:
+        pass  # `finish` is "turns" from the beginning
+    elif len(reply.ids) >= max_length - sample.length:
+        sample.finish = "length"
+    else:
+        sample.append_tokens(reply.ids)
+        return False
+    return True
+
+
 def environment_seed(request: Request) -> int:
-    """Return the seed of a completion's environment: the first 8 bytes of BLAKE2b of its seed and indices."""
+    """Return the seed of a completion's environment, derived from the request's seed and indices."""
     return random_key("environment", request.seed, request.prompt_index, request.sample_index) % 2**64
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn, counted from 0: the first has the request's own, so that an episode of one turn is
-    what it would be without an environment; later ones the first 8 bytes of BLAKE2b of "seed:turn"."""
+    """Return the seed of a turn.
+
+    Turn 0 has the request's seed, so an episode of one turn has the same tokens as without an environment. Later turns
+    have seeds derived from it and their number.
+
+    Example:
+        >>> turn_seed(7, 0)
+        7
+    """
     return seed if turn == 0 else random_key(seed, turn) % 2**64
 
 
-def _turn(request: Request, sample: Sample, turn: int, max_length: int) -> Request:
-    most = min(request.sampling.max_new_tokens, max_length - sample.length)
-    sampling: SamplingParams = replace(request.sampling, max_new_tokens=most)
+def _turn_request(request: Request, sample: Sample, turn: int, max_length: int) -> Request:
+    """Return the request for the next turn of an episode, whose prompt is the sequence so far."""
+    max_new_tokens = min(request.sampling.max_new_tokens, max_length - sample.length)
+    sampling: SamplingParams = replace(request.sampling, max_new_tokens=max_new_tokens)
     seed = turn_seed(request.seed, turn)
     return replace(request, prompt=[*sample.prompt, *sample.ids], sampling=sampling, seed=seed)

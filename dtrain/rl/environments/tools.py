@@ -1,7 +1,11 @@
-"""Environment of tools: the calls in a completion are done, and their answers are read next.
+"""Environment of `grpo.tools`: it makes the tool calls in a completion, and the model reads the results next.
 
-In the environments' process; a call that hangs is given up as any step is, and a server that ends loses the episodes
-that ask it; another is started for the next ones.
+This runs in the environments' process. A call that hangs is abandoned as any step of an environment is. If a tool
+server ends, the episodes that call it are lost, and it is started again for the next ones. An observation has one
+message for each call:
+
+    completion     <tool_call>{"name": "power", "arguments": {"base": 2, "exponent": 10}}</tool_call>
+    observation    [{"role": "tool", "name": "power", "tool_call_id": "call00000", "content": "1024"}]
 """
 
 import asyncio
@@ -33,38 +37,53 @@ if TYPE_CHECKING:
 class Toolbox:
     """Maker of environments with the same tools, one for each completion.
 
-    sources: of each tool (module, function) or the address of its server, and its schema with `name` and `parameters`.
-    form, is_single: `data.text.tool_calls.ToolFormat`'s. most: characters of an answer; what is beyond is cut, and it
-    says so. Raises UserError for what is no function of these parameters, and a server that has no such tool.
+    Args:
+        sources: For each tool its source and its schema. The source is (module, function), or the address of a server.
+            The schema has "name" and "parameters".
+        form: How calls are written, as in `data.text.tool_calls.ToolFormat`.
+        is_single: Whether the template writes at most one call in a turn.
+        max_characters: Characters of an answer. A longer one is cut, and says so.
+
+    Attributes:
+        parameters: The JSON schema of each tool's parameters, by the tool's name.
+
+    Raises:
+        UserError: If a function does not take the parameters of its schema, or a server lacks the tool.
     """
 
     def __init__(
-        self, sources: Sequence[tuple[tuple[str, str] | str, Mapping[str, Any]]], form: str, is_single: bool, most: int
+        self,
+        sources: Sequence[tuple[tuple[str, str] | str, Mapping[str, Any]]],
+        form: str,
+        is_single: bool,
+        max_characters: int,
     ):
-        self.form, self._is_single, self._most = form, is_single, most
+        self.form, self._is_single, self._max_characters = form, is_single, max_characters
         self.parameters: Parameters = {schema["name"]: schema["parameters"] for _, schema in sources}
-        self._servers: dict[str, ToolServer] = {}
-        self._functions: dict[str, Any] = {}
-        self._served: dict[str, ToolServer] = {}
+        self._servers: dict[str, ToolServer] = {}  # by address
+        self._functions: dict[str, Any] = {}  # by the tool's name
+        self._server_of_tool: dict[str, ToolServer] = {}  # by the tool's name
         with ExitStack() as connections:
             addresses = dict.fromkeys(source for source, _ in sources if isinstance(source, str))
             if addresses:
-                self._servers = _connected(addresses, connections)
-            offered = {
-                address: {tool["function"]["name"]: tool["function"] for tool in server.tools()}
-                for address, server in self._servers.items()
-            }
+                self._servers = _connect(addresses, connections)
+            schemas_of_server = {}
+            for address, server in self._servers.items():
+                functions = [tool["function"] for tool in server.tools()]
+                schemas_of_server[address] = {function["name"]: function for function in functions}
             for source, schema in sources:
                 name = schema["name"]
                 if not isinstance(source, str):
-                    self._functions[name] = _loaded(*source, schema["parameters"])
-                elif offered[source].get(name) == schema:
-                    self._served[name] = self._servers[source]
+                    module, function = source
+                    self._functions[name] = _load_function(module, function, schema["parameters"])
+                elif schemas_of_server[source].get(name) == schema:
+                    self._server_of_tool[name] = self._servers[source]
                 else:
                     raise UserError(
                         f"grpo.tools: {source} offers no {name} as the file says that it does; write it anew: "
                         f'python -m dtrain.rl.environments.mcp "{source}"'
                     )
+            # Everything worked, so the connections stay open until `close`.
             self._connections = connections.pop_all()
 
     def __enter__(self) -> Self:
@@ -83,71 +102,81 @@ class Toolbox:
         return ToolUse(self)
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a completion; the first alone where the template writes no more in a turn."""
+        """Return the calls in a completion: only the first if the template writes at most one in a turn."""
         calls = read_calls(self.form, text, self.parameters)
         return calls[:1] if self._is_single else calls
 
     def answer(self, call: ToolCall) -> str:
-        """Return the result of a call as text: JSON where it is none; or why there is none."""
-        problem = self._problem(call)
+        """Make a call and return its result as text, or a text that begins with "error: ".
+
+        A text is returned unchanged, and any other value as JSON.
+        """
+        problem = self._call_problem(call)
         if problem is not None:
             return self._cut(ERROR_PREFIX + problem)
-        if call.name in self._served:
-            return self._cut(self._served[call.name].answer(call.name, call.arguments))
+        if call.name in self._server_of_tool:
+            return self._cut(self._server_of_tool[call.name].answer(call.name, call.arguments))
         outcome = attempt(partial(_run, self._functions[call.name], call.arguments))
         if "value" in outcome:
             return self._cut(outcome["value"])
-        return self._cut(ERROR_PREFIX + (outcome.get("user") or outcome["error"].splitlines()[-1]))
+        reason = outcome.get("user") or outcome["error"].splitlines()[-1]
+        return self._cut(ERROR_PREFIX + reason)
 
-    def _problem(self, call: ToolCall) -> str | None:
+    def _call_problem(self, call: ToolCall) -> str | None:
+        """Return what is wrong with a call, for the model. None if the call can be made."""
         if call.problem is not None:
             return call.problem
         if call.name not in self.parameters:
             near = closest_name(call.name, self.parameters)
-            meant = f"did you mean {near}?" if near else f"there are {', '.join(self.parameters)}"
-            return f"there is no tool {shown(call.name)}; {meant}"
-        if call.name in self._served:
-            return None  # the server says what is wrong
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(self.parameters)}"
+            return f"there is no tool {shown(call.name)}; {hint}"
+        if call.name in self._server_of_tool:
+            return None  # the server checks the arguments itself
         known = self.parameters[call.name]["properties"]
-        other = next((name for name in call.arguments if name not in known), None)
-        if other is not None:
-            return f"{call.name} takes no argument {shown(other)}; it takes {', '.join(known) or 'none'}"
+        for name in call.arguments:
+            if name not in known:
+                return f"{call.name} takes no argument {shown(name)}; it takes {', '.join(known) or 'none'}"
         return find_schema_violation(call.arguments, self.parameters[call.name], "arguments")
 
     def _cut(self, text: str) -> str:
-        if len(text) <= self._most:
+        if len(text) <= self._max_characters:
             return text
-        return f"{text[: self._most]}\n[cut: {self._most} of {len(text)} characters]"
+        return f"{text[: self._max_characters]}\n[cut: {self._max_characters} of {len(text)} characters]"
 
 
 class ToolUse:
-    """Environment of one completion. It earns nothing, and is done where a completion calls no tool."""
+    """Environment of one completion. It gives no rewards, and is done after a completion without a call.
+
+    Attributes:
+        done: Whether the last completion had no call.
+    """
 
     def __init__(self, box: Toolbox):
         self.done = False
-        self._box, self._count = box, 0
-        self._calls: list[ToolCall] = []
+        self._box = box
+        self._num_calls = 0  # in all turns
+        self._calls: list[ToolCall] = []  # of the last completion
 
     def step(self, completion: str) -> None:
         self._calls = self._box.calls(completion)
         self.done = not self._calls
 
     def observe(self) -> list[dict[str, Any]]:
-        """Return the answers in the order of the calls, messages of role tool."""
+        """Make the calls of the last completion and return a message of role "tool" for each, in their order."""
         answers = []
         for call in self._calls:
             name = call.name if call.name in self._box.parameters else UNREADABLE_NAME
-            number = f"call{self._count:05}"
-            answers.append({"role": "tool", "name": name, "tool_call_id": number, "content": self._box.answer(call)})
-            self._count += 1
+            call_id = f"call{self._num_calls:05}"
+            answers.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": self._box.answer(call)})
+            self._num_calls += 1
         return answers
 
 
-def _connected(addresses: Iterable[str], connections: ExitStack) -> dict[str, "ToolServer"]:
-    """Return tool servers by address, which `connections` closes. One event loop serves them."""
+def _connect(addresses: Iterable[str], connections: ExitStack) -> dict[str, "ToolServer"]:
+    """Connect to tool servers, in one event loop. `connections` closes them."""
     for address in addresses:
         find_server(address)
-    # Optional packages: tools that are Python functions do without.
+    # Optional packages, which tools that are Python functions do not need.
     from anyio.from_thread import start_blocking_portal
 
     from dtrain.rl.environments.mcp import ToolServer
@@ -156,7 +185,8 @@ def _connected(addresses: Iterable[str], connections: ExitStack) -> dict[str, "T
     return {address: connections.enter_context(ToolServer(address, portal)) for address in addresses}
 
 
-def _loaded(module: str, name: str, parameters: Mapping[str, Any]) -> Any:
+def _load_function(module: str, name: str, parameters: Mapping[str, Any]) -> Any:
+    """Import a tool and check that it takes the parameters of its schema, which was read from its source."""
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
         raise UserError(f"tool {module}.{name} is {shown(function)}, which cannot be called")
@@ -169,6 +199,7 @@ def _loaded(module: str, name: str, parameters: Mapping[str, Any]) -> Any:
 
 
 def _run(function: Any, arguments: Mapping[str, Any]) -> str:
+    """Call a tool, sync or async, and return its result as text."""
     value = function(**arguments)
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
