@@ -1,7 +1,24 @@
-"""Schemas of the tools that a model may call, in OpenAI's function format: those of Python functions, read from their
-source; those of servers, from a file.
+"""Schemas of the tools that a model may call, in OpenAI's function format.
 
-Nothing is imported or run: hints and docstring stand in the source. No torch.
+The schema of a Python function is read from its source, from the type hints and the docstring. The schemas of a
+server's tools are read from a file. Nothing is imported or run, and torch is not needed. For example,
+
+    def power(base: int, exponent: int = 2) -> int:
+        \"\"\"Raise a number to a power.
+
+        Args:
+            base: The number.
+        \"\"\"
+
+has the schema
+
+    {"type": "function", "function": {
+        "name": "power",
+        "description": "Raise a number to a power.",
+        "parameters": {
+            "type": "object",
+            "properties": {"base": {"type": "integer", "description": "The number."}, "exponent": {"type": "integer"}},
+            "required": ["base"]}}}
 """
 
 import ast
@@ -21,37 +38,55 @@ from dtrain.rl.rewards.catalog import find_definition, find_function_and_file
 
 Schema = dict[str, Any]
 
-_CONSTANTS = {str: "string", int: "integer", bool: "boolean", float: "number"}
-_PLAIN: Mapping[str, Schema] = MappingProxyType(
+_JSON_TYPES = {str: "string", int: "integer", bool: "boolean", float: "number"}
+"""Python type of a constant -> JSON type."""
+_SCHEMA_OF_NAME: Mapping[str, Schema] = MappingProxyType(
     {
-        **{kind.__name__: {"type": name} for kind, name in _CONSTANTS.items()},
+        **{python_type.__name__: {"type": json_type} for python_type, json_type in _JSON_TYPES.items()},
         **dict.fromkeys(("list", "List", "Sequence"), {"type": "array"}),
         **dict.fromkeys(("dict", "Dict", "Mapping"), {"type": "object"}),
         "Any": {},
     }
 )
+"""Name of a hint without brackets -> JSON schema."""
 HINTS = "str, int, float, bool, list[..], dict[str, ..], Literal[..], Any, and unions of these with | or Optional"
 
 
 def tool_schemas(entries: Sequence[Any]) -> list[tuple[Any, Schema]]:
-    """Return each tool of `recipe.rollouts.Tool`s as (entry that names it, schema), in their order: the schema of the
-    function `fn`, or those in the file `schema` of a server's tools; {"type": "function", "function": {..}}.
+    """Return the schemas of the tools in `grpo.tools`.
 
-    Raises UserError: as `tool_schema` does; no such file, or one of something else; two tools of one name.
+    Args:
+        entries: The list of `recipe.rollouts.Tool`. An entry is one function, or all tools of a server.
+
+    Returns:
+        (entry, schema) for each tool, in their order.
+
+    Raises:
+        UserError: If a function, its schema or a file is missing or wrong, or two tools have the same name.
     """
-    schemas_of = [
-        (tool, [tool_schema(tool.fn)] if tool.fn else read_server_schemas(tool.mcp, tool.schema)) for tool in entries
-    ]
-    tools = [(tool, schema) for tool, schemas in schemas_of for schema in schemas]
-    names = [schema["function"]["name"] for _, schema in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"grpo.tools: two of them are named {twice}, by which the model calls them; rename one")
+    tools: list[tuple[Any, Schema]] = []
+    for entry in entries:
+        schemas = [tool_schema(entry.fn)] if entry.fn else read_server_schemas(entry.mcp, entry.schema)
+        tools += [(entry, schema) for schema in schemas]
+    names: set[str] = set()
+    for _, schema in tools:
+        name = schema["function"]["name"]
+        if name in names:
+            raise UserError(f"grpo.tools: two of them are named {name}, by which the model calls them; rename one")
+        names.add(name)
     return tools
 
 
 def read_server_schemas(command: str | None, file: str | None) -> list[Schema]:
-    """Return the schemas in a file that was written of a server's tools. Raises UserError."""
+    """Read the schemas of a server's tools from a file.
+
+    Args:
+        command: The server's command or URL, for messages.
+        file: The file, as `python -m dtrain.rl.environments.mcp` writes it.
+
+    Raises:
+        UserError: If the file is missing or is not a list of schemas.
+    """
     if not command or not file:
         raise UserError("grpo.tools: an entry needs fn, or mcp and schema")
     how = f'python -m dtrain.rl.environments.mcp "{command}" > {file}'
@@ -63,20 +98,27 @@ def read_server_schemas(command: str | None, file: str | None) -> list[Schema]:
         tools = loads(read_text(path))
     except ValueError as error:
         raise UserError(f"grpo.tools: {file} is no JSON ({error}); write it anew: {how}") from None
-    are_sound = isinstance(tools, list) and all(
-        isinstance(tool, dict)
-        and isinstance(function := tool.get("function"), dict)
-        and isinstance(function.get("name"), str)
-        and isinstance(function.get("parameters"), dict)
-        for tool in tools
-    )
-    if not are_sound or not tools:
+    is_list = isinstance(tools, list) and len(tools) > 0
+    if not is_list or not all(_is_function_schema(tool) for tool in tools):
         raise UserError(f"grpo.tools: {file} must be a list of tools in OpenAI's function format; write it anew: {how}")
     return tools
 
 
+def _is_function_schema(tool: Any) -> bool:
+    """Return whether a value of JSON is a tool in OpenAI's function format."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return False
+    return isinstance(function.get("name"), str) and isinstance(function.get("parameters"), dict)
+
+
 def is_url(server: str) -> bool:
-    """Return whether a tool server is reached over HTTP; otherwise it is a command."""
+    """Return whether a tool server is reached over HTTP. Otherwise it is a command.
+
+    Example:
+        >>> is_url("http://localhost:8000/mcp"), is_url("uvx mcp-server-time")
+        (True, False)
+    """
     return server.startswith(("http://", "https://"))
 
 
@@ -104,125 +146,200 @@ def find_server(server: str) -> str:
 
 
 def tool_schema(path: str) -> Schema:
-    """Return the schema of the function at an import path. Raises UserError: no such function; no docstring; a
-    parameter without a hint, or of a kind that JSON cannot give."""
+    """Return the schema of the function at an import path.
+
+    Raises:
+        UserError: If there is no such function, it has no docstring, or a parameter has no hint or one that JSON
+            cannot express.
+    """
     _, function, file = find_function_and_file(path, "tool")
     node = find_definition(Path(file), function, decorated=True)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise UserError(
             f"tool {path}: {file} has no `def {function}` at its top, whose hints and docstring can be read"
         )
-    text = ast.get_docstring(node)
-    if not text:
+    docstring = ast.get_docstring(node)
+    if not docstring:
         raise UserError(f"tool {path} has no docstring: write what it does, which the model reads, and its Args")
-    description, described = _docstring(text)
-    takes = node.args
-    if takes.vararg or takes.kwarg or takes.posonlyargs:
+    description, parameter_descriptions = _parse_docstring(docstring)
+    signature = node.args
+    if signature.vararg or signature.kwarg or signature.posonlyargs:
         raise UserError(f"tool {path} takes *args, **kwargs or positional parameters: a call gives arguments by name")
-    named = (*takes.args, *takes.kwonlyargs)
-    properties = {argument.arg: _parameter(path, argument, described) for argument in named}
-    bare = [*takes.args[: len(takes.args) - len(takes.defaults)]]
-    bare += [key for key, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default is None]
+    properties = {}
+    for argument in (*signature.args, *signature.kwonlyargs):
+        properties[argument.arg] = _parameter_schema(path, argument, parameter_descriptions)
     parameters: Schema = {"type": "object", "properties": properties}
-    if bare:
-        parameters["required"] = [argument.arg for argument in bare]
+    required = _required_parameters(signature)
+    if required:
+        parameters["required"] = required
     return {"type": "function", "function": {"name": node.name, "description": description, "parameters": parameters}}
 
 
-def _parameter(path: str, argument: ast.arg, described: Mapping[str, str]) -> Schema:
+def _required_parameters(signature: ast.arguments) -> list[str]:
+    """Return the names of the parameters without a default."""
+    num_required = len(signature.args) - len(signature.defaults)  # `defaults` are those of the last parameters
+    required = [argument.arg for argument in signature.args[:num_required]]
+    for argument, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True):
+        if default is None:
+            required.append(argument.arg)
+    return required
+
+
+def _parameter_schema(path: str, argument: ast.arg, descriptions: Mapping[str, str]) -> Schema:
+    """Return the JSON schema of a parameter of the tool `path`. Raises UserError."""
     name = argument.arg
     if argument.annotation is None:
         raise UserError(f"tool {path}: its parameter {name} has no type hint; write {name}: str, say ({HINTS})")
-    schema = _of_hint(argument.annotation)
+    schema = _hint_schema(argument.annotation)
     if schema is None:
         hint = ast.unparse(argument.annotation)
         raise UserError(f"tool {path}: {name}: {hint} is no hint that a call's JSON can fill; known are {HINTS}")
-    return schema | ({"description": described[name]} if name in described else {})
+    if name in descriptions:
+        return schema | {"description": descriptions[name]}
+    return schema
 
 
-def _of_hint(hint: ast.expr) -> Schema | None:
-    """Return the JSON schema of a hint; None where it has none."""
-    if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
+def _hint_schema(hint: ast.expr) -> Schema | None:
+    """Return the JSON schema of a type hint. None if JSON cannot express it.
+
+    Example:
+        >>> _hint_schema(ast.parse("dict[str, list[int]] | None", mode="eval").body)
+        {'type': 'object', 'additionalProperties': {'type': 'array', 'items': {'type': 'integer'}}, 'nullable': True}
+    """
+    if isinstance(hint, ast.Constant) and isinstance(hint.value, str):  # a hint in quotes
         try:
-            return _of_hint(ast.parse(hint.value, mode="eval").body)
+            return _hint_schema(ast.parse(hint.value, mode="eval").body)
         except SyntaxError:
             return None
     if isinstance(hint, ast.Name | ast.Attribute):
-        return copy(_PLAIN.get(_last(hint)))
+        return copy(_SCHEMA_OF_NAME.get(_last_name(hint)))
     if isinstance(hint, ast.BinOp) and isinstance(hint.op, ast.BitOr):
-        return _union([*_sides(hint)])
+        return _union_schema(_union_members(hint))
     if not isinstance(hint, ast.Subscript):
         return None
-    outer, inner = _last(hint.value), hint.slice
-    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-    if outer in ("Optional", "Union"):
-        return _union([*parts, *([ast.Constant(None)] if outer == "Optional" else [])])
-    if outer == "Literal":
-        return _literal(parts)
-    if outer == "Annotated":
-        return _of_hint(parts[0])
-    within = _of_hint(parts[-1])
-    if within is None or _PLAIN.get(outer, {}).get("type") not in ("array", "object"):
-        return None
-    if _PLAIN[outer]["type"] == "array":
-        return {"type": "array", "items": within} if len(parts) == 1 else None
-    is_text = len(parts) == 2 and isinstance(parts[0], ast.Name) and parts[0].id == "str"
-    return {"type": "object", "additionalProperties": within} if is_text else None
+    generic = _last_name(hint.value)
+    arguments = hint.slice.elts if isinstance(hint.slice, ast.Tuple) else [hint.slice]
+    if generic == "Optional":
+        return _union_schema([*arguments, ast.Constant(None)])
+    if generic == "Union":
+        return _union_schema(arguments)
+    if generic == "Literal":
+        return _literal_schema(arguments)
+    if generic == "Annotated":
+        return _hint_schema(arguments[0])
+    return _container_schema(generic, arguments)
 
 
-def _union(parts: Sequence[ast.expr]) -> Schema | None:
-    """Return the JSON schema of a union of hints; None where one has none. null beside one kind is `nullable`; several
-    plain kinds are a list of types, others stand under anyOf."""
-    kinds = [_of_hint(part) for part in parts if not (isinstance(part, ast.Constant) and part.value is None)]
-    known = [kind for kind in kinds if kind is not None]
-    if not known or len(known) < len(kinds):
+def _container_schema(generic: str, arguments: Sequence[ast.expr]) -> Schema | None:
+    """Return the schema of list[item] or dict[str, value]. None for other generics and other keys."""
+    container_type = _SCHEMA_OF_NAME.get(generic, {}).get("type")
+    item_schema = _hint_schema(arguments[-1])
+    if item_schema is None:
         return None
-    if len(known) == 1:
-        schema = known[0]
-    elif all(kind.keys() == {"type"} for kind in known):
-        schema = {"type": sorted({kind["type"] for kind in known})}
+    if container_type == "array" and len(arguments) == 1:
+        return {"type": "array", "items": item_schema}
+    if container_type == "object" and len(arguments) == 2:
+        key = arguments[0]
+        if isinstance(key, ast.Name) and key.id == "str":
+            return {"type": "object", "additionalProperties": item_schema}
+    return None
+
+
+def _union_schema(members: Sequence[ast.expr]) -> Schema | None:
+    """Return the JSON schema of a union of hints. None if a member has none.
+
+    A union of simple types is a list of types, and any other union an "anyOf". None as a member makes it "nullable".
+    """
+    schemas: list[Schema] = []
+    is_nullable = False
+    for member in members:
+        if isinstance(member, ast.Constant) and member.value is None:
+            is_nullable = True
+            continue
+        schema = _hint_schema(member)
+        if schema is None:
+            return None
+        schemas.append(schema)
+    if not schemas:
+        return None
+    if len(schemas) == 1:
+        union = schemas[0]
+    elif all(schema.keys() == {"type"} for schema in schemas):
+        union = {"type": sorted({schema["type"] for schema in schemas})}
     else:
-        schema = {"anyOf": known}
-    return schema | ({"nullable": True} if len(kinds) < len(parts) else {})
+        union = {"anyOf": schemas}
+    return union | {"nullable": True} if is_nullable else union
 
 
-def _literal(parts: Sequence[ast.expr]) -> Schema | None:
-    values = [part.value for part in parts if isinstance(part, ast.Constant)]
-    kinds = sorted({_CONSTANTS[type(value)] for value in values if type(value) in _CONSTANTS})
-    plain = [value for value in values if value is not None]
-    if len(values) < len(parts) or not kinds or any(type(value) not in _CONSTANTS for value in plain):
+def _literal_schema(members: Sequence[ast.expr]) -> Schema | None:
+    """Return the JSON schema of Literal[..]. None if a value is not a text, number, truth value or None."""
+    values: list[Any] = []
+    types: set[str] = set()
+    is_nullable = False
+    for member in members:
+        if not isinstance(member, ast.Constant):
+            return None
+        if member.value is None:
+            is_nullable = True
+        elif type(member.value) in _JSON_TYPES:
+            values.append(member.value)
+            types.add(_JSON_TYPES[type(member.value)])
+        else:
+            return None
+    if not values:
         return None
-    schema: Schema = {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": plain}
-    return schema | ({"nullable": True} if None in values else {})
+    sorted_types = sorted(types)
+    schema: Schema = {"type": sorted_types[0] if len(sorted_types) == 1 else sorted_types, "enum": values}
+    return schema | {"nullable": True} if is_nullable else schema
 
 
-def _sides(hint: ast.expr) -> list[ast.expr]:
+def _union_members(hint: ast.expr) -> list[ast.expr]:
+    """Return the members of `a | b | c`."""
     if isinstance(hint, ast.BinOp) and isinstance(hint.op, ast.BitOr):
-        return [*_sides(hint.left), *_sides(hint.right)]
+        return [*_union_members(hint.left), *_union_members(hint.right)]
     return [hint]
 
 
-def _last(hint: ast.expr) -> str:
-    return hint.attr if isinstance(hint, ast.Attribute) else hint.id if isinstance(hint, ast.Name) else ""
+def _last_name(hint: ast.expr) -> str:
+    """Return the last part of a dotted name: "Sequence" for `typing.Sequence`. "" for any other expression."""
+    if isinstance(hint, ast.Attribute):
+        return hint.attr
+    if isinstance(hint, ast.Name):
+        return hint.id
+    return ""
 
 
-def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's text before its first section, and that of each parameter under `Args:` (Google's style)."""
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring in Google style into the text before its first section and the descriptions of parameters.
+
+    Example:
+        >>> _parse_docstring("Add numbers.\\n\\nArgs:\\n    a: The first\\n        one.\\n    b (int): The second.")
+        ('Add numbers.', {'a': 'The first one.', 'b': 'The second.'})
+    """
     pattern = r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ ]*$"
-    description, *sections = re.split(pattern, text, flags=re.MULTILINE)
-    named = dict(zip(sections[::2], sections[1::2], strict=True))
-    block = next((named[name] for name in ("Args", "Arguments", "Parameters") if name in named), "")
-    described: dict[str, str] = {}
-    indent, name = None, None
+    description, *sections = re.split(pattern, text, flags=re.MULTILINE)  # title, text, title, text, ...
+    section_of_title = dict(zip(sections[::2], sections[1::2], strict=True))
+    block = ""
+    for title in ("Args", "Arguments", "Parameters"):
+        if title in section_of_title:
+            block = section_of_title[title]
+            break
+    descriptions: dict[str, str] = {}
+    first_depth: int | None = None
+    name: str | None = None  # the parameter that further indented lines belong to
     for line in block.splitlines():
         if not line.strip():
             continue
         depth = len(line) - len(line.lstrip())
-        indent = depth if indent is None else indent
-        begins = re.match(r"\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)", line) if depth <= indent else None
-        if begins:
-            name = begins[1]
-            described[name] = begins[2].strip()
+        if first_depth is None:
+            first_depth = depth
+        entry = None
+        if depth <= first_depth:
+            entry = re.match(r"\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)", line)
+        if entry:
+            name = entry[1]
+            descriptions[name] = entry[2].strip()
         elif name is not None:
-            described[name] = f"{described[name]} {line.strip()}".strip()
-    return description.strip(), {name: entry for name, entry in described.items() if entry}
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    non_empty = {name: description for name, description in descriptions.items() if description}
+    return description.strip(), non_empty

@@ -11,7 +11,7 @@ from dtrain.base.errors import UserError
 from dtrain.rl.routed import RoutedExpertsReader, to_npy_text
 from tests.remote.test_http import engine_of, requests_of
 
-READER = RoutedExpertsReader(count=6, top=2, numbers=(0, 2), layers=3)
+READER = RoutedExpertsReader(num_experts=6, top_k=2, sparse_layers=(0, 2), num_layers=3)
 
 
 def experts_of(rows, layers=2, top=2):

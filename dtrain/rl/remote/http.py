@@ -246,7 +246,7 @@ class HttpEngine:
             count = len(request.prompt) + len(completion.ids)
             if text is None and completion.ids:
                 raise RetryableError(f"its answer has no routed experts; {server.dialect.routed_start}")
-            routed = reader.read(text, count) if completion.ids else reader.nothing(count)
+            routed = reader.read(text, count) if completion.ids else reader.unknown(count)
             results.append(replace(completion, routed=routed))
         return results
 
