@@ -1,39 +1,39 @@
-"""Dialects of vLLM, SGLang and `dtrain serve`: requests for completions and notices of new weights. No torch.
+"""Dialects: how vLLM, SGLang and `dtrain serve` are asked for completions and given new weights. No torch.
 
-vllm    /v1/completions with token ids in and `return_token_ids`, `return_tokens_as_token_ids` and `logprobs: 0` for
-        token ids and logprobs out (vLLM's openai/completion/protocol.py). Start it with --logprobs-mode
-        processed_logprobs: its default gives logprobs before the temperature and the filters. New weights from a
-        directory: collective_rpc reload_weights, which needs VLLM_SERVER_DEV_MODE=1 (docs/training/async_rl.md). An
-        adapter: load_lora_adapter (docs/features/lora.md), without load_inplace: it stays on the stored request, so
-        that every step of a completion reads the files again (SkyRL#1606), and keys of the prompts are cached by name.
-sglang  /generate with `input_ids` and `return_logprob`; ids and logprobs are meta_info.output_token_logprobs
-        (docs/basic_usage/sampling_params.md). Its logprobs are after the temperature, before top-k, top-p and min-p:
-        leave those off. New weights: update_weights_from_disk (docs/advanced_features/sglang_for_rl.md). An adapter:
-        load_lora_adapter, and `lora_path`, its name, with each prompt (docs/advanced_features/lora.ipynb).
-dtrain  vLLM's completions with `prompt_index` and `sample_index`, so that the draws are the native engine's; each
-        choice says the `weight_version` that it came from. New weights: SGLang's words. An adapter: vLLM's, one that
-        is loaded in place of itself: completions under way go on with it, and say their oldest version.
+vllm
+    Completions: /v1/completions with token ids. `return_token_ids`, `return_tokens_as_token_ids` and `logprobs: 0` ask
+    for token ids and log-probabilities (vLLM's openai/completion/protocol.py). Start it with --logprobs-mode
+    processed_logprobs: by default, log-probabilities are those before the temperature and the filters.
+    New weights from a directory: collective_rpc reload_weights, which needs VLLM_SERVER_DEV_MODE=1
+    (docs/training/async_rl.md).
+    Adapters: load_lora_adapter (docs/features/lora.md), without load_inplace. That option stays on the stored request,
+    so that every step of a completion would read the files again (SkyRL#1606), and prefix caches are by name.
 
-A dialect's `body` asks for samples of one prompt: requests that differ in their sample_index alone, which ascends by 1.
-`broadcast_kind`: how it takes broadcast weights, by a process group that dtrain makes or by vLLM's weight transfer;
-`pause`, `resume`: the posts before and after an update there; `clear_caches`: those before `resume` that drop what it
-has cached. `has_named_versions`: whether each version of an adapter has a name of its own, by which a completion's
-version is known; `supports_dora`, `supports_vision_adapters`: whether it takes DoRA, and adapters of vision towers.
-`keeps_image_features`: whether features of images outlive the weights that they are of. `routed_fields`: the body's
-further fields that ask for experts; `routed`: of each completion in `read`'s order what the answer says of them, for
-`rl.routed`; `routed_start`: how to start a server that reports them. `load_adapter` gives the name to ask for. `read`
-raises RetryableError for an answer that may be better next time, and UserError, with the fix, for one that a setting of
-the server explains.
+sglang
+    Completions: /generate with `input_ids` and `return_logprob`. Ids and log-probabilities are in
+    meta_info.output_token_logprobs (docs/basic_usage/sampling_params.md). They are those after the temperature and
+    before top-k, top-p and min-p, so leave these off.
+    New weights: update_weights_from_disk (docs/advanced_features/sglang_for_rl.md).
+    Adapters: load_lora_adapter, and its name as `lora_path` with each prompt (docs/advanced_features/lora.ipynb).
 
-Prompts with images have other routes, whose answers also have the ids that the server read:
+dtrain
+    Completions: vLLM's route with `prompt_index` and `sample_index`, so that the tokens are those of the native engine.
+    Each choice has the `weight_version` that sampled it.
+    New weights: SGLang's route. Adapters: vLLM's route, always with the same name and load_inplace. Completions in
+    progress continue with the new adapter, and report their oldest version.
 
-vllm    /inference/v1/generate: token ids with one placeholder for each image, and `content_parts` with the images
-        (vllm-project/vllm#51478), which --enable-scale-out opens. Without it, and for models that write more around an
-        image than tokens of its own, /v1/chat/completions, where template and tokenizer are the server's. Either tells
-        the ids that it read, with `return_token_ids`.
-sglang  /generate: token ids with placeholders, and `image_data` (sgl-project/sglang#26555). It tells how many tokens it
-        read. Each sample has a seed of its own, and so the images again.
-dtrain  /v1/completions: the prompt's token ids, and `images`, whose tokens it counts.
+Prompts with images have other routes (`ImageRoute`), whose answers also have the token ids that the server read:
+
+vllm
+    /inference/v1/generate: token ids with one placeholder for each image, and `content_parts` with the images
+    (vllm-project/vllm#51478). It needs --enable-scale-out. Without that, and for models that write more around an image
+    than its own tokens, /v1/chat/completions, where the server applies its own template and tokenizer. With
+    `return_token_ids`, both report the ids that they read.
+sglang
+    /generate: token ids with placeholders, and `image_data` (sgl-project/sglang#26555). It reports the number of tokens
+    that it read. Each sample has its own seed, and therefore the images once more.
+dtrain
+    /v1/completions: the prompt's token ids, and `images`, whose tokens it counts.
 """
 
 import json
@@ -49,10 +49,13 @@ from dtrain.inference.chats import ImagePrompt
 from dtrain.inference.request import Completion, Request, SamplingParams
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError
 
-Post = tuple[str, dict[str, Any]]  # path and body
+Post = tuple[str, dict[str, Any]]
+"""Path and body of a POST."""
 VLLM_TOKEN_PREFIX = "token_id:"
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
-ADAPTER_NAME = "trained"  # an adapter's name where all versions share one
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM's --max-lora-rank accepts."""
+ADAPTER_NAME = "trained"
+"""Name of the adapter on servers where all versions share one name."""
 
 OTHER_PROMPT_READ = "it read another prompt than the trainer has: "
 FIX_IMAGE_PROCESSOR = "Serve the run's very model directory, whose image processor is read there too"
@@ -60,8 +63,18 @@ FIX_CHAT_TEMPLATE = "with the run's chat template (--chat-template, without --de
 
 
 class Call(Protocol):
-    """A POST, or without a body a GET; the answer, without `is_json` in any form. tries: at most, None for the engine's
-    number. Raises ClientError, and UserError where no try is answered."""
+    """Calls a server: a POST, or a GET without a body. `HttpEngine._call` is one.
+
+    Args:
+        path: Path of the route.
+        body: JSON to post. None: GET.
+        is_json: Whether the answer must be JSON.
+        tries: Largest number of tries. None: the engine's number.
+
+    Raises:
+        ClientError: If the server refuses the call.
+        UserError: If no try is answered.
+    """
 
     def __call__(
         self, path: str, body: dict[str, Any] | None, *, is_json: bool = True, tries: int | None = None
@@ -70,7 +83,14 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """A version of an adapter, in a directory of PEFT's layout. name: no other version's, of no run."""
+    """A version of an adapter.
+
+    Attributes:
+        directory: Directory with the adapter in PEFT's layout.
+        version: Version of the weights.
+        name: A name that no other version and no other run has.
+        rank: Rank of the adapter.
+    """
 
     directory: Path
     version: int
@@ -79,21 +99,46 @@ class AdapterVersion:
 
 
 class Vllm:
+    """The dialect of vLLM, and the interface of all dialects.
+
+    Attributes:
+        name: Name of the kind of server.
+        broadcast_kind: How the server receives broadcast weights: "transfer" is vLLM's weight transfer, "broadcast" a
+            process group that dtrain makes. `publish` has a publisher for each.
+        pause: Posts before an update of the weights.
+        resume: Posts after it.
+        clear_caches: Posts before `resume` that discard what was computed with the old weights.
+        has_named_versions: Whether each version of an adapter has its own name. The name then tells the version of a
+            completion.
+        supports_dora: Whether the server accepts DoRA adapters.
+        supports_vision_adapters: Whether the server accepts adapters of vision towers.
+        keeps_image_features: Whether the server keeps features of images when its weights change.
+        routed_fields: Additional fields of a request that ask for routed experts.
+        routed_start: How to start a server that reports routed experts.
+    """
+
     name = "vllm"
     broadcast_kind = "transfer"
     pause: Sequence[Post] = [("/pause?mode=keep&clear_cache=false", {})]
     resume: Sequence[Post] = [("/resume", {})]
-    # Keys of the old weights, those of completions under way too, and what the old tower made of images.
+    # Keys and values of the old weights, also those of completions in progress, and image features of the old tower.
     clear_caches: Sequence[Post] = [
         ("/reset_prefix_cache?reset_running_requests=true", {}),
         ("/reset_encoder_cache", {}),
     ]
     has_named_versions = True
     supports_dora = supports_vision_adapters = keeps_image_features = False
-    routed_fields: dict[str, Any] = {}  # all its answers have them, or none
+    routed_fields: dict[str, Any] = {}  # a server reports them in all answers or in none
     routed_start = "start it with --enable-return-routed-experts (vLLM 0.21 or later)"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
+        """Return the path and body that request samples of one prompt.
+
+        Args:
+            requests: The samples, which differ only in their sample_index, in consecutive order.
+            model: The model's name on the server.
+            adapter: Name of the adapter to sample with.
+        """
         body = {
             "model": adapter or model,
             "prompt": list(requests[0].prompt),
@@ -105,17 +150,30 @@ class Vllm:
         return "/v1/completions", body
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
+        """Read the completions of an answer to `requests`.
+
+        Raises:
+            RetryableError: If the answer is malformed, but another may be right.
+            UserError: If a setting of the server explains what is wrong. The message has the fix.
+        """
         return [self._completion(choice) for choice in read_choices(answer, len(requests))]
 
     def routed(self, answer: Any) -> list[Any]:
-        experts = [choice.get("routed_experts") for choice in sorted(answer["choices"], key=choice_index)]
-        prompt = answer.get("prompt_routed_experts")  # of releases that report a prompt's apart
-        return experts if prompt is None else [(prompt, [] if value is None else value) for value in experts]
+        """Return what an answer says about routed experts, for `rl.routed`, in the order of `read`. None if nothing."""
+        choices = sorted(answer["choices"], key=choice_index)
+        experts = [choice.get("routed_experts") for choice in choices]
+        prompt_experts = answer.get("prompt_routed_experts")  # some releases report those of the prompt apart
+        if prompt_experts is None:
+            return experts
+        return [
+            (prompt_experts, [] if completion_experts is None else completion_experts) for completion_experts in experts
+        ]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         logprobs = choice.get("logprobs") or {}
         values, ids = logprobs.get("token_logprobs"), choice.get("token_ids")
-        if (entries := logprobs.get("content")) is not None:  # of conversations
+        entries = logprobs.get("content")
+        if entries is not None:  # the answer of a conversation
             values = [entry["logprob"] for entry in entries]
         tokens: Sequence[str] | None = ids if ids is not None else logprobs.get("tokens")
         if values is None or tokens is None:
@@ -127,9 +185,10 @@ class Vllm:
             if not all(token.startswith(VLLM_TOKEN_PREFIX) for token in tokens):
                 raise UserError("it answers in text, not token ids: use vLLM 0.10.2 or later")
             ids = [int(token.removeprefix(VLLM_TOKEN_PREFIX)) for token in tokens]
-        return build_completion(ids, values, choice.get("finish_reason"), _version(choice.get("weight_version")))
+        return build_completion(ids, values, choice.get("finish_reason"), _parse_version(choice.get("weight_version")))
 
     def load(self, call: Call, directory: Path, version: int) -> None:
+        """Have the server load full weights from a directory. Raises ClientError and UserError."""
         was_paused = all(self._try(call, *post) for post in self.pause)
         try:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
@@ -143,25 +202,34 @@ class Vllm:
                 call(*post)
 
     def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
-        """Return what it holds where these are older weights than `version`, as after a restart; None where it has
-        them, where completions tell their version, and where the release cannot say. Raises RetryableError."""
+        """Return a description of the server's weights if they are older than `version`, as after a restart.
+
+        None means that they are not, or that the release does not report it. It is also None if every completion
+        reports its version.
+
+        Raises:
+            RetryableError: If the server does not answer.
+        """
         try:
             held = client.request("/weight_info", None, seconds).get("weight_version")
         except ClientError:
             return None
-        if (number := _version(held)) is not None:
-            return f"version {number} of the weights" if number < version else None
+        held_version = _parse_version(held)
+        if held_version is not None:
+            return f"version {held_version} of the weights" if held_version < version else None
         return "the weights that it began with" if held == "default" else None
 
     def adapter_problem(self, call: Call) -> str | None:
-        """Return why it takes no adapter, by how it was started; None where it takes them."""
+        """Return why the server cannot load adapters, by how it was started. None if it can."""
         try:
-            call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})  # refused, where the route is there
+            # An empty name is refused, but with another status than a missing route.
+            call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})
         except ClientError as error:
             return "it has no /v1/load_lora_adapter" if error.status in (404, 405) else None
         return None
 
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
+        """Have the server load an adapter. Return the name with which requests ask for it. Raises UserError."""
         fields = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
         try:
             call("/v1/load_lora_adapter", fields, is_json=False)
@@ -173,13 +241,13 @@ class Vllm:
         call("/v1/unload_lora_adapter", {"lora_name": name}, is_json=False, tries=1)
 
     def start_hint(self, rank: int) -> str:
-        """Return how to start a server that takes adapters of this rank."""
-        max_rank = next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
+        """Return how to start a server that accepts adapters of rank `rank`."""
+        max_rank = min((allowed for allowed in VLLM_RANKS if allowed >= rank), default=rank)
         return f"start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {max_rank}"
 
     @staticmethod
     def _try(call: Call, path: str, body: dict[str, Any]) -> bool:
-        """Post `body`; return whether the server has `path`: releases differ in the routes beside that which loads."""
+        """Post `body`. Return whether the server has the route: releases differ in their routes for pausing."""
         try:
             call(path, body)
         except ClientError as error:
@@ -190,9 +258,11 @@ class Vllm:
 
 
 class Dtrain(Vllm):
+    """The dialect of `dtrain serve`."""
+
     name = "dtrain"
     broadcast_kind = "broadcast"
-    pause = clear_caches = resume = ()  # it decodes nothing from the first bucket of an update to the last
+    pause = clear_caches = resume = ()  # it pauses by itself from the first bucket of an update to the last
     has_named_versions = False
     supports_dora = supports_vision_adapters = True
     keeps_image_features = False
@@ -229,27 +299,31 @@ class Dtrain(Vllm):
 
 
 class Sglang:
+    """The dialect of SGLang. The attributes and methods are those of `Vllm`."""
+
     name = "sglang"
     broadcast_kind = "broadcast"
-    pause: Sequence[Post] = [("/pause_generation", {"mode": "retract"})]  # what is under way is read anew
-    clear_caches: Sequence[Post] = ()  # an update does
+    pause: Sequence[Post] = [
+        ("/pause_generation", {"mode": "retract"})
+    ]  # completions in progress compute their keys and values again
+    clear_caches: Sequence[Post] = ()  # an update clears them
     resume: Sequence[Post] = [("/continue_generation", {})]
     has_named_versions = True
     supports_dora = supports_vision_adapters = False
-    keeps_image_features = True  # `flush_cache` leaves those of images that it has read
+    keeps_image_features = True  # `flush_cache` does not discard the features of images
     routed_fields = {"return_routed_experts": True}
     routed_start = "start it with --enable-return-routed-experts"
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        # One prompt many times, each with a seed of its own, rather than `n`: the server shares the prompt's keys.
+        # The prompt is repeated with a seed for each sample, instead of `n`. The server shares the prompt's keys.
         body = {
             "input_ids": [list(requests[0].prompt)] * len(requests),
             "sampling_params": [
                 {
                     "max_new_tokens": request.sampling.max_new_tokens,
                     **sampling_fields(request.sampling),
-                    "ignore_eos": not request.sampling.stop_ids,  # with it SGLang heeds no stop token
-                    "sampling_seed": derived_seed(request) % 2**31,  # heeded with --enable-deterministic-inference
+                    "ignore_eos": not request.sampling.stop_ids,  # if true, SGLang also ignores stop tokens
+                    "sampling_seed": derived_seed(request) % 2**31,  # used with --enable-deterministic-inference
                 }
                 for request in requests
             ],
@@ -265,21 +339,24 @@ class Sglang:
         return [self._completion(item) for item in answers]
 
     def routed(self, answer: Any) -> list[Any]:
-        return [item["meta_info"].get("routed_experts") for item in (answer if isinstance(answer, list) else [answer])]
+        answers = answer if isinstance(answer, list) else [answer]
+        return [item["meta_info"].get("routed_experts") for item in answers]
 
     def _completion(self, answer: Any) -> Completion:
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict):
             raise RetryableError(f"an answer without meta_info: {str(answer)[:200]}")
-        drawn = meta.get("output_token_logprobs")
-        if drawn is None:
+        tokens = meta.get("output_token_logprobs")  # (logprob, token id, ...) each
+        if tokens is None:
             raise UserError(
                 "its completions carry no output_token_logprobs: is it SGLang, and not a router that drops them?"
             )
         finish = meta.get("finish_reason")
-        finish = finish.get("type") if isinstance(finish, dict) else finish
-        ids, values = [token[1] for token in drawn], [token[0] for token in drawn]
-        return build_completion(ids, values, finish, _version(meta.get("weight_version")))
+        if isinstance(finish, dict):
+            finish = finish.get("type")
+        ids = [token[1] for token in tokens]
+        values = [token[0] for token in tokens]
+        return build_completion(ids, values, finish, _parse_version(meta.get("weight_version")))
 
     def stale_weights(self, client: HttpClient, version: int, seconds: float) -> str | None:
         return None
@@ -299,9 +376,10 @@ class Sglang:
         try:
             information = call("/get_server_info", None)
         except ClientError:
-            return None  # a release that does not say
-        has = information.get("enable_lora", True) if isinstance(information, dict) else True
-        return None if has else "it was started without --enable-lora"
+            return None  # a release that does not report it
+        if isinstance(information, dict) and not information.get("enable_lora", True):
+            return "it was started without --enable-lora"
+        return None
 
     def load_adapter(self, call: Call, adapter: AdapterVersion) -> str:
         try:
@@ -324,8 +402,18 @@ DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang(), "dtrain": Dt
 
 
 def detect_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Dialect, list[str]]:
-    """Return the dialect of `kind`, for auto that of the models' owner, and the models' names. Raises RetryableError,
-    ClientError and UserError."""
+    """Return the dialect of a server, and the names of its models.
+
+    Args:
+        client: Calls the server.
+        kind: A key of DIALECTS, or "auto" for the owner of the server's models.
+        seconds: Time limit.
+
+    Raises:
+        RetryableError: If the server does not answer, or has no model yet.
+        ClientError: If the server refuses the call.
+        UserError: If the owner of its models is unknown.
+    """
     answer = client.request("/v1/models", None, seconds)
     models = answer.get("data") if isinstance(answer, dict) else None
     names = [str(model.get("id")) for model in models or []]
@@ -341,36 +429,52 @@ def detect_dialect(client: HttpClient, kind: str, seconds: float) -> tuple[Diale
 
 
 def derived_seed(request: Request) -> int:
-    """Return a seed below 2**63 for servers that know no prompt_index: samples of one prompt follow one another."""
+    """Return a seed below 2**63 for servers without prompt_index. Samples of one prompt have consecutive seeds."""
     return random_key(request.seed, request.prompt_index) % 2**62 + request.sample_index
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the fields that vLLM and SGLang name alike."""
+    """Return the fields of a request that have the same names in vLLM and SGLang."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
         "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,  # a model's generation_config.json may say otherwise
+        "repetition_penalty": 1.0,  # otherwise the model's generation_config.json could set it
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_ids),
     }
 
 
 def vllm_sampling_fields(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the fields by which vLLM draws the samples of one prompt."""
+    """Return the fields of a request to vLLM that determine the samples of one prompt."""
     first = requests[0]
     return {
         **sampling_fields(first.sampling),
         "n": len(requests),
         "max_tokens": first.sampling.max_new_tokens,
-        "ignore_eos": True,  # the stop tokens are those of the request
-        "seed": derived_seed(first),  # vLLM adds a sample's index
+        "ignore_eos": True,  # only the stop tokens of the request count
+        "seed": derived_seed(first),  # vLLM adds the index of each sample
     }
 
 
 def build_completion(ids: list[int], logprobs: list[float], finish: Any, version: int | None) -> Completion:
+    """Check what a server sent and make a completion of it.
+
+    Args:
+        ids: Token ids, [s].
+        logprobs: Their log-probabilities, [s].
+        finish: Why the completion ended: "stop" or "length".
+        version: Version of the weights, if the server reports it.
+
+    Raises:
+        RetryableError: If it ended for another reason, such as an abort.
+        UserError: If ids or log-probabilities are wrong.
+
+    Example:
+        >>> build_completion([5, 7], [-0.5, -1], "stop", None).logprobs
+        [-0.5, -1.0]
+    """
     if finish not in ("stop", "length"):
         raise RetryableError(f"a completion that ended by {finish!r}, not by stop or length")
     if len(ids) != len(logprobs):
@@ -383,8 +487,12 @@ def build_completion(ids: list[int], logprobs: list[float], finish: Any, version
 
 
 def read_choices(answer: Any, count: int) -> list[Any]:
-    """Return the choices of an answer in OpenAI's form, by their index. Raises RetryableError where it has none, and
-    UserError where they are not `count`."""
+    """Return the choices of an answer in OpenAI's form, sorted by their index.
+
+    Raises:
+        RetryableError: If the answer has no choices.
+        UserError: If there are not `count` of them.
+    """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list):
         raise RetryableError(f"an answer without choices: {str(answer)[:200]}")
@@ -397,52 +505,68 @@ def choice_index(choice: dict[str, Any]) -> int:
     return int(choice["index"])
 
 
-def _version(value: Any) -> int | None:
+def _parse_version(value: Any) -> int | None:
+    """Return a version of the weights as a number. None for other texts, such as "default"."""
     return int(value) if isinstance(value, int | str) and str(value).isdecimal() else None
 
 
 class ImageRoute:
-    """Way to ask a kind of server for completions of prompts with images. server: whose answers it reads. needs_ids:
-    whether it asks with one placeholder for each image."""
+    """How to request completions of prompts with images.
+
+    Attributes:
+        path: Path of the route.
+        server: Key of the dialect that reads the answers.
+        needs_ids: Whether the request has token ids with one placeholder for each image.
+    """
 
     path: str
     server: str
     needs_ids = False
 
     def supports(self, prompt: ImagePrompt) -> bool:
-        """Return whether it can ask for this prompt."""
+        """Return whether the route can request completions of `prompt`."""
         return not self.needs_ids or prompt.short_ids is not None
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
-        """Return the path and the body that ask for samples of one prompt, as a dialect's. Raises UserError."""
+        """Return the path and body that request samples of one prompt, as `Vllm.body`. Raises UserError."""
         raise NotImplementedError
 
     def check(self, answer: Any, request: Request) -> None:
-        """Raise UserError where the server read another prompt than the request's, and ClientError, as for a route that
-        is not there, where it passed the images over."""
+        """Check that the server read the prompt of the request.
+
+        Raises:
+            UserError: If it read another prompt.
+            ClientError: With the status of a missing route, if it ignored the images.
+        """
 
     def read(self, answer: Any, requests: Sequence[Request]) -> list[Completion]:
-        """Return the completions, as a dialect does."""
+        """Read the completions, as `Vllm.read`."""
         return DIALECTS[self.server].read(answer, requests)
 
 
 class VllmRoute(ImageRoute):
-    """Route of vLLM, which tells the token ids that it read. fix: what else makes them those of the trainer."""
+    """A route of vLLM, whose answers have the token ids that it read.
+
+    Attributes:
+        fix: What else to change if these are not the trainer's.
+    """
 
     server = "vllm"
     fix = ""
 
-    def without_ids(self) -> Exception:
-        """Return the error for an answer that does not tell the token ids."""
+    def missing_ids_error(self) -> Exception:
+        """Return the error for an answer without the token ids."""
         return UserError("its answer has no prompt_token_ids: use vLLM 0.10.2 or later")
 
     def check(self, answer: Any, request: Request) -> None:
-        prompt, ids = _image_prompt_of(request), answer.get("prompt_token_ids")
+        prompt = _image_prompt_of(request)
+        ids = answer.get("prompt_token_ids")
         if ids is None:
-            raise self.without_ids()
-        if (difference := prompt.difference(request.prompt, ids)) is not None:
+            raise self.missing_ids_error()
+        difference = prompt.difference(request.prompt, ids)
+        if difference is not None:
             raise UserError(
-                f"{OTHER_PROMPT_READ}{difference}. {FIX_IMAGE_PROCESSOR}{_pixel_bound_note(prompt)}{self.fix}"
+                f"{OTHER_PROMPT_READ}{difference}. {FIX_IMAGE_PROCESSOR}{_pixel_limit_note(prompt)}{self.fix}"
             )
 
 
@@ -452,12 +576,12 @@ class VllmTokens(VllmRoute):
     path = "/inference/v1/generate"
     needs_ids = True
 
-    def without_ids(self) -> Exception:
+    def missing_ids_error(self) -> Exception:
         return ClientError(404, "this release of vLLM has no images beside token ids")
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _image_prompt_of(requests[0])
-        assert prompt.short_ids is not None, "`takes` says so"
+        assert prompt.short_ids is not None, "`supports` checks it"
         return self.path, {
             "model": adapter or model,
             "token_ids": list(prompt.short_ids),
@@ -498,12 +622,12 @@ class SglangTokens(ImageRoute):
 
     def body(self, requests: Sequence[Request], model: str, adapter: str | None = None) -> Post:
         prompt = _image_prompt_of(requests[0])
-        assert prompt.short_ids is not None, "`takes` says so"
+        assert prompt.short_ids is not None, "`supports` checks it"
         _, body = DIALECTS["sglang"].body(requests, model, adapter)
-        several = len(requests)
+        num_samples = len(requests)
         return self.path, body | {
-            "input_ids": [list(prompt.short_ids)] * several,
-            "image_data": [prompt.uris()] * several,
+            "input_ids": [list(prompt.short_ids)] * num_samples,
+            "image_data": [prompt.uris()] * num_samples,
         }
 
     def check(self, answer: Any, request: Request) -> None:
@@ -538,12 +662,12 @@ ROUTES: Mapping[str, Sequence[ImageRoute]] = {
 
 
 def _image_prompt_of(request: Request) -> ImagePrompt:
-    assert request.image_prompt is not None, "requests without images go by their dialect"
+    assert request.image_prompt is not None, "requests without images use their dialect"
     return request.image_prompt
 
 
-def _pixel_bound_note(prompt: ImagePrompt) -> str:
-    """Return how vLLM is told the run's bound of pixels, where there is one."""
+def _pixel_limit_note(prompt: ImagePrompt) -> str:
+    """Return the option with which vLLM uses the run's limit of pixels. "" if the run has none."""
     if prompt.max_pixels is None:
         return ""
     fields = json.dumps({"max_pixels": prompt.max_pixels})

@@ -1,8 +1,16 @@
 """`HttpEngine`: completions from servers that already run (vLLM, SGLang, `dtrain serve`), over HTTP.
 
-Token ids go in, with the files of images (`dialects.ImageRoute`), and token ids and logprobs come out. All samples of
-a prompt are one call; calls go to the server that has the fewest under way. No torch; on a mesh one rank calls
-`generate` and shares what it gives.
+Token ids go in, with the files of images if there are any (`dialects.ImageRoute`). Token ids and log-probabilities come
+out. All samples of a prompt are one call. One call goes through these functions:
+
+    generate                 groups the requests, and runs one call per group in a thread
+      _complete              chooses a server, and tries again elsewhere if a server fails
+        _choose_server       waits for a usable server with the fewest calls in progress
+        _request_completions sends the request by the server's dialect, or by a route for images
+        _check_completion    refuses answers of older weights and impossible lengths
+
+A server that fails is avoided for a growing time. A server that did not take the last weights gets no requests until it
+takes others. No torch is needed. On a mesh, one rank calls `generate` and shares the result.
 """
 
 import re
@@ -14,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dtrain.base.errors import Interrupted, UserError
 from dtrain.inference.chats import ImagePrompt
@@ -27,20 +35,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-ASK_EVERY = 0.5  # seconds between questions whether to stop
-TRY_SECONDS = 30.0  # for the completion that shows what a server answers
-CONTEXT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
-CLOSED_STATUSES = (403, 404, 405)  # of a route that a release has not, or that its start left closed
-REPORT_EVERY = 30.0  # seconds between lines about a server that is waited for
+STOP_CHECK_SECONDS = 0.5  # between calls of `should_stop`
+PROBE_SECONDS = 30.0  # for the completion that shows whether a server reports routed experts
+REPORT_SECONDS = 30.0  # between lines about a server that does not answer yet
+MIN_SECONDS = 0.1  # the smallest time limit of a request
+CONTEXT_HINT = "does the server's context hold prompt and completion (--max-model-len, --context-length, --max-length)?"
+CLOSED_STATUSES = (403, 404, 405)  # of a route that a release lacks, or that the server was started without
 
 
 @dataclass
 class ServerClient:
-    """Client of a server. version: of the weights that it got last, None: those it started with; adapter: the name
-    of the one to draw with, None: the model alone; update_problem: why it did not take the last weights, so that it
-    is asked for nothing until it does. is_waiting_for_adapter: calls wait for an adapter's next version.
-    calls_per_adapter: adapters' names there, and how many calls are under way with each.
-    image_routes: those that it may have."""
+    """A server, and what this engine knows of it.
+
+    Attributes:
+        client: Calls the server.
+        dialect: The server's protocol.
+        model: The model's name there.
+        adapter: Name of the adapter to sample with. None: the model without an adapter.
+        is_waiting_for_adapter: Whether new calls wait until the server has the adapter's next version.
+        calls_per_adapter: Number of calls in progress for each adapter that the server has loaded.
+        num_calls: Number of calls in progress.
+        failures: Number of failures in a row.
+        retry_at: Time before which the server is avoided, because it failed.
+        version: Version of the weights that it got last. None: those it was started with.
+        update_problem: Why it did not take the last weights. It then gets no requests. None if it took them.
+        image_routes: Routes for prompts with images that the server may have. One of them after the first such call.
+    """
 
     client: HttpClient
     dialect: Dialect
@@ -49,15 +69,22 @@ class ServerClient:
     is_waiting_for_adapter: bool = False
     calls_per_adapter: dict[str, int] = field(default_factory=dict)
     num_calls: int = 0
-    failures: int = 0  # in a row
+    failures: int = 0
     retry_at: float = 0.0
     version: int | None = None
     update_problem: str | None = None
     image_routes: Sequence[ImageRoute] = ()
 
     def record_update(self, version: int, problem: str | None, adapter: str | None = None) -> None:
-        """Record that it has this version of the weights, `adapter` or the model's, or why it did not take it."""
-        self.update_problem, self.is_waiting_for_adapter = problem, False
+        """Record the end of an update.
+
+        Args:
+            version: Version of the weights.
+            problem: Why the server did not take it. None if it did.
+            adapter: Name of the adapter that was loaded. None for full weights.
+        """
+        self.update_problem = problem
+        self.is_waiting_for_adapter = False
         if problem is None:
             self.adapter = adapter
             if adapter is not None:
@@ -66,18 +93,28 @@ class ServerClient:
 
 
 class HttpEngine:
-    """Servers at `urls`. kind: vllm, sglang, dtrain, or auto, which asks each for the owner of its models.
+    """Samples completions with servers.
 
-    model: its name there (None: the only one each has). timeout: seconds that one call may take, tries included.
-    retries: further tries at one server, with growing pauses, where it gives no answer or a passing error; a server
-    that fails is passed over for a while, the others go on. concurrency: calls under way at once, over all servers.
-    start_timeout: seconds that the servers may take to come up. api_key_file: a file with the key that they want.
-    routed: reads where the tokens went, which the servers are then asked for with every completion, and once before,
-    with a prompt of two tokens. vocab_size: the bound that every token's id is below. say: gets a line about each
-    server that fails.
+    Args:
+        urls: Addresses of the servers.
+        kind: "vllm", "sglang" or "dtrain". "auto" finds it from the owner of each server's models.
+        model: The model's name on the servers. None: the first of each server's models.
+        timeout: Seconds that one call may take, retries included.
+        retries: Further tries at one server after it gave no answer or a passing error.
+        concurrency: Calls in progress at the same time, over all servers.
+        start_timeout: Seconds that the servers may take to come up.
+        api_key_file: A file with the servers' API key.
+        routed: Reads routed experts, which every request then asks for. A request of two tokens checks this first.
+        vocab_size: Every token id of an answer must be below this.
+        say: Prints a line, for example about a server that fails.
+        should_stop: Ends the wait for the servers with Interrupted.
 
-    Raises UserError where a server's address or kind is wrong, or one does not come up, and Interrupted soon after
-    `should_stop` says yes while they come up.
+    Attributes:
+        servers: The servers.
+
+    Raises:
+        UserError: If an address or kind is wrong, or a server does not come up.
+        Interrupted: If `should_stop` returns true while the servers come up.
     """
 
     def __init__(
@@ -108,70 +145,97 @@ class HttpEngine:
         until = time.monotonic() + start_timeout
         self._start_timeout = start_timeout
         self._clients = [HttpClient(url, key) for url in urls]
-        self.servers: list[ServerClient] = self._all(
-            self._clients, lambda client, stop: self._meet(client, kind, model, RetryState(until, stop)), should_stop
+        self.servers: list[ServerClient] = self._run_in_threads(
+            self._clients, lambda client, stop: self._connect(client, kind, model, RetryState(until, stop)), should_stop
         )
 
     def generate(self, requests: Sequence[Request], should_stop: ShouldStop | None = None) -> list[Completion]:
-        """Return the completions of `requests`, in order. `Completion.version` is what the server says, else the
-        version that it had got last when it was asked. Raises UserError where no server answers, naming each with its
-        last error, or one answers what cannot be used, and Interrupted soon after `should_stop` says yes."""
+        """Sample completions.
+
+        Args:
+            requests: The requests.
+            should_stop: Ends the calls in progress with Interrupted, within half a second.
+
+        Returns:
+            The completions, in order. Their `version` is what the server reports, or else the version of the weights
+            that it had when the call began.
+
+        Raises:
+            UserError: If no server answers, with the last error of each, or an answer is unusable.
+            Interrupted: If `should_stop` returns true.
+        """
         if any(request.images is not None for request in requests):
             raise UserError("prompts with decoded images are for the native engine: servers get an `image_prompt`")
-        drawn = self._all(group_samples(requests), self._complete, should_stop)
-        return [completion for completions in drawn for completion in completions]
+        completions_of_groups = self._run_in_threads(group_samples(requests), self._complete, should_stop)
+        return [completion for completions in completions_of_groups for completion in completions]
 
     def update_from_directory(self, directory: Path, version: int) -> None:
-        """Have every server read a whole directory that they all see. One that fails is asked for nothing until the
-        next update reaches it; UserError where none took it."""
+        """Have every server load full weights from a directory that all servers can read.
+
+        A server that fails gets no requests until the next update reaches it.
+
+        Raises:
+            UserError: If no server took the weights.
+        """
         directory = directory.absolute()
         self._update(lambda server, call: server.dialect.load(call, directory, version), version, directory)
 
     def update_adapter(self, adapter: AdapterVersion) -> None:
-        """Have every server load an adapter from a directory that they all see, and draw with it from here on; earlier
-        versions go when no call is under way with them. New calls wait meanwhile. Fails as `update_from_directory`."""
+        """Have every server load an adapter from a directory that all servers can read, and sample with it from now on.
+
+        New calls wait meanwhile. Earlier versions are unloaded at the next update after their last call.
+
+        Raises:
+            UserError: If no server took the adapter.
+        """
         with self._changed:
             for server in self.servers:
                 server.is_waiting_for_adapter = True
 
-        def give(server: ServerClient, call: Call) -> str:
+        def load(server: ServerClient, call: Call) -> str:
             with self._changed:
-                idle = [
-                    name
-                    for name, calls in server.calls_per_adapter.items()
-                    if not calls and server.dialect.has_named_versions
-                ]
+                idle = []
+                if server.dialect.has_named_versions:
+                    idle = [name for name, num_calls in server.calls_per_adapter.items() if num_calls == 0]
                 for name in idle:
                     del server.calls_per_adapter[name]
             for name in idle:
-                # A server that has dropped it by itself refuses.
+                # A server that has already dropped the adapter by itself refuses.
                 with suppress(UserError, ClientError):
                     server.dialect.unload_adapter(call, name)
             return server.dialect.load_adapter(call, adapter)
 
-        self._update(give, adapter.version, adapter.directory)
+        self._update(load, adapter.version, adapter.directory)
 
     def adapter_problem(self) -> str | None:
-        """Return why a server takes no adapter, by its own answers; None where all take them. Raises UserError."""
+        """Return why a server cannot load adapters, as it answers itself. None if all can.
 
-        def look(server: ServerClient, stop: threading.Event) -> str | None:
-            lacking = server.dialect.adapter_problem(partial(self._call, server, stop))
-            return None if lacking is None else f"{server.client.url}: {lacking}"
+        Raises:
+            UserError: If a server does not answer.
+        """
 
-        return next((problem for problem in self._all(self.servers, look) if problem), None)
+        def check(server: ServerClient, stop: threading.Event) -> str | None:
+            problem = server.dialect.adapter_problem(partial(self._call, server, stop))
+            return None if problem is None else f"{server.client.url}: {problem}"
+
+        for problem in self._run_in_threads(self.servers, check):
+            if problem is not None:
+                return problem
+        return None
 
     def close(self) -> None:
-        """End the calls under way: `generate` raises UserError in its thread."""
+        """End the calls in progress. `generate` raises UserError in its thread."""
         self._closed = True
-        self._hang_up()
+        self._end_calls()
 
-    def _hang_up(self) -> None:
+    def _end_calls(self) -> None:
         for client in self._clients:
             client.hang_up()
         with self._changed:
             self._changed.notify_all()
 
-    def _meet(self, client: HttpClient, kind: str, model: str | None, tries: RetryState) -> ServerClient:
+    def _connect(self, client: HttpClient, kind: str, model: str | None, tries: RetryState) -> ServerClient:
+        """Wait until a server is up, and find its dialect and model. Raises UserError."""
         reported_at = 0.0
         while True:
             try:
@@ -183,7 +247,7 @@ class HttpEngine:
             except RetryableError as error:
                 tries.record(client.url, error)
                 waits = f"of {self._start_timeout:g} s, grpo.server.start_timeout"
-                if tries.count(client.url) == 1 or time.monotonic() - reported_at >= REPORT_EVERY:
+                if tries.count(client.url) == 1 or time.monotonic() - reported_at >= REPORT_SECONDS:
                     reported_at = time.monotonic()
                     self.say(f"{client.url}: {error}; waiting for it to come up, {tries.seconds:.0f} s left {waits}")
                 if not tries.wait(client.url):
@@ -195,23 +259,28 @@ class HttpEngine:
             raise UserError(f"{client.url} has no model {model}; it has {', '.join(models)}")
         server = ServerClient(client, dialect, model or models[0], image_routes=ROUTES[dialect.name])
         if self._routed is not None:
-            self._try_routed(server)
+            self._check_routed_experts(server)
         return server
 
-    def _try_routed(self, server: ServerClient) -> None:
-        """Ask for a completion with its experts. Raises UserError where the server does not say where tokens go, or
-        serves another model. One that gives no answer now may wait for weights."""
+    def _check_routed_experts(self, server: ServerClient) -> None:
+        """Request a completion of one token to see whether the server reports routed experts.
+
+        A server that gives no answer now may still wait for weights, so that is no error.
+
+        Raises:
+            UserError: If the server does not report experts, or serves another model.
+        """
         requests = [Request([0, 0], SamplingParams(max_new_tokens=1))]
         path, body = server.dialect.body(requests, server.model)
         try:
             try:
                 answer = server.client.request(
-                    path, body | server.dialect.routed_fields, min(TRY_SECONDS, self.timeout)
+                    path, body | server.dialect.routed_fields, min(PROBE_SECONDS, self.timeout)
                 )
                 completions = self._read(server, server.dialect, answer, requests)
             except RetryableError:
                 return
-            self._with_routed(server, answer, requests, completions)
+            self._add_routed_experts(server, answer, requests, completions)
         except (ClientError, RetryableError, UserError) as error:
             requirement = "grpo.router_replay=true needs servers that say which experts tokens go to"
             raise UserError(f"{server.client.url}: {error}; {requirement}") from error
@@ -219,7 +288,7 @@ class HttpEngine:
     def _read(
         self, server: ServerClient, route: Dialect | ImageRoute, answer: Any, requests: Sequence[Request]
     ) -> list[Completion]:
-        """Return the completions of an answer by `route`. Raises RetryableError and UserError."""
+        """Read the completions in an answer of `route`. Raises RetryableError and UserError."""
         try:
             if isinstance(route, ImageRoute):
                 route.check(answer, requests[0])
@@ -234,30 +303,45 @@ class HttpEngine:
             )
         return completions
 
-    def _with_routed(
+    def _add_routed_experts(
         self, server: ServerClient, answer: Any, requests: Sequence[Request], completions: list[Completion]
     ) -> list[Completion]:
-        """Return `completions` with their experts. Raises UserError, and RetryableError where the answer has none."""
-        if (reader := self._routed) is None:
+        """Return `completions` with the routed experts of the answer, if they are needed.
+
+        Raises:
+            UserError: If the experts do not fit the model.
+            RetryableError: If the answer has none.
+        """
+        reader = self._routed
+        if reader is None:
             return completions
         results = []
-        texts = server.dialect.routed(answer)
-        for completion, request, text in zip(completions, requests, texts, strict=True):
-            count = len(request.prompt) + len(completion.ids)
-            if text is None and completion.ids:
+        sent_experts = server.dialect.routed(answer)
+        for completion, request, sent in zip(completions, requests, sent_experts, strict=True):
+            num_tokens = len(request.prompt) + len(completion.ids)
+            if sent is None and completion.ids:
                 raise RetryableError(f"its answer has no routed experts; {server.dialect.routed_start}")
-            routed = reader.read(text, count) if completion.ids else reader.unknown(count)
+            routed = reader.read(sent, num_tokens) if completion.ids else reader.unknown(num_tokens)
             results.append(replace(completion, routed=routed))
         return results
 
-    def _update(self, give: Callable[[ServerClient, Call], str | None], version: int, directory: Path) -> None:
-        """Give all servers their weights from `directory`: `give` raises where one does not take them, and names the
-        adapter to draw with."""
+    def _update(self, load: Callable[[ServerClient, Call], str | None], version: int, directory: Path) -> None:
+        """Update all servers.
 
-        def attempt(server: ServerClient, stop: threading.Event) -> None:
+        Args:
+            load: Updates a server. Returns the adapter to sample with, or None for full weights. Raises UserError or
+                ClientError if the server does not take them.
+            version: Version of the weights.
+            directory: Directory of the weights, for the message.
+
+        Raises:
+            UserError: If no server took the weights.
+        """
+
+        def update(server: ServerClient, stop: threading.Event) -> None:
             problem = adapter = None
             try:
-                adapter = give(server, partial(self._call, server, stop))
+                adapter = load(server, partial(self._call, server, stop))
             except (UserError, ClientError) as error:
                 problem = str(error)
                 self.say(f"{server.client.url} did not take version {version} of the weights: {problem}")
@@ -265,7 +349,7 @@ class HttpEngine:
                 server.record_update(version, problem, adapter)
                 self._changed.notify_all()
 
-        self._all(self.servers, attempt)
+        self._run_in_threads(self.servers, update)
         if all(server.update_problem for server in self.servers):
             problems = "; ".join(f"{server.client.url}: {server.update_problem}" for server in self.servers)
             raise UserError(f"no server took version {version} of the weights ({directory}): {problems}")
@@ -280,37 +364,44 @@ class HttpEngine:
         is_json: bool = True,
         tries: int | None = None,
     ) -> Any:
-        """Return the answer to one call, tried `tries` times, 1 + self.retries by default. Raises ClientError and
-        UserError."""
-        attempts, url = RetryState(time.monotonic() + self.timeout, stop), server.client.url
+        """Return the answer to one call. It is tried `tries` times, by default 1 + `retries`.
+
+        Raises:
+            ClientError: If the server refuses the call.
+            UserError: If no try is answered.
+        """
+        attempts = RetryState(time.monotonic() + self.timeout, stop)
+        url = server.client.url
+        max_tries = 1 + self.retries if tries is None else tries
         while True:
             try:
                 return server.client.request(path, body, attempts.seconds, is_json=is_json)
             except RetryableError as error:
                 attempts.record(url, error)
-                if self._closed or not attempts.wait(url, most=1 + self.retries if tries is None else tries):
+                if self._closed or not attempts.wait(url, most=max_tries):
                     raise UserError(f"{path}: {attempts.summary()}") from error
 
     def _complete(self, requests: Sequence[Request], stop: threading.Event) -> list[Completion]:
+        """Return the completions of one prompt's samples, from the first server that gives usable ones."""
         tries = RetryState(time.monotonic() + self.timeout, stop)
         while True:
-            server, has_others, version, adapter = self._choose(tries)
-            # Half of the time that is left for this try, while another server could be asked after it.
-            seconds = tries.seconds / 2 if has_others else tries.seconds
+            chosen = self._choose_server(tries)
+            server, version, adapter = chosen.server, chosen.version, chosen.adapter
+            # If another server could be asked after this one, half of the remaining time is left for it.
+            seconds = tries.seconds / 2 if chosen.has_others else tries.seconds
             try:
-                completions = self._ask(server, adapter, requests, seconds)
+                completions = self._request_completions(server, adapter, requests, seconds)
                 if adapter is None and version is not None:
                     held = server.dialect.stale_weights(server.client, version, seconds)
                     if held is not None:
                         raise RetryableError(f"it has {held}, not version {version}: was it restarted?")
-                if (
-                    adapter is not None and server.dialect.has_named_versions
-                ):  # the name tells the version, not the base's
+                if adapter is not None and server.dialect.has_named_versions:
+                    # The adapter's name tells its version. The server reports the version of the base model.
                     completions = [replace(completion, version=version) for completion in completions]
                 for completion, request in zip(completions, requests, strict=True):
-                    _check(completion, request.sampling.max_new_tokens, version)
+                    _check_completion(completion, request.sampling.max_new_tokens, version)
             except RetryableError as error:
-                self._failed(server, tries, error)
+                self._record_failure(server, tries, error)
                 continue
             except (ClientError, UserError) as error:
                 raise UserError(f"{server.client.url}: {error}") from error
@@ -324,21 +415,23 @@ class HttpEngine:
                 server.failures = 0
             return [c if c.version is not None else replace(c, version=version) for c in completions]
 
-    def _ask(
+    def _request_completions(
         self, server: ServerClient, adapter: str | None, requests: Sequence[Request], seconds: float
     ) -> list[Completion]:
+        """Request the completions of one prompt's samples. Raises RetryableError, ClientError and UserError."""
+        prompt = requests[0].image_prompt
         try:
-            if (prompt := requests[0].image_prompt) is not None:
-                return self._ask_with_images(server, adapter, requests, prompt, seconds)
+            if prompt is not None:
+                return self._request_with_images(server, adapter, requests, prompt, seconds)
             return self._post(server, server.dialect, adapter, requests, seconds)
         except ClientError as error:
             if error.status == 400 and re.search("max_model_len|context", str(error)):
-                raise UserError(f"{error}; {CONTEXT}") from error
+                raise UserError(f"{error}; {CONTEXT_HINT}") from error
             if adapter is None or error.status != 404:
                 raise
             raise RetryableError(f"{error} (it had the adapter {adapter}): was it restarted?") from error
 
-    def _ask_with_images(
+    def _request_with_images(
         self,
         server: ServerClient,
         adapter: str | None,
@@ -346,27 +439,29 @@ class HttpEngine:
         prompt: ImagePrompt,
         seconds: float,
     ) -> list[Completion]:
-        """Return the completions by the first route that the server has for this prompt, and keep to it."""
-        until, refusal = time.monotonic() + seconds, None
+        """Request the completions of a prompt with images by the first route that the server has, and remember it."""
+        until = time.monotonic() + seconds
         routes = [route for route in server.image_routes if route.supports(prompt)]
         if not routes:
             raise UserError(f"{server.dialect.name} takes no images of this model: use vLLM or dtrain serve")
-        while True:
-            route, *others = routes
-            left = max(0.1, until - time.monotonic())
+        refusal: str | None = None  # of the last route that the server does not have
+        for index, route in enumerate(routes):
+            has_others = index + 1 < len(routes)
+            remaining = max(MIN_SECONDS, until - time.monotonic())
             try:
-                if others:  # without images: a refusal would break off what is being sent
-                    self._check_route(server, route.path, left)
-                completions = self._post(server, route, adapter, requests, left)
+                if has_others:
+                    # Without images first: a refusal would break off a large request.
+                    self._check_route(server, route.path, remaining)
+                completions = self._post(server, route, adapter, requests, remaining)
                 break
             except ClientError as error:
-                if not others or error.status not in CLOSED_STATUSES:
+                if not has_others or error.status not in CLOSED_STATUSES:
                     raise
-                routes, refusal = others, str(error)
+                refusal = str(error)
         with self._changed:
-            is_news = refusal is not None and len(server.image_routes) > 1
+            is_first_refusal = refusal is not None and len(server.image_routes) > 1
             server.image_routes = [route]
-        if is_news:
+        if is_first_refusal:
             self.say(
                 f"{server.client.url}: {refusal}; images are sent to it in conversations, and the token ids that it "
                 "reads are compared"
@@ -375,7 +470,7 @@ class HttpEngine:
 
     @staticmethod
     def _check_route(server: ServerClient, path: str, seconds: float) -> None:
-        """Raise ClientError where the server has no such path, or keeps it closed."""
+        """Raise ClientError if the server does not have a path, or refuses to serve it."""
         try:
             server.client.request(path, {}, seconds)
         except ClientError as error:
@@ -390,55 +485,67 @@ class HttpEngine:
         requests: Sequence[Request],
         seconds: float,
     ) -> list[Completion]:
-        """Return the completions that the server gives to one call."""
+        """Send one request and read its completions."""
         path, body = route.body(requests, server.model, adapter)
         if self._routed is not None:
             body = body | server.dialect.routed_fields
         answer = server.client.request(path, body, seconds)
-        return self._with_routed(server, answer, requests, self._read(server, route, answer, requests))
+        return self._add_routed_experts(server, answer, requests, self._read(server, route, answer, requests))
 
-    def _choose(self, tries: RetryState) -> tuple[ServerClient, bool, int | None, str | None]:
-        """Wait for a server that may be asked, the one with the fewest calls, and take a place there. Return it,
-        whether there are more, and the version and the adapter to draw with."""
+    def _choose_server(self, tries: RetryState) -> "_ChosenServer":
+        """Wait for a usable server, choose the one with the fewest calls in progress, and count a call there.
+
+        Raises:
+            UserError: If no server is usable any more, or the time is over.
+        """
         with self._changed:
             while True:
                 now = time.monotonic()
                 if self._closed or tries.stop.is_set():
                     raise UserError("the client was closed while completions were under way")
-                able = [
-                    s for s in self.servers if s.update_problem is None and tries.count(s.client.url) <= self.retries
-                ]
-                if not able or now > tries.until:
-                    late = [s for s in self.servers if s.update_problem]
-                    behind = [f"{s.client.url} did not take the last weights: {s.update_problem}" for s in late]
-                    raise UserError(
-                        f"no server gave completions within {self.timeout:.0f} s "
-                        f"({'; '.join([tries.summary(), *behind])}); start them again and resume the run"
-                    )
-                free = [server for server in able if not server.is_waiting_for_adapter]
-                ready = [server for server in free if server.retry_at <= now]
+                usable = []
+                for server in self.servers:
+                    has_tries_left = tries.count(server.client.url) <= self.retries
+                    if server.update_problem is None and has_tries_left:
+                        usable.append(server)
+                if not usable or now > tries.until:
+                    raise self._no_server_error(tries)
+                candidates = [server for server in usable if not server.is_waiting_for_adapter]
+                ready = [server for server in candidates if server.retry_at <= now]
                 if ready:
                     server = min(ready, key=lambda server: server.num_calls)
                     server.num_calls += 1
                     if server.adapter is not None:
                         server.calls_per_adapter[server.adapter] += 1
-                    return server, len(able) > 1, server.version, server.adapter
-                self._changed.wait(max(0.01, min([tries.until, *(server.retry_at for server in free)]) - now))
+                    return _ChosenServer(server, len(usable) > 1, server.version, server.adapter)
+                next_time = min([tries.until, *(server.retry_at for server in candidates)])
+                self._changed.wait(max(0.01, next_time - now))
 
-    def _failed(self, server: ServerClient, tries: RetryState, error: RetryableError) -> None:
+    def _no_server_error(self, tries: RetryState) -> UserError:
+        reasons = [tries.summary()]
+        for server in self.servers:
+            if server.update_problem:
+                reasons.append(f"{server.client.url} did not take the last weights: {server.update_problem}")
+        return UserError(
+            f"no server gave completions within {self.timeout:.0f} s "
+            f"({'; '.join(reasons)}); start them again and resume the run"
+        )
+
+    def _record_failure(self, server: ServerClient, tries: RetryState, error: RetryableError) -> None:
+        """Record a failed call, and avoid its server for a while."""
         tries.record(server.client.url, error)
         with self._changed:
             server.failures += 1
-            # Calls that fail together count once.
+            # Calls that fail at the same time lengthen the pause only once.
             if server.retry_at <= time.monotonic():
                 server.retry_at = time.monotonic() + pause_after(server.failures)
         if server.failures == 1:
             self.say(f"{server.client.url}: {error}; trying again")
 
-    def _all(
+    def _run_in_threads(
         self, items: Sequence[Item], act: Callable[[Item, threading.Event], T], should_stop: ShouldStop | None = None
     ) -> list[T]:
-        """Run `act(item, stop)` for all items, in threads; the first error ends the others' calls and is raised."""
+        """Run `act(item, stop)` for all items in threads. The first error ends the other calls and is raised."""
         if not items:
             return []
         stop = threading.Event()
@@ -449,37 +556,65 @@ class HttpEngine:
             except BaseException:
                 stop.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-                self._hang_up()
+                self._end_calls()
                 raise
             return [future.result() for future in futures]
 
 
-def _check(completion: Completion, most: int, version: int | None) -> None:
-    """Raise UserError for a completion that `most` tokens do not explain, and RetryableError for one of older
-    weights."""
+class _ChosenServer(NamedTuple):
+    """A server for one call. version, adapter: of the weights to sample with; has_others: whether others are usable."""
+
+    server: ServerClient
+    has_others: bool
+    version: int | None
+    adapter: str | None
+
+
+def _check_completion(completion: Completion, max_new_tokens: int, version: int | None) -> None:
+    """Check the length and the version of a completion.
+
+    Raises:
+        UserError: If its length is impossible for `max_new_tokens` and its finish.
+        RetryableError: If weights before `version` sampled it.
+    """
     count = len(completion.ids)
-    if count > most or (not count and most) or (completion.finish == "length" and count != most):
+    is_empty = count == 0 and max_new_tokens > 0
+    is_cut_early = completion.finish == "length" and count != max_new_tokens
+    if count > max_new_tokens or is_empty or is_cut_early:
         raise UserError(
             f"a completion has {count} tokens and ended by {completion.finish}, where "
-            f"{most} were asked for at most: {CONTEXT}"
+            f"{max_new_tokens} were asked for at most: {CONTEXT_HINT}"
         )
     if version is not None and completion.version is not None and completion.version < version:
         raise RetryableError(f"it has version {completion.version} of the weights, not {version}: was it restarted?")
 
 
 def wait_for(futures: Sequence[Future], should_stop: ShouldStop | None = None) -> None:
-    """Wait until all are done. Raises the first error, and Interrupted if `should_stop` returns True before."""
-    missing: Collection[Future] = futures
-    while missing:
-        done, missing = wait(missing, None if should_stop is None else ASK_EVERY, FIRST_EXCEPTION)
+    """Wait until all futures are done.
+
+    Raises:
+        Exception: The first error of a future.
+        Interrupted: If `should_stop` returns true before.
+    """
+    interval = None if should_stop is None else STOP_CHECK_SECONDS
+    pending: Collection[Future] = futures
+    while pending:
+        done, pending = wait(pending, interval, FIRST_EXCEPTION)
         for future in done:
             future.result()
-        if missing and should_stop is not None and should_stop():
+        if pending and should_stop is not None and should_stop():
             raise Interrupted
 
 
 def group_samples(requests: Sequence[Request]) -> list[list[Request]]:
-    """Group requests that are samples of one prompt with ascending sample_index."""
+    """Group requests that are samples of one prompt with consecutive sample_index.
+
+    Example:
+        >>> params = SamplingParams(max_new_tokens=4)
+        >>> requests = [Request([1, 2], params, 0, prompt, sample) for prompt in (0, 1) for sample in (0, 1, 2)]
+        >>> [len(group) for group in group_samples(requests)]
+        [3, 3]
+    """
     groups: list[list[Request]] = []
     for request in requests:
         if groups and replace(request, sample_index=request.sample_index - 1) == groups[-1][-1]:
