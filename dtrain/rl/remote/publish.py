@@ -1,17 +1,22 @@
-"""Publishers of new weights to the servers of an `HttpEngine`.
+"""Publishers: they send new weights to the servers of an `HttpEngine`.
 
-Full weights or an adapter travel through a shared directory, and full weights also by a broadcast. All publishers are
-collective over the run's ranks; only rank 0 has the engine, the others pass None. An error on rank 0 is a UserError on
-every rank, after all of them have gathered every weight: none is left in a collective.
+    DirectoryPublisher    full weights, as files in a directory that trainer and servers share
+    AdapterPublisher      an adapter, as files in such a directory
+    StreamPublisher       full weights, broadcast to SGLang and `dtrain serve` over a process group
+    TransferPublisher     full weights, broadcast to vLLM over NCCL
 
-In a shared directory `step-N` is complete once its marker is there. The marker is a file, written last, as in prime-rl
-(`STABLE`). prime-rl leaves it empty; ours contains a mark that differs when the weights are written again. A reader
-skips directories without a marker.
+All ranks publish together, because gathering a sharded weight is a collective. Only rank 0 has the engine; the others
+pass None. If something fails on rank 0, all ranks raise a UserError after they have gathered every weight, so none
+waits in a collective for ever.
 
-Full weights reach vLLM by its weight transfer: calls over HTTP, the bytes over NCCL. vLLM's
-docs/training/weight_transfer/nccl.md: an update is /start_weight_update, /update_weights once for each message, and
-/finish_weight_update with the version. A message is vLLM's packed one: the bytes of the tensors that the call names,
-one after the other, no more than packed_buffer_size_bytes or one tensor, so that a call is one broadcast.
+In a shared directory, `step-N` is complete once it contains its marker, a file that is written last, as in prime-rl
+(`STABLE`). prime-rl's marker is empty. Ours contains a random text, which differs if the same step is written again.
+Readers ignore directories without a marker.
+
+vLLM's weight transfer (its docs/training/weight_transfer/nccl.md) consists of calls over HTTP and bytes over NCCL. An
+update is /start_weight_update, /update_weights for each message, and /finish_weight_update with the version. A message
+is one broadcast: the bytes of the tensors that the call names, one after another, at most packed_buffer_size_bytes or
+one tensor.
 """
 
 import base64
@@ -60,16 +65,16 @@ from dtrain.rl.remote.http_client import ClientError, RetryableError
 MARKER = "STABLE"
 _STEP_NAME = re.compile(r"step-(\d+)")
 
-QUICK_SECONDS = 10.0  # for a question that costs a server nothing
+QUICK_SECONDS = 10.0  # for a call that a server answers at once
 
 HOW_TO_START_VLLM = (
     """start vLLM 0.30 or later with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "nccl"}'"""
 )
-PROBE_GROUP = {"rank_offset": 1, "world_size": 2}  # of `init_info`, without a way to meet
+PROBE_GROUP = {"rank_offset": 1, "world_size": 2}  # an incomplete `init_info`, without the id of the group
 OTHER_WAY = "or set grpo.server.weights=directory"
-ID_KEY = "0"  # of a group's first communicator
+ID_KEY = "0"  # the key of a group's id in torch's store
 ID_WAIT = timedelta(minutes=1)
-MOST_RANKS_PER_ID = 128  # of one id: beyond them torch meets by several
+MAX_RANKS_PER_ID = 128  # torch uses several ids for larger groups
 MEETING_HINT = (
     "trainer and servers need GPUs of their own that NCCL reaches, and one release of NCCL (a server takes the library "
     "that VLLM_NCCL_SO_PATH names)"
@@ -77,7 +82,12 @@ MEETING_HINT = (
 
 
 class Publisher:
-    """Base of the publishers. engine: on rank 0, None elsewhere. dtype: of what is published (None: the model's)."""
+    """Base of the publishers.
+
+    Args:
+        engine: The servers. None on ranks other than 0.
+        dtype: Dtype of the published weights. None: the model's.
+    """
 
     def __init__(self, engine: HttpEngine | None, dtype: torch.dtype | None):
         self._engine, self.dtype, self.ranks = engine, dtype, Ranks()
@@ -89,7 +99,16 @@ class Publisher:
         return self._engine
 
     def _announce(self, directory: Path, version: int, update: Callable[[], None]) -> None:
-        """Mark a written step-N as whole, have the servers load it by `update`, and keep two. One broadcast."""
+        """On rank 0, mark a written step-N as complete, have the servers load it, and delete all but two.
+
+        Args:
+            directory: The directory step-N.
+            version: N.
+            update: Has the servers load the directory.
+
+        Collectives:
+            One broadcast from rank 0.
+        """
 
         def announce() -> None:
             write_marker(directory)
@@ -100,10 +119,13 @@ class Publisher:
 
 
 class DirectoryPublisher(Publisher):
-    """Publisher that writes `shared`/step-N, marked when it is whole, and has the servers read it.
+    """Writes full weights to `shared`/step-N and has the servers read them.
 
-    shared: a directory that trainer and servers see under the same path. source: as of `write_directory`, the directory
-    that the model came from.
+    Args:
+        shared: A directory that trainer and servers see under the same path.
+        source: The directory that the model came from, for `write_directory`.
+        engine: The servers. None on ranks other than 0.
+        dtype: Dtype of the published weights. None: the model's.
     """
 
     def __init__(self, shared: Path, source: Path, engine: HttpEngine | None, *, dtype: torch.dtype | None = None):
@@ -111,22 +133,40 @@ class DirectoryPublisher(Publisher):
         self.shared, self.source = Path(shared).absolute(), source
 
     def publish(self, model: nn.Module, version: int) -> None:
-        """Write `model` and have the servers read it. Collective; one all-gather per sharded tensor, as
-        `write_directory`. Raises UserError where the directory cannot be written or no server took it."""
+        """Write `model` and have the servers read it.
+
+        Raises:
+            UserError: If the directory cannot be written, or no server took it.
+
+        Collectives:
+            One all-gather for each sharded tensor, and one broadcast.
+        """
         directory = step_directory(self.shared, version)
         write_directory(model, directory, self.source, self.dtype, replace=True, ranks=self.ranks)
         self._announce(directory, version, lambda: self.engine.update_from_directory(directory, version))
 
 
 class StreamPublisher(Publisher):
-    """Publisher that broadcasts weights to the servers over its own process group, a bucket in memory at a time.
+    """Broadcasts weights to `dtrain serve` and SGLang over a process group, one bucket in memory at a time.
 
-    device: where the tensors are; the group is nccl on CUDA, else gloo, and the servers' must be of the same kind. It
-    meets at a free port of this machine's address on the way to the first server. For `dtrain serve`, and SGLang, whose
-    routes and group these are; `TransferPublisher` is for vLLM.
+    The routes and the group are SGLang's. The group is formed at the first `publish`, and again if a server has gone or
+    come back since. It meets at a free port of this machine's address on the way to the first server.
 
-    The group meets at the first `publish`, and anew where a server has gone or come back since. Building one is
-    collective. Raises UserError for a server that takes no stream.
+    Args:
+        engine: The servers. None on ranks other than 0.
+        device: Device of the tensors. The group is NCCL on CUDA, else gloo. The servers' devices must be of the same
+            kind.
+        dtype: Dtype of the published weights. None: the model's.
+        bucket_bytes: Size of a bucket.
+
+    Attributes:
+        broadcast_kind: The kind of servers, as in `dialects.Vllm.broadcast_kind`.
+
+    Raises:
+        UserError: If a server is of another kind.
+
+    Collectives:
+        The constructor issues one broadcast from rank 0.
     """
 
     broadcast_kind = "broadcast"
@@ -144,34 +184,46 @@ class StreamPublisher(Publisher):
         self._group: Any = None
         self._members: list[ServerClient] = []
         self._meetings = 0
-        self._abandoned: list[Any] = []  # groups with a message that nobody takes: collecting one waits for it
+        self._abandoned: list[Any] = []  # groups with a message that nobody receives: deleting one would wait for it
         self.ranks.run_on_first(self._check)
 
     def publish(self, source: WeightSender, version: int) -> None:
-        """Broadcast the weights of `source` to the servers. Collective; the all-gathers of `source.full_tensors`.
-        Raises UserError where no server can take part, or one breaks off under way; such a server decodes nothing until
-        it got a whole version."""
+        """Broadcast the weights of `source` to the servers.
+
+        Args:
+            source: Gathers the weights.
+            version: Version of the weights.
+
+        Raises:
+            UserError: If no server can take part, or one fails during the update. Such a server samples nothing until
+                it has received a complete version.
+
+        Collectives:
+            The all-gathers of `source.full_tensors`, and two broadcasts from rank 0.
+        """
         info = source.prepare_refit_info(self.dtype)
-        # The widest dtypes first, so that each tensor lies at a multiple of its width, where servers view it.
+        # Tensors of the widest dtypes come first, so that each begins at a multiple of its item size. Servers view a
+        # bucket's bytes as tensors, which needs this alignment.
         info = dict(sorted(info.items(), key=lambda item: -item[1][1].itemsize))
         self.ranks.run_on_first(lambda: self._meet(info))
-        parts = split_into_buckets(info, self.bucket_bytes)
+        buckets = split_into_buckets(info, self.bucket_bytes)
         problem: Exception | None = None
-        for names in parts:
+        for names in buckets:
             full = [tensor for _, tensor in source.full_tensors(self.dtype, names)]
             if self.ranks.is_first and problem is None:
-                last = version if names is parts[-1] else None
-                problem = catch_error(self._send, info, names, full, last)
-            del full
+                is_last = names is buckets[-1]
+                problem = catch_error(self._send, info, names, full, version if is_last else None)
+            del full  # before the next bucket is gathered
         self.ranks.run_on_first(lambda: self._conclude(version, problem))
 
     def close(self) -> None:
-        """Leave the group. No collective."""
+        """Leave the group. Only rank 0 is in one."""
         for server in self._members:
-            catch_error(self._ask, server, "/destroy_weights_update_group", {"group_name": self._name})
+            catch_error(self._call, server, "/destroy_weights_update_group", {"group_name": self._name})
         self._group, self._members = None, []
 
     def _check(self) -> None:
+        """Raise UserError if a server does not support this kind of broadcast."""
         for server in self.engine.servers:
             if server.dialect.broadcast_kind != self.broadcast_kind:
                 raise UserError(
@@ -184,6 +236,7 @@ class StreamPublisher(Publisher):
         return f"weights-{self._meetings}"
 
     def _meet(self, info: WeightInfo) -> None:
+        """Form a group with the servers that are up, unless it exists, and pause them. Raises UserError."""
         alive = [server for server in self.engine.servers if self._is_alive(server)]
         if not alive:
             urls = ", ".join(server.client.url for server in self.engine.servers)
@@ -191,95 +244,107 @@ class StreamPublisher(Publisher):
         if self._group is None or alive != self._members:
             self.close()
             self._form(alive, info)
-        problem = self._tell_members(lambda dialect: dialect.pause)
+        problem = self._post_to_members(lambda dialect: dialect.pause)
         if problem is not None:
-            self._go_on()
+            self._resume_after_failed_pause()
             raise UserError(str(problem))
 
     @property
-    def _patience(self) -> float:
-        """Return the seconds in which a call to a server, and a meeting, have ended."""
+    def _max_wait(self) -> float:
+        """Seconds after which a call to a server, or forming a group, must have ended."""
         return max(2 * MEETING_TIMEOUT.total_seconds(), 2 * self.engine.timeout)
 
-    def _go_on(self) -> None:
-        """Have the members go on after a pause that others did not make."""
-        self._tell_members(lambda dialect: dialect.resume)
+    def _resume_after_failed_pause(self) -> None:
+        """Resume the members, because another member could not be paused."""
+        self._post_to_members(lambda dialect: dialect.resume)
 
-    def _tell_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
-        """Post to every member, whatever others answer, and return the first error."""
-        calls = [(server, *post) for server in self._members for post in posts(server.dialect)]
-        problems = [catch_error(self._ask, *call) for call in calls]
-        return next((problem for problem in problems if problem is not None), None)
+    def _post_to_members(self, posts: Callable[[Dialect], Sequence[Post]]) -> Exception | None:
+        """Send posts to every member, even if others fail. Return the first error."""
+        first_problem: Exception | None = None
+        for server in self._members:
+            for path, body in posts(server.dialect):
+                problem = catch_error(self._call, server, path, body)
+                if first_problem is None:
+                    first_problem = problem
+        return first_problem
 
     def _form(self, servers: list[ServerClient], info: WeightInfo) -> None:
-        sizes = []
+        """Form a group of rank 0 and all GPUs of `servers`. Raises UserError."""
+        sizes = []  # processes of each server
         for server in servers:
             if server.dialect.name == "dtrain":
-                self._ask(server, "/check_weights", describe_tensors(info, list(info)))
+                self._call(server, "/check_weights", describe_tensors(info, list(info)))
                 sizes.append(1)
             else:
-                sizes.append(int(self._ask(server, "/get_server_info").get("tp_size", 1)))
+                sizes.append(int(self._call(server, "/get_server_info").get("tp_size", 1)))
+        world_size = 1 + sum(sizes)
         self._meetings += 1
         address = local_address_towards(servers[0].client.host, 9) or socket.gethostname()
-        with listen(address, 0) as probe:  # a free port
+        with listen(address, 0) as probe:  # finds a free port
             port = probe.getsockname()[1]
         meeting = {
             "master_address": address,
             "master_port": port,
-            "world_size": 1 + sum(sizes),
+            "world_size": world_size,
             "group_name": self._name,
             "backend": "nccl" if self.device.type == "cuda" else "gloo",
         }
         posts = []
         for index, server in enumerate(servers):
             body = {**meeting, "rank_offset": 1 + sum(sizes[:index])}
-            posts.append(run_in_thread(self._ask, server, "/init_weights_update_group", body))
-        size = 1 + sum(sizes)
-        joined = run_in_thread(partial(join_weight_group, address, port, 0, size, self.device, name=self._name))
+            posts.append(run_in_thread(self._call, server, "/init_weights_update_group", body))
+        joined = run_in_thread(partial(join_weight_group, address, port, 0, world_size, self.device, name=self._name))
         try:
-            raise_first_error([*posts, joined], self._patience)
-        except RuntimeError as error:  # torch's word for peers that do not come
+            raise_first_error([*posts, joined], self._max_wait)
+        except RuntimeError as error:  # torch raises it if ranks are missing
             raise UserError(f"the servers did not meet at {address}:{port}: {error}") from error
         self._group, self._members = joined.result(), servers
 
     def _send(self, info: WeightInfo, names: list[str], full: list[Tensor], version: int | None) -> None:
+        """Broadcast a bucket of tensors; version: with the last bucket. Raises UserError."""
         post = self._bucket_post(info, names, version)
-        posts = [run_in_thread(self._ask, server, *post) for server in self._members]
+        posts = [run_in_thread(self._call, server, *post) for server in self._members]
         message = flatten_bucket(full)
         sent = self._group.broadcast(message, 0)
         try:
-            raise_first_error(posts, self._patience)
+            raise_first_error(posts, self._max_wait)
         except UserError:
             self._abandon(sent, message)
             raise
         sent.wait()
 
     def _bucket_post(self, info: WeightInfo, names: list[str], version: int | None) -> Post:
-        """Return the call that has a server take the message of these tensors. version: with the last one."""
+        """Return the call with which a server receives a bucket; version: with the last bucket."""
         body = {**describe_tensors(info, names), "group_name": self._name, "load_format": "flattened_bucket"}
         if version is not None:
             body["weight_version"] = str(version)
         return "/update_weights_from_distributed", body
 
     def _abandon(self, sent: Any, message: Tensor) -> None:
+        """Give up the group after a broadcast that not all servers received."""
         self._abandoned.append((self._group, sent, message))
         self._group = None
 
     def _conclude(self, version: int, problem: Exception | None) -> None:
-        finished = self._finish(version, problem)
-        problem = problem or finished
+        """Resume the servers and record which of them have the version. Raises UserError if the update failed."""
+        finish_problem = self._finish(version, problem)
+        problem = problem or finish_problem
         for server in self.engine.servers:
-            was_there = server in self._members
-            server.record_update(version, None if was_there and problem is None else str(problem or "it was not there"))
+            if problem is not None:
+                server.record_update(version, str(problem))
+            elif server not in self._members:
+                server.record_update(version, "it was not there")
+            else:
+                server.record_update(version, None)
         if problem is not None:
             raise UserError(f"version {version} of the weights did not reach the servers: {problem}")
 
     def _finish(self, version: int, problem: Exception | None) -> Exception | None:
-        """Have the members go on after their last message; return the first error."""
-        return self._tell_members(lambda dialect: dialect.resume)
+        """Resume the members after the last bucket. Return the first error."""
+        return self._post_to_members(lambda dialect: dialect.resume)
 
-    def _ask(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a call without a second try: a broadcast has none either. Raises UserError."""
+    def _call(self, server: ServerClient, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the answer to a call, without retries: a broadcast cannot be repeated either. Raises UserError."""
         try:
             answer = server.client.request(path, body, QUICK_SECONDS if body is None else self.engine.timeout)
         except (RetryableError, ClientError) as error:
@@ -298,11 +363,15 @@ class StreamPublisher(Publisher):
 
 
 class NcclRoot:
-    """Rank 0 of a group of `world_size` on `device`, whose other ranks get its id by hand and read no store of torch's.
-    wait: bounds each message; nothing bounds `join` but its ranks.
+    """Rank 0 of an NCCL group whose other ranks do not use torch's store, but get the group's id over HTTP.
 
-    As in vLLM's example of a trainer without vLLM (examples/rl/rlhf_http_nccl_no_vllm.py): torch's own group, on a
-    store that nobody else sees, where it leaves the id. Torch does not promise the key of the id, and never changed it.
+    As in vLLM's example of a trainer without vLLM (examples/rl/rlhf_http_nccl_no_vllm.py), this is torch's own group on
+    a private store. The id is read from that store. torch does not document its key, but has never changed it.
+
+    Args:
+        world_size: Size of the group.
+        device: Device of the tensors.
+        wait: Time limit of each message. `join` has none.
     """
 
     def __init__(self, world_size: int, device: torch.device, wait: timedelta):
@@ -314,17 +383,17 @@ class NcclRoot:
 
     @staticmethod
     def refusal(device: torch.device) -> str | None:
-        """Return why there is no such group on `device`; None where there is."""
+        """Return why `device` cannot have such a group. None if it can."""
         if device.type != "cuda":
             return f"the run's device is {device.type}, and NCCL is for CUDA"
         return None if dist.is_nccl_available() else "this torch was built without NCCL"
 
     def join(self) -> None:
-        """Wait until all ranks are there. The others begin with the sum of one float32, as vLLM's do."""
+        """Wait until all ranks have joined. As vLLM's ranks do, this all-reduces one float32."""
         self._group.allreduce(self._sum).wait()
 
     def unique_id(self) -> bytes:
-        """Return the id that the other ranks need, 128 bytes, while `join` waits in another thread."""
+        """Return the id that the other ranks need, 128 bytes. `join` must be waiting in another thread."""
         self._store.wait([ID_KEY], ID_WAIT)
         return bytes(self._store.get(ID_KEY))
 
@@ -332,18 +401,22 @@ class NcclRoot:
         return self._group.broadcast(tensor, root)
 
     def abort(self) -> None:
-        """Leave, without the others, whatever is under way."""
+        """Leave the group without the others, also during a message."""
         self._group.abort()
 
 
 class TransferPublisher(StreamPublisher):
-    """Publisher that broadcasts weights to vLLM servers over NCCL, a bucket in memory at a time.
+    """Broadcasts weights to vLLM servers over NCCL, one bucket in memory at a time.
 
-    root: this end of the group. Servers are paused from before the first message to after the last; what they were
-    decoding is read anew then. Where an update breaks off they stay paused, since a part of their weights is new: the
-    next whole update resumes them. All servers are one group, so that one that hangs keeps the others.
+    Servers are paused from before the first bucket until after the last. Then they compute the keys and values of
+    completions in progress again. If an update fails, they stay paused, because some of their weights are new, and the
+    next complete update resumes them. All servers are one group, so a server that hangs stops the others.
 
-    Raises UserError for a server that takes no such transfer, and on a machine without NCCL.
+    Attributes:
+        root: The class of this end of the group.
+
+    Raises:
+        UserError: If a server does not support the transfer, or this machine has no NCCL.
     """
 
     broadcast_kind = "transfer"
@@ -351,7 +424,7 @@ class TransferPublisher(StreamPublisher):
 
     def close(self) -> None:
         for server in self._members:
-            catch_error(self._ask, server, "/shutdown_weight_transfer_engine", {})
+            catch_error(self._call, server, "/shutdown_weight_transfer_engine", {})
         if self._group is not None:
             self._group.abort()
         self._group, self._members = None, []
@@ -363,16 +436,17 @@ class TransferPublisher(StreamPublisher):
             raise UserError(f"grpo.server.weights=broadcast to vLLM is by NCCL: {refusal}; {OTHER_WAY}")
         for server in self.engine.servers:
             self._world_size(server)
-            # An incomplete description, which is refused before anything is done, tells what the server knows.
-            refused = catch_error(self._ask, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
+            # An incomplete description is refused before anything happens. The refusal shows what the server supports.
+            refused = catch_error(self._call, server, "/init_weight_transfer_engine", {"init_info": PROBE_GROUP})
             if "nccl_unique_id_b64" not in str(refused):
                 raise UserError(
                     f"{refused or server.client.url}: it takes no weights over NCCL: {HOW_TO_START_VLLM}, {OTHER_WAY}"
                 )
 
     def _world_size(self, server: ServerClient) -> int:
+        """Return the number of GPUs of a server. Raises UserError."""
         try:
-            return int(self._ask(server, "/get_world_size")["world_size"])
+            return int(self._call(server, "/get_world_size")["world_size"])
         except (UserError, LookupError, TypeError, ValueError) as error:
             raise UserError(
                 f"{error}: it does not tell its number of GPUs: {HOW_TO_START_VLLM}, {OTHER_WAY}"
@@ -380,39 +454,41 @@ class TransferPublisher(StreamPublisher):
 
     def _meet(self, info: WeightInfo) -> None:
         super()._meet(info)
+        # All servers start, even if one fails: those of a failed update stay paused together.
         problems = [catch_error(self._start, server) for server in self._members]
-        problem = next((problem for problem in problems if problem is not None), None)
-        if problem is not None:
-            raise UserError(f"{problem}; the servers stay paused until they get a whole version")
+        for problem in problems:
+            if problem is not None:
+                raise UserError(f"{problem}; the servers stay paused until they get a whole version")
 
     def _start(self, server: ServerClient) -> None:
-        if catch_error(self._ask, server, "/start_weight_update", {}) is not None:
-            catch_error(self._ask, server, "/finish_weight_update", {})  # an update that an earlier run left open
-            self._ask(server, "/start_weight_update", {})
+        """Start an update of a server. Raises UserError."""
+        if catch_error(self._call, server, "/start_weight_update", {}) is not None:
+            catch_error(self._call, server, "/finish_weight_update", {})  # left open by an earlier run
+            self._call(server, "/start_weight_update", {})
 
     def _form(self, servers: list[ServerClient], info: WeightInfo) -> None:
         sizes = [self._world_size(server) for server in servers]
         world_size = 1 + sum(sizes)
-        if world_size > MOST_RANKS_PER_ID:
+        if world_size > MAX_RANKS_PER_ID:
             raise UserError(
-                f"the servers have {sum(sizes)} GPUs, and one group takes {MOST_RANKS_PER_ID - 1}: {OTHER_WAY[3:]}"
+                f"the servers have {sum(sizes)} GPUs, and one group takes {MAX_RANKS_PER_ID - 1}: {OTHER_WAY[3:]}"
             )
         fields: dict[str, Any] = {
             "world_size": world_size,
             "packed": True,
             "packed_buffer_size_bytes": self.bucket_bytes,
         }
-        # Calls over HTTP give up first: torch ends the whole process where a message of NCCL takes longer.
+        # Calls over HTTP must time out first: torch ends the whole process if an NCCL message does.
         root = self.root(world_size, self.device, timedelta(seconds=2 * self.engine.timeout))
-        self._abandoned.append(root)  # until it is met: letting go of one would wait for `join`
+        self._abandoned.append(root)  # deleting a group that has not met would wait for `join`
         joined = run_in_thread(root.join)
         try:
             fields["nccl_unique_id_b64"] = base64.b64encode(root.unique_id()).decode()
             posts = []
             for index, server in enumerate(servers):
                 body = {"init_info": {**fields, "rank_offset": 1 + sum(sizes[:index])}}
-                posts.append(run_in_thread(self._ask, server, "/init_weight_transfer_engine", body))
-            raise_first_error([*posts, joined], self._patience)
+                posts.append(run_in_thread(self._call, server, "/init_weight_transfer_engine", body))
+            raise_first_error([*posts, joined], self._max_wait)
         except (UserError, RuntimeError) as error:
             raise UserError(f"the servers' GPUs did not meet this one over NCCL: {error}; {MEETING_HINT}") from error
         self._abandoned.remove(root)
@@ -430,38 +506,54 @@ class TransferPublisher(StreamPublisher):
     def _finish(self, version: int, problem: Exception | None) -> Exception | None:
         if problem is not None:
             return problem
-        return next(filter(None, [self._end(server, version) for server in self._members]), None)
-
-    def _end(self, server: ServerClient, version: int) -> Exception | None:
-        """Have a server that got all of a version go on with it; return the first error."""
-        finish = ("/finish_weight_update", {"weight_version": str(version)})
-        for post in [finish, *server.dialect.clear_caches, *server.dialect.resume]:
-            if (problem := catch_error(self._ask, server, *post)) is not None:
+        for server in self._members:
+            problem = self._end(server, version)
+            if problem is not None:
                 return problem
         return None
 
-    def _go_on(self) -> None:
+    def _end(self, server: ServerClient, version: int) -> Exception | None:
+        """Finish the update of a server that has received all buckets, and resume it. Return the first error."""
+        finish = ("/finish_weight_update", {"weight_version": str(version)})
+        for post in [finish, *server.dialect.clear_caches, *server.dialect.resume]:
+            problem = catch_error(self._call, server, *post)
+            if problem is not None:
+                return problem
+        return None
+
+    def _resume_after_failed_pause(self) -> None:
         for server in self._members:
-            if server.update_problem is None:  # others hold a part of a version
+            if server.update_problem is None:  # the others have a part of a version, and must not sample
                 for post in server.dialect.resume:
-                    catch_error(self._ask, server, *post)
+                    catch_error(self._call, server, *post)
 
 
 class AdapterPublisher(Publisher):
-    """Publisher that writes the adapter to `shared`/step-N, marked when it is whole, and has the servers load it.
+    """Writes an adapter to `shared`/step-N and has the servers load it.
 
-    shared: a directory that trainer and servers see under the same path. base: the directory of the model that the
-    adapter is of. Two step-N stay: those that a server may still draw with are among them.
+    Two directories step-N are kept. A server can still sample with these two versions.
+
+    Args:
+        shared: A directory that trainer and servers see under the same path.
+        base: Directory of the model that the adapter belongs to.
+        config: Config of the adapter.
+        engine: The servers. None on ranks other than 0.
     """
 
     def __init__(self, shared: Path, base: Path, config: AdapterConfig, engine: HttpEngine | None):
         super().__init__(engine, None)
         self.shared, self.base, self.config = Path(shared).absolute(), base, config
-        self._run = secrets.token_hex(4)  # servers keep names, and what they know by them, from run to run
+        self._run = secrets.token_hex(4)  # servers keep names and their caches from run to run
 
     def publish(self, model: CausalLM, version: int) -> None:
-        """Write the adapter of `model` and have the servers load it. Collective; one all-gather per sharded tensor of
-        the adapter. Raises UserError where the directory cannot be written or no server took it."""
+        """Write the adapter of `model` and have the servers load it.
+
+        Raises:
+            UserError: If the directory cannot be written, or no server took it.
+
+        Collectives:
+            One all-gather for each sharded tensor of the adapter, and one broadcast.
+        """
         config, tensors = adapter_for_servers(model, self.config)
         directory = step_directory(self.shared, version)
         write_adapter(directory, tensors, config, model.config, str(self.base), replace=True, ranks=self.ranks)
@@ -471,15 +563,26 @@ class AdapterPublisher(Publisher):
 
 @torch.no_grad()
 def adapter_for_servers(model: CausalLM, config: AdapterConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
-    """Return the adapter of `model` as servers read it: tensors by parameter name, A [r, in], B [out, r], as they lie.
+    """Return the adapter of `model` in a form that servers can read.
 
-    Where ranks or scales differ between layers, or the scale is rsLoRA's: every A and B filled up with zeros to one
-    rank, the scale in B, all of them whole. Collective: one all-gather then per sharded tensor.
+    vLLM and SGLang read one rank and one scale alpha / rank for all layers. If ranks or scales differ between layers,
+    or the scale is rsLoRA's, all A and B are padded with zeros to the largest rank, and the scale is multiplied into B.
+
+    Args:
+        model: The model with the adapter.
+        config: Config of the adapter.
+
+    Returns:
+        The config, and the tensors by parameter name: A [r, in] and B [out, r]. They are sharded as in the model, or
+        full if they were changed.
+
+    Collectives:
+        One all-gather for each sharded tensor, if the tensors are changed.
     """
     Sharding(model).reshard()
     tensors = {name: tensor for name, tensor in model_tensors(model).items() if is_adapter(name)}
-    is_plain = not (config.rslora or config.rank_pattern or config.alpha_pattern)
-    if is_plain or config.dora:
+    has_one_scale = not (config.rslora or config.rank_pattern or config.alpha_pattern)
+    if has_one_scale or config.dora:
         return config, tensors
     layers, tensors = adapted_layers(model), {name: gather_full_tensor(tensor) for name, tensor in tensors.items()}
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A"))
@@ -496,16 +599,19 @@ def step_directory(shared: Path, version: int) -> Path:
 
 
 def write_marker(directory: Path) -> None:
-    """Mark `directory` as whole, with everything written. Synced to disk."""
+    """Mark `directory` as complete. The marker is synced to disk."""
     atomic_write_text(directory / MARKER, secrets.token_hex(8))
 
 
 def read_marker(directory: Path) -> str:
-    """Return the mark that tells these weights from others in a directory of this name. Raises OSError where it has
-    been deleted."""
+    """Return the text of a directory's marker, which differs if the directory is written again.
+
+    Raises:
+        OSError: If the directory has been deleted.
+    """
     marker = directory / MARKER
     stat = marker.stat()
-    return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # of a writer that is not ours
+    return marker.read_text(errors="replace") or f"{stat.st_ino} {stat.st_mtime_ns}"  # prime-rl's marker is empty
 
 
 def is_complete_step(directory: Path) -> bool:
@@ -513,32 +619,46 @@ def is_complete_step(directory: Path) -> bool:
 
 
 def step_number(directory: Path) -> int | None:
-    """Return N of a directory named step-N; None for other names."""
+    """Return N for a directory named step-N, and None for other names.
+
+    Example:
+        >>> step_number(Path("weights/step-12")), step_number(Path("weights/step-12.tmp"))
+        (12, None)
+    """
     match = _STEP_NAME.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
 def newest_complete_step(shared: Path) -> tuple[int, Path] | None:
-    """Return the highest N of a whole `step-N`, and its directory; None where there is none yet."""
-    return max(_whole_steps(shared).items(), default=None)
+    """Return the largest N of a complete step-N, and its directory. None if there is none yet."""
+    return max(_complete_steps(shared).items(), default=None)
 
 
 def prune_steps(shared: Path, current: int, keep: int) -> None:
-    """Delete the whole `step-N` but `current` and the newest before it, `keep` in all. Those after it come from a run
-    that was resumed from an earlier step. Markers go first: a reader never takes half of one."""
-    whole = _whole_steps(shared)
-    kept = sorted(version for version in whole if version <= current)[-keep:]
-    for version in whole.keys() - kept:
-        (whole[version] / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(whole[version], ignore_errors=True)
+    """Delete all complete step-N except `current` and the newest before it, `keep` in all.
+
+    Steps after `current` are deleted, too: the run was resumed from an earlier step. Markers are deleted first, so
+    that nobody reads half of a directory.
+    """
+    complete = _complete_steps(shared)
+    kept = sorted(version for version in complete if version <= current)[-keep:]
+    for version in complete.keys() - kept:
+        (complete[version] / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(complete[version], ignore_errors=True)
 
 
-def _whole_steps(shared: Path) -> dict[int, Path]:
-    paths = [path for path in shared.glob("step-*") if is_complete_step(path)]
-    return {version: path for path in paths if (version := step_number(path)) is not None}
+def _complete_steps(shared: Path) -> dict[int, Path]:
+    """Return the complete step-N in a directory by N."""
+    steps = {}
+    for path in shared.glob("step-*"):
+        version = step_number(path)
+        if version is not None and is_complete_step(path):
+            steps[version] = path
+    return steps
 
 
 def describe_tensors(info: WeightInfo, names: list[str]) -> dict[str, Any]:
+    """Return the fields of a call that describe tensors, as SGLang names them."""
     return {
         "names": names,
         "dtypes": [str(info[name][1]).removeprefix("torch.") for name in names],
@@ -547,16 +667,16 @@ def describe_tensors(info: WeightInfo, names: list[str]) -> dict[str, Any]:
 
 
 def catch_error(act: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """Return why `act` failed, for reasons that lie with a server or the network; else None."""
+    """Call `act` and return its error if a server or the network caused it. None without an error."""
     try:
         act(*arguments)
-    except (UserError, RuntimeError) as error:  # RuntimeError: torch's word for a peer that is gone
+    except (UserError, RuntimeError) as error:  # torch raises RuntimeError if a rank has gone
         return error
     return None
 
 
 def run_in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
-    """Run `act` in a thread that nobody has to wait for; return its future outcome."""
+    """Run `act` in a daemon thread, which does not keep the process alive, and return the future of its result."""
     future: Future = Future()
 
     def run() -> None:
@@ -570,7 +690,12 @@ def run_in_thread(act: Callable[..., Any], *arguments: Any) -> Future:
 
 
 def raise_first_error(futures: list[Future], seconds: float) -> None:
-    """Wait for all, or raise the first error as it comes; a UserError after `seconds`."""
+    """Wait until all futures are done, or one fails.
+
+    Raises:
+        Exception: The first error of a future.
+        UserError: After `seconds`.
+    """
     done, pending = wait(futures, seconds, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
