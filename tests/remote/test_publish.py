@@ -296,11 +296,11 @@ def test_what_is_too_old_is_drawn_again():
     engine = answering([4, 2, 3], [5])
     prefetcher = RolloutPrefetcher(engine, 2)
     prefetcher.start(REQUESTS, 4)
-    assert prefetcher.is_under_way
+    assert prefetcher.is_running
     completions = prefetcher.result(5)
     assert [completion.version for completion in completions] == [4, 5, 3]
     assert engine.asked == [[0, 1, 2], [1]]
-    assert not prefetcher.is_under_way
+    assert not prefetcher.is_running
 
 
 def test_versions_that_no_server_tells_are_those_of_the_start():
@@ -324,8 +324,8 @@ def test_an_error_in_the_thread_is_raised_where_it_is_taken():
     prefetcher.start(REQUESTS, 0)
     with pytest.raises(UserError, match="no server gave"):
         prefetcher.result(0)
-    assert not prefetcher.is_under_way
-    with pytest.raises(ValueError, match="begin one first"):
+    assert not prefetcher.is_running
+    with pytest.raises(ValueError, match="start one first"):
         prefetcher.result(0)
     prefetcher.close()
 

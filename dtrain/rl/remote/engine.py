@@ -1,6 +1,16 @@
-"""Servers as the engine of a training run: they get the weights whenever these change, and may draw the next rollout
-while training goes on; rank 0 alone talks to them. A completion's staleness is the trainer's version of the weights
-less the completion's."""
+"""Servers as the engine of a training run.
+
+Before each rollout, the servers get the present weights if these have changed. With `grpo.max_off_policy_steps` they
+sample the next rollout while the run trains on this one:
+
+    step 8     servers have version 8; rollout A is sampled, then rollout B is started
+    step 9-10  training on A; B is sampled with version 8
+    step 10    B is due: its completions are 2 steps old. With max_off_policy_steps=2 they are used, and with less they
+               are sampled again with version 10
+
+Only rank 0 communicates with the servers. The staleness of a completion is the trainer's version of the weights minus
+the completion's version.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,14 +32,25 @@ from dtrain.rl.remote.publish import AdapterPublisher, DirectoryPublisher, Strea
 from dtrain.rl.routed import RoutedExpertsReader
 
 STREAMS: dict[str, type[StreamPublisher]] = {kind.broadcast_kind: kind for kind in (StreamPublisher, TransferPublisher)}
-MERGED = "grpo.server.weights=directory sends merged weights"
+"""Kind of broadcast -> publisher."""
+MERGED_HINT = "grpo.server.weights=directory sends merged weights"
 
 
 class ServerEngine(RolloutEngine):
-    """Servers as an engine, which get the weights whenever these have changed. Rank 0 alone talks to them.
+    """An engine that samples with servers, and sends them the weights when these have changed.
 
-    A version of the weights is the number of optimizer steps behind them. Raises Unavailable, on every rank, where the
-    servers fail, and Interrupted where rank 0 is asked to stop while they come up.
+    Args:
+        grpo: The section of the method.
+        policy: The policy.
+        run: The run.
+
+    Raises:
+        Unavailable: On every rank, if the servers fail (`generate`).
+        UserError: If a server cannot receive the weights as the recipe asks.
+        Interrupted: If rank 0 is asked to stop while the servers come up.
+
+    Collectives:
+        Broadcasts from rank 0.
     """
 
     is_remote = True
@@ -38,7 +59,7 @@ class ServerEngine(RolloutEngine):
         section, base, lora = grpo.server, policy.recipe.model.directory, policy.recipe.lora
         self.policy, self.offload, self.ranks = policy, grpo.offload, Ranks()
         self._prefetcher: RolloutPrefetcher | None = None
-        self._published: int | None = None
+        self._published_version: int | None = None
         self._engine: HttpEngine | None = None
         routed = RoutedExpertsReader.of(policy.model.config) if grpo.router_replay else None
 
@@ -100,29 +121,29 @@ class ServerEngine(RolloutEngine):
         self, requests: Sequence[Request], should_stop: ShouldStop | None = None, *, version: int = 0
     ) -> list[Completion]:
         try:
-            if self._published != version:
+            if self._published_version != version:
                 self._publish(version)
-                self._published = version
+                self._published_version = version
             if self.offload:
                 self.policy.offloader.offload_after_refit()
-            drawn = self.ranks.run_on_first(lambda: self._draw(list(requests), version, should_stop))
+            completions = self.ranks.run_on_first(lambda: self._sample(list(requests), version, should_stop))
         except UserError as error:
             raise ServiceUnavailable(str(error)) from error
         finally:
             if self.offload:
                 self.policy.offloader.prepare_for_training()
-        if drawn is None:
+        if completions is None:
             raise Interrupted
-        return drawn
+        return completions
 
     def prefetch(self, requests: Sequence[Request], version: int) -> None:
         if self._prefetcher is not None and requests:
             self._prefetcher.start(requests, version)
 
-    def _draw(self, requests: list[Request], version: int, should_stop: ShouldStop | None) -> list[Completion] | None:
-        """Return the completions; None where rank 0 was asked to stop."""
+    def _sample(self, requests: list[Request], version: int, should_stop: ShouldStop | None) -> list[Completion] | None:
+        """Return the completions, on rank 0. None if it was asked to stop."""
         try:
-            if self._prefetcher is not None and self._prefetcher.is_under_way and requests == self._prefetcher.requests:
+            if self._prefetcher is not None and self._prefetcher.is_running and requests == self._prefetcher.requests:
                 return self._prefetcher.result(version, should_stop)
             assert self._engine is not None, "rank 0 talks to the servers"
             return self._engine.generate(requests, should_stop)
@@ -140,11 +161,24 @@ def choose_weight_transport(
     is_held: bool = False,
     has_tower: bool = False,
 ) -> str:
-    """Return how weights travel: for `auto` the adapter alone where there is one and all servers take it, else a
-    directory of whole weights; says which, and why. For `broadcast` the servers' way, of `STREAMS`. is_rounded: whether
-    the adapter is trained beside weights in 4 bits, which are not those that servers have; is_held: beside weights that
-    are in the run's checkpoints alone; has_tower: whether it is of a vision tower too. Raises UserError where `adapter`
-    was asked for and cannot be."""
+    """Return how the weights are sent, and print the choice and its reason.
+
+    Args:
+        requested: `grpo.server.weights`.
+        config: Config of the adapter. None without an adapter.
+        engine: The servers.
+        say: Prints a line.
+        is_rounded: Whether the adapter is trained on 4-bit weights, which the servers do not have.
+        is_held: Whether only the run's checkpoints contain the base model.
+        has_tower: Whether the adapter includes layers of a vision tower.
+
+    Returns:
+        "adapter", "directory", or for `broadcast` the servers' kind of broadcast, a key of STREAMS. "auto" chooses the
+        adapter if there is one and all servers accept it.
+
+    Raises:
+        UserError: If `adapter` was requested and is not possible.
+    """
     assert engine is not None, "rank 0 talks to the servers"
     if requested == "broadcast":
         return engine.servers[0].dialect.broadcast_kind
@@ -153,113 +187,140 @@ def choose_weight_transport(
     held = "its base is in this run's checkpoints alone (checkpoint.init_from, model.init), where no server finds it"
     why_not = held if is_held else adapter_refusal(engine, config, has_tower)
     if why_not is not None and requested == "adapter":
-        raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED}")
+        raise UserError(f"grpo.server.weights=adapter: {why_not}; or {MERGED_HINT}")
     rounded = "lora.quantize=nf4 trains beside weights in 4 bits, which servers of the same model do not draw with"
     if requested == "auto" and is_rounded:
         why_not = rounded
     if why_not is not None:
         say(f"the servers get merged weights, not the adapter alone: {why_not}")
         return "directory"
-    say("the servers get the adapter alone, which they all take; " + (f"{rounded}: " if is_rounded else "") + MERGED)
+    reason = f"{rounded}: " if is_rounded else ""
+    say(f"the servers get the adapter alone, which they all take; {reason}{MERGED_HINT}")
     say("  the adapter is right beside the weights of model.path: start servers again that an earlier run gave others")
     return "adapter"
 
 
 class RolloutPrefetcher:
-    """Prefetcher of one rollout at a time, on one rank, drawn in a thread.
+    """Samples the next rollout in a thread, one rollout at a time, on one rank.
 
-    max_off_policy_steps: the staleness that `take` lets pass; 0 draws everything that older weights drew again.
+    Args:
+        engine: The servers.
+        max_off_policy_steps: Largest staleness of a completion. With 0, everything that older weights sampled is
+            sampled again.
+        say: Prints a line.
+
+    Attributes:
+        requests: The requests of the rollout in progress.
     """
 
     def __init__(self, engine: HttpEngine, max_off_policy_steps: int, say: Callable[[str], None] = lambda line: None):
-        self.engine, self.most, self.say = engine, max_off_policy_steps, say
+        self.engine, self.max_staleness, self.say = engine, max_off_policy_steps, say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._drawing: Future[list[Completion]] | None = None
+        self._future: Future[list[Completion]] | None = None
         self.requests: list[Request] = []
 
     @property
-    def is_under_way(self) -> bool:
-        """True while a rollout was begun and not taken."""
-        return self._drawing is not None
+    def is_running(self) -> bool:
+        """Whether a rollout was started and its result was not fetched."""
+        return self._future is not None
 
     def start(self, requests: Sequence[Request], version: int) -> None:
-        """Draw `requests` in a thread. version: the trainer's, for completions without one from the engine."""
-        if self.is_under_way:
-            raise ValueError("a rollout is under way: take it first")
+        """Start sampling `requests`.
+
+        Args:
+            requests: The requests.
+            version: The trainer's version of the weights, for completions whose server reports none.
+        """
+        if self.is_running:
+            raise ValueError("a rollout is in progress: fetch its result first")
         self.requests = list(requests)
-        self._drawing = self._thread.submit(self._draw, self.requests, version)
+        self._future = self._thread.submit(self._sample, self.requests, version)
 
     def result(self, version: int, should_stop: ShouldStop | None = None) -> list[Completion]:
-        """Wait for the rollout that was begun and return its completions, in order, each at most `max_off_policy_steps`
-        older than the trainer's `version`. Those that are older are dropped and drawn again, with the weights of now.
+        """Wait for the rollout and return its completions, in order.
 
-        Raises what the engine raised, UserError where what it draws now is too old as well, and Interrupted soon after
-        `should_stop` says yes: the rollout is then lost.
+        Completions that are older than `max_off_policy_steps` are dropped and sampled again with the present weights.
+
+        Args:
+            version: The trainer's version of the weights.
+            should_stop: Ends the wait with Interrupted. The rollout is then lost.
+
+        Raises:
+            UserError: If the engine fails, or new completions are too old as well.
+            Interrupted: If `should_stop` returns true.
         """
-        if self._drawing is None:
-            raise ValueError("no rollout is under way: begin one first")
-        drawing, self._drawing = self._drawing, None
-        wait_for([drawing], should_stop)
-        completions = drawing.result()
-        old = [index for index, age in enumerate(_ages(completions, version)) if age > self.most]
+        if self._future is None:
+            raise ValueError("no rollout is in progress: start one first")
+        future, self._future = self._future, None
+        wait_for([future], should_stop)
+        completions = future.result()
+        old = [index for index, age in enumerate(_staleness(completions, version)) if age > self.max_staleness]
         if old:
-            self.say(f"{len(old)} of {len(completions)} completions are more than {self.most} steps old: drawn again")
-            again = self._draw([self.requests[index] for index in old], version, should_stop)
-            for index, completion in zip(old, again, strict=True):
+            message = f"{len(old)} of {len(completions)} completions are more than {self.max_staleness} steps old"
+            self.say(f"{message}: drawn again")
+            new_completions = self._sample([self.requests[index] for index in old], version, should_stop)
+            for index, completion in zip(old, new_completions, strict=True):
                 completions[index] = completion
-            oldest = max(_ages(again, version))
-            if oldest > self.most:
+            oldest = max(_staleness(new_completions, version))
+            if oldest > self.max_staleness:
                 raise UserError(
                     f"the engine draws with version {version - oldest} of the weights and the trainer has {version}: "
-                    f"give it the weights before a rollout, or raise max_off_policy_steps={self.most}"
+                    f"give it the weights before a rollout, or raise max_off_policy_steps={self.max_staleness}"
                 )
         return completions
 
     def close(self) -> None:
-        """Wait for what is under way and forget it; close the engine first to end it at once."""
+        """Wait for the rollout in progress and discard it. Close the engine before, to end it at once."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._drawing = None
+        self._future = None
 
-    def _draw(
+    def _sample(
         self, requests: Sequence[Request], version: int, should_stop: ShouldStop | None = None
     ) -> list[Completion]:
         completions = self.engine.generate(requests, should_stop)
         return [c if c.version is not None else replace(c, version=version) for c in completions]
 
 
-def _ages(completions: Sequence[Completion], version: int) -> list[int]:
-    """Return how much older than `version` each completion is; all have a version here."""
-    return [version - c.version for c in completions if c.version is not None]
+def _staleness(completions: Sequence[Completion], version: int) -> list[int]:
+    """Return the staleness of each completion. All have a version here."""
+    return [version - completion.version for completion in completions if completion.version is not None]
 
 
 def check_vision_tower(engine: HttpEngine | None) -> None:
-    """Raise UserError where a server would draw with the features of a vision tower's earlier weights."""
-    assert engine is not None  # on the rank that asks
-    stale = next((server for server in engine.servers if server.dialect.keeps_image_features), None)
-    if stale is not None:
-        raise UserError(
-            f"{stale.client.url}: {stale.dialect.name} keeps the features of images when its weights change, and the "
-            "run trains the vision tower: set train.vision=frozen, or use vLLM or `dtrain serve`"
-        )
+    """Raise UserError if a server would use features of images that an older vision tower computed."""
+    assert engine is not None, "only the rank with the engine calls this"
+    for server in engine.servers:
+        if server.dialect.keeps_image_features:
+            raise UserError(
+                f"{server.client.url}: {server.dialect.name} keeps the features of images when its weights change, and "
+                "the run trains the vision tower: set train.vision=frozen, or use vLLM or `dtrain serve`"
+            )
 
 
 def adapter_refusal(engine: HttpEngine, config: AdapterConfig, has_tower: bool = False) -> str | None:
-    """Return why the servers cannot take an adapter of this kind; None where they can. has_tower: whether it is of a
-    vision tower too. Raises UserError."""
+    """Return why the servers cannot receive an adapter. None if all can.
+
+    Args:
+        engine: The servers.
+        config: Config of the adapter.
+        has_tower: Whether the adapter includes layers of a vision tower.
+
+    Raises:
+        UserError: If a server does not answer.
+    """
     if config.modules_to_save:
         return f"no server takes what is trained beside the adapter, lora.modules_to_save={[*config.modules_to_save]}"
     if config.parameters:
         return f"no server is known to take adapters of experts, lora.target={[*config.parameters]}"
-    strict = next((server for server in engine.servers if not server.dialect.supports_dora), None)
-    if config.dora and strict is not None:
-        return f"{strict.client.url}: {strict.dialect.name} takes no DoRA"
-    textual = next((server for server in engine.servers if not server.dialect.supports_vision_adapters), None)
-    if has_tower and textual is not None:
-        name = f"{textual.client.url}: {textual.dialect.name}"
-        return f"{name} takes adapters of decoders alone, and lora.target means layers of the vision tower too"
-    lacking = engine.adapter_problem()
-    if lacking is None:
+    for server in engine.servers:
+        name = f"{server.client.url}: {server.dialect.name}"
+        if config.dora and not server.dialect.supports_dora:
+            return f"{name} takes no DoRA"
+        if has_tower and not server.dialect.supports_vision_adapters:
+            return f"{name} takes adapters of decoders alone, and lora.target means layers of the vision tower too"
+    problem = engine.adapter_problem()
+    if problem is None:
         return None
-    ranks = config.rank, *config.rank_pattern.values()
-    starts = dict.fromkeys(server.dialect.start_hint(max(ranks)) for server in engine.servers)
-    return f"{lacking}: {'; '.join(starts)}"
+    max_rank = max([config.rank, *config.rank_pattern.values()])
+    start_hints = dict.fromkeys(server.dialect.start_hint(max_rank) for server in engine.servers)
+    return f"{problem}: {'; '.join(start_hints)}"

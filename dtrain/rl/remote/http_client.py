@@ -1,5 +1,8 @@
-"""Client of an HTTP server: JSON in, JSON out, errors with a plain message; and the tries of a call that failed.
-Standard library only, no torch."""
+"""Client of an HTTP server with JSON, and the state of a call that is tried again. No torch, only the standard library.
+
+Errors have two kinds. A `RetryableError` may go away: no answer, a timeout, status 503. A `ClientError` would come
+again for the same call: status 400 or 404.
+"""
 
 import http.client
 import json
@@ -18,19 +21,24 @@ from urllib.parse import urlsplit
 from dtrain.base.errors import UserError, describe_error
 
 CONNECT_SECONDS = 10.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries, doubled each time
-MAX_ANSWER_BYTES = 1 << 32  # bytes of an answer; the experts of many long completions are some hundred MB
-CHUNK_BYTES = 1 << 20  # bytes that are read at once
-# Answers after which the same call may succeed: too many at once, starting, ending, or a gateway's bad moment.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds between tries; each pause is twice the last one
+MAX_ANSWER_BYTES = 1 << 32  # the routed experts of many long completions take some hundred MB
+CHUNK_BYTES = 1 << 20
+MIN_SECONDS = 0.1  # the smallest time limit of a call
 RETRYABLE_STATUSES = {408, 425, 429, 500, 502, 503, 504}
+"""Statuses after which the same call may succeed: too many requests, a server that starts or ends, a gateway."""
 
 
 class RetryableError(Exception):
-    """A call that got no answer, or one that may be better next time; the message says what was seen."""
+    """A call that got no usable answer, but may succeed later. The message says what happened."""
 
 
 class ClientError(Exception):
-    """A call that the server refuses with `status`, and would refuse again; the message is the server's."""
+    """A call that the server refuses, and would refuse again. The message is the server's.
+
+    Attributes:
+        status: The HTTP status.
+    """
 
     def __init__(self, status: int, message: str):
         self.status = status
@@ -38,7 +46,15 @@ class ClientError(Exception):
 
 
 class HttpClient:
-    """Calls to the server at `url` (http or https, with a path before the routes or without). For several threads."""
+    """Calls an HTTP server. Several threads may use it.
+
+    Args:
+        url: Address of the server, http or https, perhaps with a path before the routes. "/v1" at the end is ignored.
+        key: The API key.
+
+    Raises:
+        UserError: If the URL is wrong.
+    """
 
     def __init__(self, url: str, key: str | None = None):
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -60,8 +76,18 @@ class HttpClient:
         self._lock = threading.Lock()
 
     def request(self, path: str, body: dict[str, Any] | None, seconds: float, *, is_json: bool = True) -> Any:
-        """Return the JSON that the server answers with 200, to a POST of `body`, else to a GET; without `is_json` an
-        answer in another form is its text. Raises RetryableError and ClientError."""
+        """Make a call and return the JSON of its answer.
+
+        Args:
+            path: Path of the route.
+            body: JSON to POST. None: GET.
+            seconds: Time limit of the whole call.
+            is_json: Whether the answer must be JSON. Otherwise a different answer is returned as text.
+
+        Raises:
+            RetryableError: If there is no answer in time, it is not JSON, or its status is in RETRYABLE_STATUSES.
+            ClientError: If the server answers with another status than 200.
+        """
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         connection = self._kind(self.host, self._port, timeout=min(CONNECT_SECONDS, seconds))
         until = time.monotonic() + seconds
@@ -84,15 +110,17 @@ class HttpClient:
         return _read(response.status, raw, is_json)
 
     def hang_up(self) -> None:
-        """End every call under way; they raise RetryableError."""
+        """End all calls in progress. They raise RetryableError."""
         with self._lock:
             for sock in self._live:
                 _shut_down(sock)
 
     @contextmanager
     def _cut_off(self, sock: socket.socket, until: float) -> Iterator[None]:
-        """Let `hang_up` and the time end what the block sends and reads: a socket's own timeout is for each part that
-        comes, and they may trickle."""
+        """Close the socket at the time `until`, or when `hang_up` is called, if the block has not ended.
+
+        A socket's own timeout is not enough: it applies to each part of the answer, and parts may arrive slowly.
+        """
         seconds = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         timer = threading.Timer(seconds, _shut_down, (sock,))
         timer.daemon = True
@@ -115,7 +143,10 @@ def _shut_down(sock: socket.socket) -> None:
 def _body(response: http.client.HTTPResponse) -> bytearray:
     """Read a response. Raises RetryableError for more than MAX_ANSWER_BYTES, and as `HTTPResponse.read`."""
     raw = bytearray()
-    while part := response.read(CHUNK_BYTES):
+    while True:
+        part = response.read(CHUNK_BYTES)
+        if not part:
+            break
         raw += part
         if len(raw) > MAX_ANSWER_BYTES:
             raise RetryableError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
@@ -125,6 +156,7 @@ def _body(response: http.client.HTTPResponse) -> bytearray:
 
 
 def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
+    """Return the answer in a body. Raises RetryableError and ClientError, by the status."""
     try:
         answer = json.loads(raw) if raw else {}
     except ValueError as error:
@@ -138,16 +170,33 @@ def _read(status: int, raw: bytes | bytearray, is_json: bool) -> Any:
 
 
 def _message(answer: Any) -> str:
-    """Return the message in an error's body: OpenAI's error object, FastAPI's detail, SGLang's message, or the text."""
+    """Return the message in the body of an error.
+
+    Example:
+        >>> _message({"error": {"message": "no such model", "code": 404}})  # OpenAI
+        'no such model'
+        >>> _message({"detail": "Not Found"})  # FastAPI
+        'Not Found'
+    """
     if isinstance(answer, dict):
         keys = ("error", "detail", "message", "error_message")
-        error = next((answer[key] for key in keys if key in answer), answer)
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        error: Any = answer
+        for key in keys:
+            if key in answer:
+                error = answer[key]
+                break
+        if isinstance(error, dict):
+            error = error.get("message", error)
+        return str(error)
     return str(answer) or "no explanation"
 
 
 def read_api_key(file: str | Path | None) -> str | None:
-    """Return the API key that is the only line of `file`. Raises UserError."""
+    """Return the API key in a file, its only line. None without a file.
+
+    Raises:
+        UserError: If the file cannot be read, or contains anything else.
+    """
     if file is None:
         return None
     try:
@@ -161,7 +210,13 @@ def read_api_key(file: str | Path | None) -> str | None:
 
 @dataclass
 class RetryState:
-    """Failed tries of one call, by url. `until` bounds it; `stop` is set where it is not wanted any more."""
+    """Failed tries of one call, possibly at several servers.
+
+    Attributes:
+        until: Time at which the call gives up.
+        stop: Set if the call is no longer wanted.
+        errors: The errors of each URL.
+    """
 
     until: float
     stop: threading.Event
@@ -169,17 +224,23 @@ class RetryState:
 
     @property
     def seconds(self) -> float:
-        return max(0.1, self.until - time.monotonic())
+        """Seconds that are left."""
+        return max(MIN_SECONDS, self.until - time.monotonic())
 
     def count(self, url: str) -> int:
+        """Return the number of failed tries at a URL."""
         return len(self.errors.get(url, []))
 
     def record(self, url: str, error: object) -> None:
+        """Record a failed try."""
         self.errors.setdefault(url, []).append(str(error))
 
     def wait(self, url: str, most: float = math.inf) -> bool:
-        """Wait before the next try at `url`; False where there is none: `most` have failed, no time is left, or it is
-        not wanted any more."""
+        """Wait before the next try at a URL.
+
+        Returns:
+            Whether to try again. False if `most` tries have failed, no time is left, or the call is no longer wanted.
+        """
         pause = pause_after(self.count(url))
         if self.count(url) >= most or self.stop.is_set() or time.monotonic() + pause > self.until:
             return False
@@ -187,10 +248,16 @@ class RetryState:
         return True
 
     def summary(self) -> str:
+        """Describe the failures: the number of tries and the last error of each URL."""
         lines = [f"{url}: {len(errors)} tries, the last: {errors[-1]}" for url, errors in self.errors.items()]
         return "; ".join(lines) or "none could be asked"
 
 
 def pause_after(count: int) -> float:
-    """Return the seconds before the next try after `count` failures."""
+    """Return the seconds before the next try after `count` failures.
+
+    Example:
+        >>> [pause_after(count) for count in (1, 2, 3, 9)]
+        [0.25, 0.5, 1.0, 15.0]
+    """
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (count - 1))

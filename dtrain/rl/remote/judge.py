@@ -1,8 +1,7 @@
-"""Reward: another model's points for an answer, asked at a server that speaks OpenAI's chat completions. No torch.
+"""Reward `judge`: points that another model gives to an answer, over HTTP, in OpenAI's chat completions. No torch.
 
-The judge reads the question, the data's `answer` where a row has one, the answer and the rubric, and gives 0 to 10
-points, drawn by its likeliest tokens; the reward is a tenth of them. Points are remembered: the same text is sent to
-the same judge once.
+The judge reads the question, the data's `answer` if a row has one, the answer and the rubric, and gives 0 to 10 points
+at temperature 0. The reward is a tenth of the points. Points are cached: the same text is sent to the same judge once.
 """
 
 import json
@@ -20,12 +19,12 @@ from dtrain.base.errors import UserError
 from dtrain.base.json_files import digest, split_lines
 from dtrain.rl.remote.http_client import ClientError, HttpClient, RetryableError, read_api_key
 
-LOOK_SECONDS = 10.0  # for a server to say that it is there
-IN_A_ROW = 3  # answers that a judge fails to judge before the rest of a call is not asked: it is down
-TRIES = 2  # of one question
+CHECK_SECONDS = 10.0  # for a server to list its models
+MAX_FAILURES_IN_A_ROW = 3  # then the judge is down, and the rest of a call is not asked
+MAX_TRIES = 2  # of one question
 CONCURRENCY, TIMEOUT = 8, 30.0
-ROUNDS = 2  # of questions in one call
-POINTS = 10
+ROUNDS_PER_BATCH = 2  # a batch has this many questions for each that is asked at the same time
+MAX_POINTS = 10
 INSTRUCTIONS = """You judge an answer that a language model gave. What a good answer is:
 
 {rubric}
@@ -36,13 +35,19 @@ _SCORE = re.compile(r'"?score"?\s*[:=]\s*"?(-?\d+(?:\.\d+)?)', re.IGNORECASE)
 
 
 class Judge:
-    """Reward function that asks another model for points.
+    """Reward that asks another model for points.
 
-    url: with or without /v1. rubric: what a good answer is. concurrency: questions under way at once. timeout:
-    seconds that one may take, a second try included. api_key_file: a file with the server's key. cache: a file that
-    keeps what was judged, a line each.
+    Args:
+        url: Address of the server, with or without /v1.
+        model: The model's name there.
+        rubric: What a good answer is.
+        concurrency: Questions at the same time.
+        timeout: Seconds for one question, including a second try.
+        api_key_file: A file with the server's key.
+        cache: A file that stores points, one line each.
 
-    missed: why answers of the last call have no value; None where all have one.
+    Attributes:
+        missed: Why some answers of the last call have no value. None if all have one.
     """
 
     def __init__(
@@ -66,24 +71,31 @@ class Judge:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """Return a reward from 0 to 1 for each completion; None where the judge failed."""
+        """Return a reward from 0 to 1 for each completion. None if the judge failed."""
         answers = columns.get("answer") or [None] * len(completions)
-        questions = [self._messages(*row) for row in zip(prompts, completions, answers, strict=True)]
-        keys = [digest(self._client.url, self._model, messages) for messages in questions]
-        new = {key: messages for key, messages in zip(keys, questions, strict=True) if key not in self._known}
+        conversations = [self._messages(*row) for row in zip(prompts, completions, answers, strict=True)]
+        keys = [digest(self._client.url, self._model, messages) for messages in conversations]
+        new = {}  # conversations that are not cached, each once
+        for key, messages in zip(keys, conversations, strict=True):
+            if key not in self._known:
+                new[key] = messages
         self._failed, self.missed = 0, None
         with ThreadPoolExecutor(self._concurrency, "judge") as pool:
             for key, reward in zip(new, pool.map(self._ask, new.values()), strict=True):
                 if isinstance(reward, str):
                     self.missed = self.missed or f"{self._client.url}: {reward}; what it did not judge has no reward"
                 else:
-                    self._keep(key, reward)
+                    self._store(key, reward)
         return [self._known.get(key) for key in keys]
 
     def check_server(self) -> None:
-        """Check that the server is up. Raises UserError where none answers, or it lists its models without this one."""
+        """Check that the server is up and has the model.
+
+        Raises:
+            UserError: If no server answers, or its list of models does not contain this one.
+        """
         try:
-            answer = self._client.request("/v1/models", None, LOOK_SECONDS)
+            answer = self._client.request("/v1/models", None, CHECK_SECONDS)
         except ClientError:  # a server need not list its models
             return
         except RetryableError as error:
@@ -103,15 +115,16 @@ class Judge:
         ]
 
     def _ask(self, messages: list[dict[str, str]]) -> float | str:
-        """Return the reward, or why there is none."""
+        """Return the reward of a conversation, or a text that says why there is none."""
         body = {"model": self._model, "messages": messages, "temperature": 0}
-        until, problem = time.monotonic() + self._timeout, "it failed so often in a row that the rest was not asked"
-        for _ in range(TRIES):
-            left = until - time.monotonic()
-            if self._failed >= IN_A_ROW or left <= 0:
+        until = time.monotonic() + self._timeout
+        problem = "it failed so often in a row that the rest was not asked"
+        for _ in range(MAX_TRIES):
+            remaining = until - time.monotonic()
+            if self._failed >= MAX_FAILURES_IN_A_ROW or remaining <= 0:
                 break
             try:
-                reward = _points(self._client.request("/v1/chat/completions", body, left))
+                reward = _points(self._client.request("/v1/chat/completions", body, remaining))
                 self._failed = 0
                 return reward
             except (RetryableError, ClientError) as error:
@@ -122,10 +135,11 @@ class Judge:
             self._failed += 1
         return problem
 
-    def _keep(self, key: str, reward: float) -> None:
+    def _store(self, key: str, reward: float) -> None:
+        """Store a reward in memory and in the cache file."""
         self._known[key] = reward
         if self._cache is not None:
-            with suppress(OSError):  # a full disk costs questions, no more
+            with suppress(OSError):  # on a full disk the question is asked again later
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 with self._cache.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "reward": reward}) + "\n")
@@ -145,23 +159,33 @@ def _reference(answer: Any) -> str:
 
 
 def _as_text(answer: Any) -> str:
-    """Return an answer as the judge reads it: objects and lists as JSON, all else as `str` writes it."""
+    """Return an answer of the data as text: objects and lists as JSON, other values by `str`."""
     return json.dumps(answer, ensure_ascii=False) if isinstance(answer, dict | list) else str(answer)
 
 
 def batch_size(options: Mapping[str, Any]) -> int:
-    """Return how many answers a judge with these options gets in a call that shall not take long."""
-    return ROUNDS * options.get("concurrency", CONCURRENCY)
+    """Return the number of answers for one call that should not take long.
+
+    Example:
+        >>> batch_size({"concurrency": 4})
+        8
+    """
+    return ROUNDS_PER_BATCH * options.get("concurrency", CONCURRENCY)
 
 
 def max_call_seconds(options: Mapping[str, Any], count: int) -> float:
-    """Return the seconds that a judge with these options may take for `count` answers."""
+    """Return the largest number of seconds that a judge takes for `count` answers.
+
+    Example:
+        >>> max_call_seconds({"concurrency": 4, "timeout": 30.0}, 8)  # two rounds, and 10 seconds
+        70.0
+    """
     rounds = math.ceil(count / options.get("concurrency", CONCURRENCY))
-    return rounds * options.get("timeout", TIMEOUT) + LOOK_SECONDS
+    return rounds * options.get("timeout", TIMEOUT) + CHECK_SECONDS
 
 
 def _points(answer: Any) -> float:
-    """Return the reward in a chat completion. Raises RetryableError where there is none.
+    """Return the reward in a chat completion. Raises RetryableError if there is none.
 
     >>> _points({"choices": [{"message": {"content": 'Short and right: {"score": 7}'}}]})
     0.7
@@ -171,13 +195,13 @@ def _points(answer: Any) -> float:
     except (KeyError, IndexError, TypeError):
         raise RetryableError("an answer that is no chat completion") from None
     scores = _SCORE.findall(text)
-    if not scores or not 0 <= float(scores[-1]) <= POINTS:
-        raise RetryableError(f"it gave no score from 0 to {POINTS}, but {text[-80:]!r}")
-    return float(scores[-1]) / POINTS
+    if not scores or not 0 <= float(scores[-1]) <= MAX_POINTS:
+        raise RetryableError(f"it gave no score from 0 to {MAX_POINTS}, but {text[-80:]!r}")
+    return float(scores[-1]) / MAX_POINTS
 
 
 def _read(cache: Path) -> dict[str, float]:
-    """Return the rewards that a file keeps, by key; a line that a kill tore is skipped."""
+    """Return the rewards in a cache file by key. A line that is incomplete, because a run was killed, is skipped."""
     known: dict[str, float] = {}
     with suppress(OSError):
         for line in split_lines(cache.read_text(encoding="utf-8", errors="replace")):
