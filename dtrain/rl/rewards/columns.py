@@ -1,5 +1,9 @@
-"""The check that a reward can work with the columns of the data: by its source, or by its own process where that does
-not tell."""
+"""The check, before a run, that a reward can work with the columns of the data.
+
+A reward is `fn(prompts, completions, completion_ids, **columns)` and may accept fewer arguments. Its signature is read
+from the source of its module, without importing it. If the source is not enough, for example because of a decorator,
+the module is imported in a process of its own.
+"""
 
 import ast
 import inspect
@@ -28,17 +32,24 @@ if TYPE_CHECKING:
     from dtrain.recipe.rollouts import Reward
 
 OWN = ("prompts", "completions", "completion_ids")
-"""Arguments of a reward beside the columns of the data."""
-_ONE_VALUE = ("float", "int", "bool", "len", "str")
-_MOST_LISTED = 30  # names of columns in a message
+"""Arguments of a reward other than the columns of the data."""
+_RETURN_ONE_VALUE = ("float", "int", "bool", "len", "str")
+"""Functions whose result cannot be a list of rewards."""
+_MAX_LISTED = 30  # names of columns in a message
 _USUAL_ANSWERS = ("ground_truth", "aliases", "answers", "answer", "value", "text", "target", "label")
 """Keys that usually hold the answer in an object, for a hint."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Names that a callable takes. needs, may: by name, without and with a default; by_place: those that it needs and
-    takes by position alone; takes_all: whether it takes any name."""
+    """The parameters of a callable.
+
+    Attributes:
+        needs: Parameters without a default that can be passed by name.
+        may: Parameters with a default that can be passed by name.
+        by_place: Parameters without a default that are positional-only.
+        takes_all: Whether it has **kwargs.
+    """
 
     needs: Collection[str]
     may: Collection[str] = ()
@@ -48,7 +59,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class RewardKeys:
-    """How messages name the settings of rewards: GRPO's keys by default, a set of `eval`, or options of a command.
+    """Names of the settings of rewards in messages. They are GRPO's keys by default.
 
     Attributes:
         rewards: The list of rewards.
@@ -81,7 +92,7 @@ GRPO_KEYS = RewardKeys()
 def missing_column_problems(
     rewards: Iterable["Reward"], rows: Iterable[Mapping[str, Any]], keys: RewardKeys = GRPO_KEYS
 ) -> list[str]:
-    """Return why rewards have no values, one line each, without repetition.
+    """Return the problems of a list of rewards with the columns of the data, without repetition.
 
     Args:
         rewards: Checked rewards, each with a name or import path.
@@ -104,77 +115,134 @@ def missing_column_problems(
 def missing_column_problem(
     name: str, options: Mapping[str, Any], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS
 ) -> str | None:
-    """Return why a reward has no values with data of these columns; None if it may have some.
+    """Return why a reward cannot work with data of these columns. None if it may.
 
-    A function of dtrain's own that takes a `column` reads that one. One that needs programs or packages must start on
-    this machine. Another function must have what its signature takes without a default, and take something of what a
-    reward is called with. A class must have __call__ and options for all that it is made with. This is read in the
-    source. If the source is not enough, for example for a decorated function, the module is imported in a process of
-    its own, as a run does.
+    A reward of dtrain with an option `column` needs that column. If it needs programs or packages, it must start on
+    this machine. Any other function needs the parameters of its signature that have no default, and must accept
+    something that a reward is called with. A class needs `__call__`, and options for the parameters of its constructor.
 
     Args:
         name: The reward's name or import path.
         options: Its options.
         columns: A row with every column of the data.
-        keys: The keys that the message names.
+        keys: Names of the settings, for the message.
 
     Raises:
-        UserError: As `find`.
+        UserError: If there is no such reward.
     """
     module, function, file = find_function_and_file(name)
-    own = next((known for known, path in BUILT_IN.items() if path == f"{module}:{function}"), None)
-    if own is not None:
-        column = {**import_module("dtrain.rl.rewards.catalog").REWARDS[own], **options}.get("column")
-        if column is not None:
-            if not has_column(columns, column):
-                return missing_column_message(own, column, columns, keys)
-            refusal = None
-            if own in READS_ANSWERS:
-                refusal = answer_type_problem(own, column, get_column(columns, column), keys)
-            if refusal is not None:
-                return refusal
-        try:
-            if own in NEEDS_SOFTWARE:
-                getattr(import_module(module), function)(**options)
-        except UserError as problem:
-            return str(problem)
-        return None
+    for built_in, path in BUILT_IN.items():
+        if path == f"{module}:{function}":
+            return _built_in_problem(built_in, options, columns, keys)
     node = find_definition(Path(file), function)
     if isinstance(node, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set):
         return f"reward {name} is a value that cannot be called, {NOT_A_REWARD}"
-    made_with: Signature | None = None
+    constructor: Signature | None = None  # None for a function
     if isinstance(node, ast.ClassDef):
-        makes, call = (_method(node, called) for called in ("__init__", "__call__"))
-        if call is None and not (node.bases or node.keywords):
+        init, call = _method(node, "__init__"), _method(node, "__call__")
+        inherits = bool(node.bases or node.keywords)
+        if call is None and not inherits:
             return f"reward {name} is a class without __call__, {NOT_A_REWARD}"
-        made_with, node = _signature(makes) or Signature([]), call
-    called = _signature(node)
-    if called is None:
-        service, key, say = "dtrain.rl.rewards.columns:SignatureReader", keys.timeout, partial(print, file=sys.stderr)
+        constructor = _signature(init) or Signature([])
+        node = call
+    signature = _signature(node)
+    if signature is None:  # the source does not tell
         try:
-            with Worker(service, module, function, what=f"reward {name}", timeout=60.0, key=key, say=say) as process:
-                ((makes, calls),) = process.call("signatures")
-            made_with, called = makes and Signature(**makes), Signature(**calls)
-        except (UserError, WorkerLost) as problem:
-            return str(problem)
-    lacking = [key for key in made_with.needs if key not in options] if made_with else []
-    if lacking:
-        return f"reward {name} is made with {', '.join(lacking)}: set its kwargs in {keys.rewards}"
-    if called.by_place:
-        return f"reward {name} takes {', '.join(called.by_place)} by place, {NOT_A_REWARD}"
-    available = {*columns, *OWN, *(() if made_with else options)}
-    missing = [key for key in called.needs if key not in available]
-    if missing:
-        return missing_argument_message(name.rsplit(".", 1)[-1], missing, columns, keys)
-    if not called.takes_all and not {*called.needs, *called.may} & {*columns, *OWN}:
-        return f"reward {name} takes neither completions nor a column, {NOT_A_REWARD}"
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _gives_no_list(node):
+            constructor, signature = _import_signatures(name, module, function, keys)
+        except (UserError, WorkerLost) as error:
+            return str(error)
+    problem = _call_problem(name, constructor, signature, options, columns, keys)
+    if problem is not None:
+        return problem
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _returns_no_list(node):
         return f"reward {name} gives one value, or none, for all completions: return a list, a number for each"
     return None
 
 
+def _built_in_problem(
+    name: str, options: Mapping[str, Any], columns: Mapping[str, Any], keys: RewardKeys
+) -> str | None:
+    """Return why a reward of dtrain cannot work with data of these columns. None if it may."""
+    # `catalog` reads the options from the modules of the rewards, which import this module.
+    catalog = import_module("dtrain.rl.rewards.catalog")
+    column = {**catalog.REWARDS[name], **options}.get("column")
+    if column is not None:
+        if not has_column(columns, column):
+            return missing_column_message(name, column, columns, keys)
+        if name in READS_ANSWERS:
+            problem = answer_type_problem(name, column, get_column(columns, column), keys)
+            if problem is not None:
+                return problem
+    if name in NEEDS_SOFTWARE:
+        module, _, function = BUILT_IN[name].partition(":")
+        try:
+            getattr(import_module(module), function)(**options)
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def _import_signatures(name: str, module: str, function: str, keys: RewardKeys) -> tuple[Signature | None, Signature]:
+    """Import a reward in a process of its own.
+
+    Returns:
+        The signatures of the constructor, None for a function, and of the call.
+
+    Raises:
+        UserError: If the module cannot be imported.
+        WorkerLost: If the process ends or hangs.
+    """
+    with Worker(
+        "dtrain.rl.rewards.columns:SignatureReader",
+        module,
+        function,
+        what=f"reward {name}",
+        timeout=60.0,
+        key=keys.timeout,
+        say=partial(print, file=sys.stderr),
+    ) as process:
+        ((constructor, call),) = process.call("signatures")
+    return (None if constructor is None else Signature(**constructor)), Signature(**call)
+
+
+def _call_problem(
+    name: str,
+    constructor: Signature | None,
+    signature: Signature,
+    options: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    keys: RewardKeys,
+) -> str | None:
+    """Return why a reward cannot be called with the data's columns. None if it can.
+
+    Args:
+        name: The reward.
+        constructor: Signature of the constructor, which gets the options. None for a function, which gets them itself.
+        signature: Signature of the call.
+        options: The reward's options.
+        columns: A row with every column of the data.
+        keys: Names of the settings, for the message.
+    """
+    available = {*columns, *OWN}
+    if constructor is None:
+        available.update(options)
+    else:
+        missing_options = [key for key in constructor.needs if key not in options]
+        if missing_options:
+            return f"reward {name} is made with {', '.join(missing_options)}: set its kwargs in {keys.rewards}"
+    if signature.by_place:
+        return f"reward {name} takes {', '.join(signature.by_place)} by place, {NOT_A_REWARD}"
+    missing = [key for key in signature.needs if key not in available]
+    if missing:
+        return missing_argument_message(name.rsplit(".", 1)[-1], missing, columns, keys)
+    accepted = {*signature.needs, *signature.may}
+    if not signature.takes_all and not accepted & {*columns, *OWN}:
+        return f"reward {name} takes neither completions nor a column, {NOT_A_REWARD}"
+    return None
+
+
 def missing_column_message(name: str, column: str, columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS) -> str:
-    """Return the refusal of a reward of dtrain's own that reads a column which the data does not have."""
+    """Return the message for a reward of dtrain that reads a column which the data does not have."""
     return (
         f"reward {name}: the data has no column {column!r} (it has {_listed(columns)}); name the right one: "
         f"{keys.set_column(name, '..')}"
@@ -182,17 +250,23 @@ def missing_column_message(name: str, column: str, columns: Mapping[str, Any], k
 
 
 def answer_type_problem(name: str, column: str, value: Any, keys: RewardKeys = GRPO_KEYS) -> str | None:
-    """Return why `value` of a column is no answer to compare with; None if it is one.
+    """Return why a value of a column cannot be an answer. None if it can.
 
-    An answer is a text, a number, a truth value or null, or a list of these. An object is none, because only the user
-    knows which of its values is meant.
+    An answer is a text, a number, a truth value or null, or a list of these. An object is refused, because only the
+    user knows which of its values is meant.
+
+    Example:
+        >>> answer_type_problem("numeric", "gold", [1, 2]) is None
+        True
+        >>> answer_type_problem("numeric", "gold", {"value": 1})[:58]
+        "reward numeric: column 'gold' holds an object (value), and"
     """
     if isinstance(value, Mapping):
         names = [str(key) for key in value]
         usual = [name for name in (*_USUAL_ANSWERS, *names[:1]) if name in names]
         nested = f"{column}.{usual[0]}" if usual else ".."
         return (
-            f"reward {name}: column {column!r} holds an object ({', '.join(names[:_MOST_LISTED]) or 'empty'}), and an "
+            f"reward {name}: column {column!r} holds an object ({', '.join(names[:_MAX_LISTED]) or 'empty'}), and an "
             "answer is a text, a number, or a list of accepted ones; name the value in it that is the answer: "
             f"{keys.set_column(name, nested)}"
         )
@@ -206,7 +280,7 @@ def answer_type_problem(name: str, column: str, value: Any, keys: RewardKeys = G
 
 
 def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
-    """Return the values of the column that a reward of dtrain's own reads, one for each completion.
+    """Return the values of the column that a reward of dtrain reads, one for each completion.
 
     A value in an object, such as `reward_model.ground_truth`, is None in rows whose object does not have it.
 
@@ -225,7 +299,7 @@ def values_of(name: str, column: str, columns: Mapping[str, Sequence[Any]]) -> S
 def missing_argument_message(
     name: str, missing: Collection[str], columns: Mapping[str, Any], keys: RewardKeys = GRPO_KEYS
 ) -> str:
-    """Return the refusal of a reward whose signature takes columns that are `missing` from the data."""
+    """Return the message for a reward whose signature needs columns that are `missing` from the data."""
     nested = [f"{key}: {known}" for key in missing for known in column_names(columns) if known.endswith(f".{key}")]
     hint = ""
     if keys.columns is not None and len(nested) == len(missing):
@@ -235,18 +309,19 @@ def missing_argument_message(
 
 def _listed(columns: Mapping[str, Any]) -> str:
     names = [name for name in column_names(columns) if name not in OWN]
-    more = ", .." if len(names) > _MOST_LISTED else ""
-    return (", ".join(names[:_MOST_LISTED]) or "none") + more
+    more = ", .." if len(names) > _MAX_LISTED else ""
+    return (", ".join(names[:_MAX_LISTED]) or "none") + more
 
 
 class SignatureReader:
-    """Service that reads the signatures of one reward before a run: of what it is made and called with. It neither
-    makes nor calls it."""
+    """The service that imports one reward and reads its signatures. It does not call the reward."""
 
     def load(self, module: str, function: str) -> list[Outcome]:
+        """Import the reward."""
         return [attempt(self._load, module, function)]
 
     def signatures(self) -> list[tuple[dict[str, Any] | None, dict[str, Any]]]:
+        """Return the fields of the signatures of the constructor, None for a function, and of the call."""
         return [self._signatures]
 
     def _load(self, module: str, function: str) -> None:
@@ -263,62 +338,101 @@ class SignatureReader:
 
 
 def _method(node: ast.ClassDef, name: str) -> ast.AST | None:
-    """Return the definition of a class's method, without the argument self; None where the class has none."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    methods = [item for item in node.body if isinstance(item, kinds) and item.name == name]
+    """Return the last definition of a method in a class, without its argument `self`. None if it has none.
+
+    A method with a decorator, and anything else of this name, is returned unchanged. `_signature` does not read those.
+    """
+    function_types = ast.FunctionDef | ast.AsyncFunctionDef
+    methods = [item for item in node.body if isinstance(item, function_types) and item.name == name]
     if not methods or methods[-1].decorator_list or not methods[-1].args.args:
-        return next((item for item in node.body if getattr(item, "name", None) == name), None)
-    del methods[-1].args.args[0]
-    return methods[-1]
+        for item in node.body:
+            if getattr(item, "name", None) == name:
+                return item
+        return None
+    method = methods[-1]
+    del method.args.args[0]
+    return method
 
 
 def _signature(node: ast.AST | None) -> Signature | None:
-    """Return the signature of a function's definition; None where the source does not tell."""
+    """Return the signature of a function's definition. None if the source does not tell.
+
+    Python itself reads the parameters: they are compiled as those of a lambda, with None for all defaults and without
+    annotations, so nothing of the source is run.
+    """
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or getattr(node, "decorator_list", []):
         return None
-    takes, none = deepcopy(node.args), ast.Constant(None)
-    for argument in ast.walk(takes):
+    parameters, none = deepcopy(node.args), ast.Constant(None)
+    for argument in ast.walk(parameters):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    takes.defaults = [none] * min(len(takes.defaults), len(takes.posonlyargs) + len(takes.args))
-    takes.kw_defaults = [default and none for default in takes.kw_defaults]
-    alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(takes, none)))  # nothing of the source is run
-    return read_signature("", eval(compile(alike, "", "eval")))
+    num_positional = len(parameters.posonlyargs) + len(parameters.args)
+    # `self` was removed, so there may be one default more than parameters.
+    parameters.defaults = [none] * min(len(parameters.defaults), num_positional)
+    parameters.kw_defaults = [None if default is None else none for default in parameters.kw_defaults]
+    same_signature = ast.fix_missing_locations(ast.Expression(ast.Lambda(parameters, none)))
+    return read_signature("", eval(compile(same_signature, "", "eval")))
 
 
 def read_signature(path: str, function: Any, skip: int = 0) -> Signature:
-    """Return the signature of a callable. skip: how many parameters to leave out at the beginning. Raises UserError for
-    what has no signature."""
+    """Return the signature of a callable.
+
+    Args:
+        path: Name of the reward, for the message.
+        function: The callable.
+        skip: Number of parameters to leave out at the beginning, such as `self`.
+
+    Raises:
+        UserError: If Python cannot tell the signature, as for some functions in C.
+
+    Example:
+        >>> read_signature("short", lambda completions, answer, scale=1.0: None)
+        Signature(needs=['completions', 'answer'], may=['scale'], by_place=[], takes_all=False)
+    """
     try:
         parameters = [*inspect.signature(function).parameters.values()][skip:]
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {path} cannot be called by names ({error}), {NOT_A_REWARD}") from None
-    bare = [p for p in parameters if p.default is p.empty]
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return Signature(
-        needs=[p.name for p in bare if p.kind in by_name],
-        may=[p.name for p in parameters if p.default is not p.empty and p.kind in by_name],
-        by_place=[p.name for p in bare if p.kind is p.POSITIONAL_ONLY],
-        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
+    needs: list[str] = []
+    may: list[str] = []
+    by_place: list[str] = []
+    takes_all = False
+    for parameter in parameters:
+        has_default = parameter.default is not parameter.empty
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+        elif parameter.kind in by_name:
+            names = may if has_default else needs
+            names.append(parameter.name)
+        elif parameter.kind is parameter.POSITIONAL_ONLY and not has_default:
+            by_place.append(parameter.name)
+    return Signature(needs, may, by_place, takes_all)
 
 
-def _gives_no_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether each of a function's returns is surely one value, or it has none and does not only raise."""
+def _returns_no_list(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function surely returns one value, or nothing, instead of a list.
+
+    Functions that raise or yield are not judged.
+    """
     pending: list[ast.AST] = [*node.body]
-    returns: list[ast.expr | None] = []
+    returned: list[ast.expr | None] = []
     while pending:
         child = pending.pop()
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
+            continue  # its returns are not those of the function
         if isinstance(child, ast.Raise | ast.Yield | ast.YieldFrom):
             return False
         if isinstance(child, ast.Return):
-            returns.append(child.value)
+            returned.append(child.value)
         pending += ast.iter_child_nodes(child)
-    return all(
-        value is None
-        or isinstance(value, ast.Constant)
-        or (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in _ONE_VALUE)
-        for value in returns
-    )
+    return all(_is_one_value(value) for value in returned)
+
+
+def _is_one_value(value: ast.expr | None) -> bool:
+    """Return whether a returned expression is a constant, nothing, or a call such as float(..)."""
+    if value is None or isinstance(value, ast.Constant):
+        return True
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return value.func.id in _RETURN_ONE_VALUE
+    return False
