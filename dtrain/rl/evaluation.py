@@ -1,6 +1,9 @@
-"""Questions to answers and their rewards: the common part of `dtrain eval` and the evaluations of a run.
+"""Evaluation: questions are answered and the answers scored, for `dtrain eval` and for the evaluations of a run.
 
-The caller passes what answers: a model of a directory on one device, or the one that trains, on its mesh.
+    prepare_questions    reads prompt files and encodes them: `Questions`
+    evaluate             samples the answers with a function of the caller, scores them, and returns a `Report`
+
+The caller's function may use a model of a directory on one device, or the model that trains, on its mesh.
 """
 
 import math
@@ -31,13 +34,20 @@ if TYPE_CHECKING:
     from dtrain.data.images.files import ImageRecord
     from dtrain.data.images.reader import ImageReader
 
-JUDGED_TOGETHER = 512  # completions of one call of the rewards, whose timeout is for one call
+MAX_SCORED_TOGETHER = 512  # completions of one call of the rewards, whose timeout applies to one call
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of a file: its place there, and its token ids, not yet cut. is_plain: whether the file has it as a plain
-    string. images: those of its parts, in order."""
+    """A prompt of a file.
+
+    Attributes:
+        location: Where it is, as FILE:LINE.
+        prompt: The prompt.
+        ids: Its token ids, not yet cut.
+        is_string: Whether the file has it as a plain string, not as messages.
+        images: Its images, in order.
+    """
 
     location: str
     prompt: Prompt
@@ -48,9 +58,18 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of an evaluation, each of `items` answered `samples` times. room: tokens of the longest prompt; a
-    longer one loses its beginning. pass_reward: the least reward with which a completion passes. together: completions
-    of one call of the rewards. reader: of the questions' images, where any has some."""
+    """The questions of an evaluation.
+
+    Attributes:
+        items: The questions.
+        samples: Answers for each question.
+        sampling: How answers are sampled.
+        seed: Seed of the sampling.
+        max_prompt_tokens: Tokens of the longest prompt. A longer one loses its beginning.
+        pass_reward: The smallest reward with which an answer passes.
+        judge_batch_size: Answers of one call of the rewards.
+        reader: Reads the images of the questions. None if there are none.
+    """
 
     items: Sequence[Question]
     samples: int
@@ -58,23 +77,32 @@ class Questions:
     seed: int
     max_prompt_tokens: int
     pass_reward: float
-    judge_batch_size: int = JUDGED_TOGETHER
+    judge_batch_size: int = MAX_SCORED_TOGETHER
     reader: "ImageReader | None" = None
 
     def requests(self) -> list[Request]:
-        """Return the requests, prompt by prompt, with their images decoded. Raises UserError."""
+        """Return the requests, question by question, with decoded images. Raises UserError if an image is broken."""
         requests = []
         for index, question in enumerate(self.items):
             ids = question.ids[-self.max_prompt_tokens :]
             images = None if self.reader is None else prompt_images(self.reader, ids, question.images)
-            draws = range(self.samples)
-            requests += [Request(ids, self.sampling, self.seed, index, draw, images=images) for draw in draws]
+            for sample in range(self.samples):
+                requests.append(Request(ids, self.sampling, self.seed, index, sample, images=images))
         return requests
 
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """A completion of prompt `index`, sample `sample`, with its text and its reward; NaN where that is not known."""
+    """A scored answer.
+
+    Attributes:
+        index: Number of the question.
+        sample: Number of the answer to it.
+        text: The answer.
+        completion: Its tokens.
+        reward: Its reward. NaN if unknown.
+        parts: The value of each reward, by name.
+    """
 
     index: int
     sample: int
@@ -86,8 +114,26 @@ class ScoredAnswer:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of an evaluation. passes: k -> pass@k (arXiv:2107.03374, section 2.1, without its bias), where a
-    completion passes whose reward is at least `pass_reward`. The standard error is over the prompts' means."""
+    """Results of an evaluation.
+
+    Attributes:
+        prompts: Number of questions.
+        samples: Answers for each question.
+        reward: Mean of the known rewards. NaN if none is known.
+        reward_stderr: Standard error of the mean, over the means of the questions.
+        rewards: Mean of each reward, by name.
+        passes: k -> pass@k, an unbiased estimate. An answer passes with a reward of at least `pass_reward`.
+        pass_reward: The smallest reward with which an answer passes.
+        completion_len: Mean number of tokens of an answer.
+        completion_len_max: Tokens of the longest answer.
+        truncated_frac: Fraction of answers that were cut.
+        unknown: Number of answers without a known reward.
+        cut_prompts: Number of prompts that lost their beginning.
+        seconds: Duration of the evaluation.
+
+    Reference:
+        pass@k: Chen et al., arXiv:2107.03374, section 2.1.
+    """
 
     prompts: int
     samples: int
@@ -105,19 +151,30 @@ class Report:
 
     @classmethod
     def of(cls, answers: Sequence[ScoredAnswer], questions: Questions, seconds: float) -> "Report":
+        """Compute the report of all answers, which are in the order of the questions."""
         samples = questions.samples
         groups = [answers[start : start + samples] for start in range(0, len(answers), samples)]
-        means = [_mean([answer.reward for answer in group]) for group in groups]
-        known = [mean for mean in means if not math.isnan(mean)]
-        right = [sum(answer.reward >= questions.pass_reward for answer in group) for group in groups]
+        group_means = [_mean_of_known([answer.reward for answer in group]) for group in groups]
+        known_means = [mean for mean in group_means if not math.isnan(mean)]
+        reward_stderr = math.nan
+        if len(known_means) > 1:
+            reward_stderr = stdev(known_means) / math.sqrt(len(known_means))
+        # A reward of NaN does not pass.
+        num_passing = [sum(answer.reward >= questions.pass_reward for answer in group) for group in groups]
+        passes = {}
+        for k in pass_at_k_values(samples):
+            passes[k] = fmean(pass_at_k(k, samples, count) for count in num_passing)
+        rewards = {}
+        for name in answers[0].parts:
+            rewards[name] = _mean_of_known([answer.parts[name] for answer in answers])
         lengths = [len(answer.completion.ids) for answer in answers]
         return cls(
             prompts=len(groups),
             samples=samples,
-            reward=_mean([answer.reward for answer in answers]),
-            reward_stderr=stdev(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan,
-            rewards={name: _mean([answer.parts[name] for answer in answers]) for name in answers[0].parts},
-            passes={k: fmean(pass_at_k(k, samples, count) for count in right) for k in pass_at_k_values(samples)},
+            reward=_mean_of_known([answer.reward for answer in answers]),
+            reward_stderr=reward_stderr,
+            rewards=rewards,
+            passes=passes,
             pass_reward=questions.pass_reward,
             completion_len=fmean(lengths),
             completion_len_max=max(lengths),
@@ -138,22 +195,37 @@ def evaluate(
     ranks: Ranks,
     should_stop: ShouldStop = lambda: False,
 ) -> Report:
-    """Answer the questions and judge the answers. Collective over `ranks`, of which the first alone has `judges`, and
-    passes the scored answers to `keep`; all get the report.
+    """Answer the questions and score the answers.
 
-    answer: completions of requests, in their order, the same on every rank. should_stop: whether to give up between two
-    calls of the judges. Raises UserError, and Interrupted on every rank.
+    Args:
+        questions: The questions.
+        answer: Returns the completions of requests in their order, the same on every rank.
+        decode: Decodes token ids.
+        judges: The rewards. None on ranks other than the first.
+        keep: Receives the scored answers, on the first rank.
+        ranks: The ranks that evaluate together.
+        should_stop: Whether to stop, asked between two calls of the rewards.
+
+    Returns:
+        The report, on every rank.
+
+    Raises:
+        UserError: If sampling or a reward fails.
+        Interrupted: On every rank, if `should_stop` returns true.
+
+    Collectives:
+        Those of `answer`, and one broadcast from the first rank.
     """
     start = time.perf_counter()
     completions = answer(questions.requests())
 
     def judge() -> Report | None:
-        assert judges is not None, "the first rank has them"
+        assert judges is not None, "the first rank has the rewards"
         answers: list[ScoredAnswer] = []
-        for part in _score(questions, completions, decode, judges):
+        for scored in _score(questions, completions, decode, judges):
             if should_stop():
                 return None
-            answers += part
+            answers += scored
         keep(answers)
         return Report.of(answers, questions, time.perf_counter() - start)
 
@@ -166,34 +238,49 @@ def evaluate(
 def _score(
     questions: Questions, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str], judges: Rewards
 ) -> Iterator[list[ScoredAnswer]]:
+    """Yield the scored answers, one batch at a time, in the order of the questions."""
     names = dict.fromkeys(name for question in questions.items for name in question.prompt.columns)
-    for start in range(0, len(completions), questions.judge_batch_size):
-        part = completions[start : start + questions.judge_batch_size]
-        texts = [decode(completion.ids) for completion in part]
-        places = [divmod(start + offset, questions.samples) for offset in range(len(part))]
-        prompts = [questions.items[index].prompt for index, _ in places]
+    batch_size = questions.judge_batch_size
+    for start in range(0, len(completions), batch_size):
+        batch = completions[start : start + batch_size]
+        texts = [decode(completion.ids) for completion in batch]
+        question_and_sample = [divmod(start + offset, questions.samples) for offset in range(len(batch))]
+        prompts = [questions.items[index].prompt for index, _ in question_and_sample]
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        contents, ids = [prompt.content for prompt in prompts], [completion.ids for completion in part]
-        scores = judges.score(contents, texts, ids, columns)
-        by_answer = zip(places, texts, part, scores.total, *scores.parts.values(), strict=True)
-        yield [
-            ScoredAnswer(index, sample, text, completion, total, dict(zip(scores.parts, values, strict=True)))
-            for (index, sample), text, completion, total, *values in by_answer
-        ]
+        contents = [prompt.content for prompt in prompts]
+        scores = judges.score(contents, texts, [completion.ids for completion in batch], columns)
+        answers = []
+        for offset, (index, sample) in enumerate(question_and_sample):
+            parts = {name: values[offset] for name, values in scores.parts.items()}
+            answers.append(ScoredAnswer(index, sample, texts[offset], batch[offset], scores.total[offset], parts))
+        yield answers
 
 
 def open_judges(
     rewards: Sequence[Reward], timeout: float, say: Callable[[str], None], key: str = "grpo.reward_timeout"
 ) -> tuple[Rewards, int]:
-    """Return the rewards in their process, and how many completions they are given together: with a judge, so few that
-    a run may be stopped between two calls, whose time its own bounds then limit. Raises UserError."""
-    judges = [reward.options for reward in rewards if reward.fn == "judge"]
-    if not judges:
-        return Rewards(rewards, timeout=timeout, say=say, key=key), JUDGED_TOGETHER
+    """Start the process of the rewards.
+
+    Args:
+        rewards: Checked rewards.
+        timeout: Seconds that one reward may take for one call.
+        say: Prints a line.
+        key: The recipe key of the timeout, for messages.
+
+    Returns:
+        The rewards, and the number of completions for one call of them. With a `judge`, this is so small that a run
+        can stop between two calls, and the time limit of a call follows from the judge's own limits.
+
+    Raises:
+        UserError: If a reward cannot be loaded.
+    """
+    judge_options = [reward.options for reward in rewards if reward.fn == "judge"]
+    if not judge_options:
+        return Rewards(rewards, timeout=timeout, say=say, key=key), MAX_SCORED_TOGETHER
     judge = import_module("dtrain.rl.remote.judge")
-    together = max(map(judge.batch_size, judges))
-    bounds = [judge.max_call_seconds(options, together) for options in judges]
-    return Rewards(rewards, timeout=max(timeout, *bounds), say=say, key=key), together
+    batch_size = max(judge.batch_size(options) for options in judge_options)
+    max_seconds = [judge.max_call_seconds(options, batch_size) for options in judge_options]
+    return Rewards(rewards, timeout=max(timeout, *max_seconds), say=say, key=key), batch_size
 
 
 @dataclass(frozen=True)
@@ -292,8 +379,19 @@ def read_questions(
     columns: Mapping[str, str] | None = None,
     key: str | None = "data.train.columns",
 ) -> list[Question]:
-    """Return the first `limit` prompts of `files` (data/formats/prompts.py says what a row may be). `key` is that of
-    `columns`. Raises UserError, with file and line."""
+    """Read and encode the first `limit` prompts of files. data/formats/prompts.py describes the rows.
+
+    Args:
+        files: Files of prompts.
+        encoder: Encodes prompts.
+        limit: Read only the first N prompts. None: all.
+        format: Format of the rows.
+        columns: The files' own names of columns.
+        key: The recipe key of `columns`, for messages.
+
+    Raises:
+        UserError: If a row is wrong, with file and line.
+    """
     columns = columns or {}
     names = detect_formats(files, format, "prompts", columns, key)
 
@@ -309,34 +407,44 @@ def read_questions(
             )
         return replace(prompt, content=prompt.content_without_images), ids, [image.record for image in images]
 
-    questions = (
-        Question(f"{file}:{line}", prompt, ids, encoder.has_string_prompt(row, name), images)
-        for file, name in zip(files, names, strict=True)
-        for chunk in read_chunks(file)
-        for line, row, (prompt, ids, images) in read_rows(chunk, columns, partial(read, name, file.absolute().parent))
-    )
-    return list(islice(questions, limit))
+    def iterate() -> Iterator[Question]:
+        for file, name in zip(files, names, strict=True):
+            read_row = partial(read, name, file.absolute().parent)
+            for chunk in read_chunks(file):
+                for line, row, (prompt, ids, images) in read_rows(chunk, columns, read_row):
+                    is_string = encoder.has_string_prompt(row, name)
+                    yield Question(f"{file}:{line}", prompt, ids, is_string, images)
+
+    return list(islice(iterate(), limit))  # rows after the limit are not read
 
 
 def any_prompt_has_images(files: Sequence[Path], limit: int | None) -> bool:
-    """Return whether one of the first `limit` prompts of `files` has an image. Nothing of it is read. Raises UserError,
-    with file and line."""
+    """Return whether one of the first `limit` prompts of files has an image. Image files are not read.
+
+    Raises:
+        UserError: If a row is wrong, with file and line.
+    """
     names = detect_formats(files, "auto", "prompts", {}, None)
-    prompts = (
-        prompt
-        for file, name in zip(files, names, strict=True)
-        for chunk in read_chunks(file)
-        for _, _, prompt in read_rows(chunk, {}, partial(normalise_prompt, name=name))
-    )
-    return any(prompt.content_without_images != prompt.content for prompt in islice(prompts, limit))
+
+    def iterate() -> Iterator[Prompt]:
+        for file, name in zip(files, names, strict=True):
+            for chunk in read_chunks(file):
+                for _, _, prompt in read_rows(chunk, {}, partial(normalise_prompt, name=name)):
+                    yield prompt
+
+    for prompt in islice(iterate(), limit):
+        if prompt.content_without_images != prompt.content:
+            return True
+    return False
 
 
 def string_prompt_notes(label: str, questions: Sequence[Question], encoder: PromptEncoder) -> list[str]:
-    """Return the line that tells how `encoder` read the plain strings among the prompts, if there are any."""
-    num_plain = sum(question.is_string for question in questions)
-    return describe_string_prompts(label, num_plain, encoder.prompts_as, encoder.template)
+    """Return a line on how plain strings among the prompts were read. Empty if there are none."""
+    num_strings = sum(question.is_string for question in questions)
+    return describe_string_prompts(label, num_strings, encoder.prompts_as, encoder.template)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_of_known(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not NaN. NaN if there are none."""
     known_values = [value for value in values if not math.isnan(value)]
     return fmean(known_values) if known_values else math.nan

@@ -13,7 +13,7 @@ from dtrain.recipe.rollouts import Reward
 from dtrain.rl.checks import reward_problems
 from dtrain.rl.rewards import BUILT_IN
 from dtrain.rl.rewards.form import format_tags, json_valid, length_penalty, regex, repetition_penalty
-from dtrain.rl.rewards.math_answers import extract_answer, read
+from dtrain.rl.rewards.math_answers import extract_answer, parse_answer
 from dtrain.rl.rewards.right_answers import cosine_length, math_exact, numeric, text_exact
 from tests.problem_lines import lines
 
@@ -128,9 +128,9 @@ def test_different_answers(said, right):
 
 
 def test_numbers_are_exact():
-    assert read("0.1").value == Fraction(1, 10)
-    assert read(r"\frac{22}{7}").value == Fraction(22, 7)
-    assert read("1,234.5").value == Fraction(2469, 2)
+    assert parse_answer("0.1").value == Fraction(1, 10)
+    assert parse_answer(r"\frac{22}{7}").value == Fraction(22, 7)
+    assert parse_answer("1,234.5").value == Fraction(2469, 2)
     assert extract_answer("nothing here") is None
 
 

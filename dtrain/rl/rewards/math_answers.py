@@ -1,14 +1,20 @@
-"""Answers to mathematical questions, taken out of a text, and read as exact numbers where they are numbers.
+"""Answers to mathematical questions: they are found in a text, and parsed to exact numbers if they are numbers.
 
-Every function is total and takes time linear in its text; only the first `LONGEST` characters of an answer are read.
+    text of a completion                 extract_answer      parse_answer
+    "so \\boxed{\\frac{3}{4}}."          "\\frac{3}{4}"      the number 3/4
+    "The answer is $1,000."              "$1,000"            the number 1000
+    "#### (1, 2)"                        "(1, 2)"            two numbers in brackets
+
+No function raises an exception or takes more than linear time, whatever the model wrote. Only the first
+`MAX_ANSWER_LENGTH` characters of an answer are read.
 """
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-LONGEST = 500  # characters of an answer
-_MOST_DIGITS = 400  # of a number; what is longer is compared as text
+MAX_ANSWER_LENGTH = 500  # characters
+_MAX_DIGITS = 400  # a longer number is compared as text
 
 _BRACES = re.compile(r"\\[{}]|\\(?:boxed|fbox)\s*\{|[{}]")
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s$]{1,500})")
@@ -24,9 +30,13 @@ _NUMBER = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
 _ANY_NUMBER = re.compile(
     rf"(?:(?<![\w.)\]}}])[-+])?\$?(?:\\frac\{{[-+]?{_NUMBER}\}}\{{{_NUMBER}\}}|{_NUMBER}(?:\s?/\s?{_NUMBER})?)\s?\\?%?"
 )
-_POWER = r"(?:[eE]([-+]?\d{1,4})(?!\w)|(?:\\times|\\cdot|\*|×|x)10\^\{?([-+]?\d{1,4})\}?)?"
+# "e5", "\\times10^5" or "x10^{5}"
+_POWER = r"(?:[eE](?P<exponent>[-+]?\d{1,4})(?!\w)|(?:\\times|\\cdot|\*|×|x)10\^\{?(?P<ten_exponent>[-+]?\d{1,4})\}?)?"
+# A sign, then one of "3/4", "1 3/4" and "0.75" or "7.5e2", then perhaps "%"
 _SIGNED = re.compile(
-    rf"([-+]?)(?:({_NUMBER})/({_NUMBER})|({_DIGITS})[ ]({_DIGITS})/({_DIGITS})|({_NUMBER}){_POWER})(\\?%)?"
+    rf"(?P<sign>[-+]?)(?:(?P<numerator>{_NUMBER})/(?P<denominator>{_NUMBER})"
+    rf"|(?P<whole>{_DIGITS})[ ](?P<part>{_DIGITS})/(?P<of>{_DIGITS})"
+    rf"|(?P<decimal>{_NUMBER}){_POWER})(?P<percent>\\?%)?"
 )
 _UNIT = re.compile(
     r"(?:(?:\s*\^\s*\{?\s*\\circ\s*\}?|°)\s*[CF]?"
@@ -42,10 +52,13 @@ _NAMED = re.compile(r"\s*[A-Za-z](?:_\{?\w+\}?)?\s*=\s*")
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """A parsed answer. value: where it is a number; percent: it was written with a percent sign, before division by
-    100.
+    """A parsed answer: a number, several answers, or text.
 
-    parts: where it is several, (1, 2). text: normalised, for what is neither.
+    Attributes:
+        text: The normalised text, which is compared if the answer is no number. For several answers, their brackets.
+        value: The number. None if the answer is no number.
+        percent: Whether it has a percent sign. `value` is then the number before the sign: 25 for "25%".
+        parts: Several answers, such as those of (1, 2).
     """
 
     text: str
@@ -55,87 +68,121 @@ class MathAnswer:
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the answer that a solution ends in, as it is written: the last \\boxed{..}, else what follows the last
-    "####", else the last "answer is", else the last number; None without any.
+    """Return the final answer in a solution, as it is written. None if there is none.
 
-    >>> extract_answer("6 * 7 = 42, so the answer is 42.")
-    '42'
-    >>> extract_answer("first \\\\boxed{1}, then \\\\boxed{\\\\frac{1}{2}}")
-    '\\\\frac{1}{2}'
+    It is the last \\boxed{..}, else the text after the last "####", else after the last "answer is", else the last
+    number.
+
+    Example:
+        >>> extract_answer("6 * 7 = 42, so the answer is 42.")
+        '42'
+        >>> extract_answer("first \\\\boxed{1}, then \\\\boxed{\\\\frac{1}{2}}")
+        '\\\\frac{1}{2}'
     """
     marked = extract_marked_answer(text)
     if marked is not None:
         return marked
-    last = [None, *_ANY_NUMBER.finditer(_plain(text))][-1]
-    return None if last is None else last.group().strip()
+    last_number = _last_match(_ANY_NUMBER, _plain(text))
+    return None if last_number is None else last_number.group().strip()
 
 
 def extract_marked_answer(text: str) -> str | None:
-    """Return the answer that a solution marks: that of `extract_answer`, without its last resort, the last number."""
+    """Return the marked answer in a solution: as `extract_answer`, but not the last number."""
     boxed = _last_box(text)
     if boxed is not None:
         return boxed.strip()
     if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0][:LONGEST].strip()
+        return text.rpartition("####")[2].strip().partition("\n")[0][:MAX_ANSWER_LENGTH].strip()
     text = text.replace("**", "")
-    last = [None, *_ANSWER_IS.finditer(text)][-1]
+    last = _last_match(_ANSWER_IS, text)
     if last is None:
         return None
-    line = text[last.end() :].lstrip().partition("\n")[0][:LONGEST].strip()
-    if read(line).value is not None:
+    line = text[last.end() :].lstrip().partition("\n")[0][:MAX_ANSWER_LENGTH].strip()
+    if parse_answer(line).value is not None:
         return line.rstrip(".")
     number = _ANY_NUMBER.search(_plain(line))
     sentence = line.partition(". ")[0].rstrip(".")
-    if number and not read(sentence).parts and " or " not in sentence:
+    if number and not parse_answer(sentence).parts and " or " not in sentence:
         return number.group().strip()
     return sentence or None
 
 
-def read(text: str) -> MathAnswer:
-    """Parse an answer as a number, several answers, or normalised text.
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
 
-    Understood: signs, thousands separators (1,234 and 1{,}234), decimals, a/b, \\frac and \\dfrac, mixed numbers,
-    powers of ten, percent; currency signs, units and "x =" are left out.
+
+def parse_answer(text: str) -> MathAnswer:
+    """Parse an answer to a number, several answers, or normalised text.
+
+    Numbers may have signs, thousands separators (1,234 and 1{,}234), decimals, the forms a/b, \\frac and \\dfrac, a
+    whole part (1 3/4), powers of ten, and a percent sign. Currency signs, units and "x =" are ignored.
+
+    Example:
+        >>> parse_answer("x = \\\\frac{3}{4}").value
+        Fraction(3, 4)
+        >>> parse_answer("$1,234.50").value
+        Fraction(2469, 2)
+        >>> [part.value for part in parse_answer("(1, 2)").parts]
+        [Fraction(1, 1), Fraction(2, 1)]
     """
-    text = _plain(text[:LONGEST]).strip().rstrip(".").strip()
-    named = _NAMED.match(text)
-    if named and named.end() < len(text):
-        text = text[named.end() :]
+    text = _plain(text[:MAX_ANSWER_LENGTH]).strip().rstrip(".").strip()
+    name = _NAMED.match(text)  # "x ="
+    if name and name.end() < len(text):
+        text = text[name.end() :]
     inner = text.strip()
     value, percent = _number(inner)
     if value is not None:
         return MathAnswer(inner, value, percent)
-    bare = inner[1:-1] if inner[:1] in "([{" and inner[-1:] in ")]}" and len(inner) > 2 else inner
-    pieces = _at_commas(bare)
+    is_bracketed = inner[:1] in "([{" and inner[-1:] in ")]}" and len(inner) > 2
+    bare = inner[1:-1] if is_bracketed else inner
+    pieces = _split_at_commas(bare)
     if len(pieces) > 1 and all(piece.strip() for piece in pieces):
-        brackets = inner[0] + inner[-1] if bare is not inner else ""
-        return MathAnswer(brackets, parts=tuple(read(piece) for piece in pieces))
-    if inner[:1] == "(" and bare is not inner:
+        brackets = inner[0] + inner[-1] if is_bracketed else ""
+        return MathAnswer(brackets, parts=tuple(parse_answer(piece) for piece in pieces))
+    if is_bracketed and inner[0] == "(":  # one number in parentheses
         value, percent = _number(bare)
         if value is not None:
             return MathAnswer(bare, value, percent)
-    text = _ONE_WORD.sub(r"\1", _FRACTION.sub(r"(\1)/(\2)", "".join(inner.replace("$", "").split())))
-    return MathAnswer(text.casefold() if text.isalpha() and len(text) > 1 else text)
+    text = "".join(inner.replace("$", "").split())
+    text = _FRACTION.sub(r"(\1)/(\2)", text)
+    text = _ONE_WORD.sub(r"\1", text)
+    is_word = text.isalpha() and len(text) > 1  # the case of a single letter matters: it is a variable
+    return MathAnswer(text.casefold() if is_word else text)
 
 
-def equal(first: MathAnswer, second: MathAnswer) -> bool:
-    """Return whether two answers are equal. Numbers are compared by value, a percentage both as p and as p/100 where
-    the other has no percent sign; several one by one, in their order, in the same brackets; the rest by text."""
+def answers_equal(first: MathAnswer, second: MathAnswer) -> bool:
+    """Return whether two answers are equal.
+
+    Numbers are equal if their values are. p% equals both p and p/100 if the other number has no percent sign. Several
+    answers are equal if each is, in the same order and brackets. Any other answers are equal if their texts are.
+
+    Example:
+        >>> percent = parse_answer("25%")
+        >>> answers_equal(percent, parse_answer("1/4")), answers_equal(percent, parse_answer("25"))
+        (True, True)
+        >>> answers_equal(parse_answer("[1, 2]"), parse_answer("(1, 2)"))
+        False
+    """
     if first.value is not None and second.value is not None:
         if first.percent == second.percent:
             return first.value == second.value
-        percent, plain = (first.value, second.value) if first.percent else (second.value, first.value)
-        return plain in (percent, percent / 100)
+        percent, number = (first.value, second.value) if first.percent else (second.value, first.value)
+        return number in (percent, percent / 100)
     if first.parts or second.parts:
-        pairs = zip(first.parts, second.parts, strict=False)
-        same = len(first.parts) == len(second.parts) and first.text == second.text
-        return same and all(equal(left, right) for left, right in pairs)
-    return first.value is None and second.value is None and first.text == second.text != ""
+        if len(first.parts) != len(second.parts) or first.text != second.text:
+            return False
+        return all(answers_equal(left, right) for left, right in zip(first.parts, second.parts, strict=True))
+    if first.value is not None or second.value is not None:
+        return False
+    return first.text == second.text != ""
 
 
 def _last_box(text: str) -> str | None:
-    """Return the contents of the \\boxed{..} that is closed last; None without any."""
-    open_at: list[int | None] = []  # where a box begins, None for other braces
+    """Return the contents of the \\boxed{..} that is closed last. None if there is none."""
+    open_at: list[int | None] = []  # for each open brace the position after it if it is a box's, else None
     last = None
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -144,7 +191,7 @@ def _last_box(text: str) -> str | None:
         if token == "}":
             begin = open_at.pop() if open_at else None
             if begin is not None:
-                last = text[begin : min(match.start(), begin + LONGEST)]
+                last = text[begin : min(match.start(), begin + MAX_ANSWER_LENGTH)]
         else:
             open_at.append(match.end() if token != "{" else None)
     if last is None:
@@ -154,7 +201,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return `text` without LaTeX's marks of layout, spaces and styles, and with every fraction as \\frac{..}{..}."""
+    """Return `text` without LaTeX commands for layout, spaces and styles. Fractions become \\frac{..}{..}."""
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\left", "").replace("\\right", "")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\$", "$").replace("\\!", "")
     for mark in ("\\(", "\\)", "\\[", "\\]", "**"):
@@ -164,41 +211,63 @@ def _plain(text: str) -> str:
 
 
 def _number(text: str) -> tuple[Fraction | None, bool]:
+    """Return (value, whether there is a percent sign) of a number. The value is None if the text is no number."""
     text = text.replace("$", "").replace("€", "").replace("£", "").strip()
     if text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()
     text = _FRACTION.sub(r" (\1)/(\2)", text).strip()
     text = re.sub(r"\(\s*([-+]?[\d.,]+)\s*\)/\(\s*([\d.,]+)\s*\)", r"\1/\2", text)
     text = re.sub(r"\s*(\\times|\\cdot|[*×/^])\s*", r"\1", text)
-    apart = re.match(r"[-+]\s+", text)
-    match = _SIGNED.match(text[0] + text[apart.end() :] if apart else text)
+    sign_and_space = re.match(r"[-+]\s+", text)
+    if sign_and_space:
+        text = text[0] + text[sign_and_space.end() :]
+    match = _SIGNED.match(text)
     if match is None:
         return None, False
-    tail = match.string[match.end() :]
+    tail = text[match.end() :]
     if tail.strip() and not _UNIT.fullmatch(tail):
         return None, False
-    sign, top, bottom, whole, part, of, plain, power, ten, percent = match.groups()
-    terms = [term.replace(",", "") for term in (top, bottom, whole, part, of, plain) if term is not None]
-    if any(len(term) > _MOST_DIGITS for term in terms) or abs(int(power or ten or 0)) > _MOST_DIGITS:
+    value = _value_of(match)
+    if value is None:
         return None, False
-    numbers = [Fraction(term) for term in terms]
-    if (bottom is not None or of is not None) and numbers[-1] == 0:
-        return None, False
-    if top is not None:
-        value = numbers[0] / numbers[1]
-    elif whole is not None:
-        value = numbers[0] + numbers[1] / numbers[2]
-    else:
-        value = numbers[0] * Fraction(10) ** int(power or ten or 0)
-    return -value if sign == "-" else value, percent is not None or tail.strip().startswith("percent")
+    has_percent = match["percent"] is not None or tail.strip().startswith("percent")
+    return (-value if match["sign"] == "-" else value), has_percent
 
 
-def _at_commas(text: str) -> list[str]:
-    """Cut at the commas that no bracket holds and that are no thousands separators."""
-    pieces, depth, begin = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter in ",;" and depth == 0:
-            pieces.append(text[begin:place])
-            begin = place + 1
+def _value_of(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a match of _SIGNED without its sign. None if it has too many digits, or divides by 0."""
+    exponent = int(match["exponent"] or match["ten_exponent"] or 0)
+    terms = {}
+    for name in ("numerator", "denominator", "whole", "part", "of", "decimal"):
+        if match[name] is not None:
+            terms[name] = match[name].replace(",", "")
+    if any(len(term) > _MAX_DIGITS for term in terms.values()) or abs(exponent) > _MAX_DIGITS:
+        return None
+    numbers = {name: Fraction(term) for name, term in terms.items()}
+    if numbers.get("denominator") == 0 or numbers.get("of") == 0:
+        return None
+    if "numerator" in numbers:
+        return numbers["numerator"] / numbers["denominator"]
+    if "whole" in numbers:
+        return numbers["whole"] + numbers["part"] / numbers["of"]
+    return numbers["decimal"] * Fraction(10) ** exponent
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """Split at commas and semicolons that are not in brackets.
+
+    Example:
+        >>> _split_at_commas("1, (2, 3); 4")
+        ['1', ' (2, 3)', ' 4']
+    """
+    pieces = []
+    depth, begin = 0, 0
+    for index, letter in enumerate(text):
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
+        elif letter in ",;" and depth == 0:
+            pieces.append(text[begin:index])
+            begin = index + 1
     return [*pieces, text[begin:]]

@@ -13,7 +13,13 @@ from typing import Any
 
 from dtrain.base.errors import UserError
 from dtrain.rl.rewards.columns import answer_type_problem, values_of
-from dtrain.rl.rewards.math_answers import MathAnswer, equal, extract_answer, extract_marked_answer, read
+from dtrain.rl.rewards.math_answers import (
+    MathAnswer,
+    answers_equal,
+    extract_answer,
+    extract_marked_answer,
+    parse_answer,
+)
 
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 Answer = str | int | float
@@ -58,8 +64,8 @@ def score_math_answers(
         written = extract_answer(text)
         is_right = False
         if written is not None:
-            answer = read(written)
-            is_right = any(equal(answer, _as_math(right)) for right in accepted)
+            answer = parse_answer(written)
+            is_right = any(answers_equal(answer, _as_math(right)) for right in accepted)
         scores.append(float(is_right))
     return scores
 
@@ -86,11 +92,11 @@ def _is_missing(value: Any) -> bool:
 
 
 def _as_math(value: Answer) -> MathAnswer:
-    """Return an answer of the data in the form that `equal` compares."""
+    """Return an answer of the data in the form that `answers_equal` compares."""
     if not isinstance(value, str):
-        return read(str(value))
+        return parse_answer(str(value))
     marked = extract_marked_answer(value)
-    return read(value if marked is None else marked)
+    return parse_answer(value if marked is None else marked)
 
 
 def numeric(
@@ -126,7 +132,7 @@ def numeric(
         if not right_numbers:
             scores.append(None)
             continue
-        number = read(extract_answer(text) or "").value
+        number = parse_answer(extract_answer(text) or "").value
         is_right = False
         if number is not None:
             is_right = any(_is_near(number, right, absolute, relative) for right in right_numbers)
