@@ -1,7 +1,6 @@
-"""On-policy distillation: the method, and the collector of the student's completions.
+"""On-policy distillation: the student completes the prompts of the data and is trained on its own completions.
 
-A rollout without rewards: the student answers the prompts of the data, and is trained on its own answers. Method
-`distill` of dtrain.methods has the section of the recipe and the loss.
+A rollout has no rewards. The section of the recipe and the loss are those of method `distill` in dtrain.methods.
 """
 
 import time
@@ -45,11 +44,16 @@ class StudentCollector:
     rows: Rows
 
     def collect(self, cursor: Cursor, version: int) -> Rollout | None:
+        """Collect the rollout whose prompts begin at `cursor`. None at the end of the data's epochs.
+
+        Collectives:
+            Those of the engine.
+        """
         began = time.perf_counter()
         prompts = read_prompts(self.rows, cursor, self.prompts)
         if not prompts:
             return None
-        student_prompts = [prompt for prompt in prompts if self.is_drawn(prompt.index)]
+        student_prompts = [prompt for prompt in prompts if self.is_sampled(prompt.index)]
         completions = self.sampler.sample(student_prompts, version) if student_prompts else []
         by_index = {prompt.index: completion for prompt, completion in zip(student_prompts, completions, strict=True)}
         samples = []
@@ -57,27 +61,33 @@ class StudentCollector:
             if prompt.index in by_index:
                 samples.append(by_index[prompt.index])
             else:
-                samples.append(self._of_data(*prompt.sample_group.samples))
+                (row,) = prompt.sample_group.samples
+                samples.append(self._sample_of_data(row))
         measured = length_metrics(completions) | {"rollout_time": time.perf_counter() - began}
         lines = self._sample_lines(student_prompts, completions) if Ranks().is_first else []
-        return Rollout(samples, *_all_counted(samples), prompts[-1].sample_group, measured, lines)
+        advantages, counted, trained = _all_counted(samples)
+        return Rollout(samples, advantages, counted, trained, prompts[-1].sample_group, measured, lines)
 
     def answers(self, rows: Rows, batch: int, version: int) -> Iterator[Buffer]:
-        """Yield the student's greedy completions of all prompts of `rows`, `batch` prompts at a time. Collective."""
+        """Yield the student's greedy completions of all prompts of `rows`, `batch` prompts at a time.
+
+        Collectives:
+            Those of the engine.
+        """
         for prompts in iterate_prompts(rows, batch):
             samples = self.sampler.sample(prompts, version, greedy=True)
             yield Buffer.from_samples(samples, *_all_counted(samples))
 
-    def is_drawn(self, index: int) -> bool:
-        """Return whether the student completes the prompt at this position of the endless sequence.
+    def is_sampled(self, index: int) -> bool:
+        """Return whether the student completes prompt number `index`.
 
         The positions are spread evenly: the first n prompts contain floor(n * share) of them. With a share of 2/5 the
         student completes prompts 2, 4, 7, 9, ... (from 0).
         """
         return (index + 1) * self.share // 1 > index * self.share // 1
 
-    def _of_data(self, sample: int) -> Sample:
-        """Return what the data has for a prompt: the row as it is trained with `distill.samples=data`."""
+    def _sample_of_data(self, sample: int) -> Sample:
+        """Return a row of the data as a sample, trained as with `distill.samples=data`."""
         ids, trained = self.rows.samples[sample][1]
         return Sample([], ids.tolist(), trained.tolist(), [0.0] * len(ids), "data")
 
@@ -96,7 +106,7 @@ class StudentCollector:
 
 
 def _all_counted(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the advantages (0), `counted` and `trained` (true), [N] each, of samples that are all trained on."""
+    """Return the advantages, all 0, and `counted` and `trained`, all true, [N] each."""
     every = torch.ones(len(samples), dtype=torch.bool)
     return torch.zeros(len(samples)), every, every
 
@@ -164,14 +174,15 @@ class OnPolicyDistillMethod(DistillMethod):
         return [line, *super().choices]
 
     def begin(self, policy: Policy, splits: Mapping[str, Rows], run: RunContext) -> None:
-        """Opens the teacher and the engine."""
+        """Open the teacher and the engine."""
         super().begin(policy, splits, run)
         self._run = run
         self.collector = open_student(self, policy, splits["train"], run)
 
     def before_step(self, cursor: Cursor) -> None:
-        """Draws a rollout where the updates of the last one are done."""
-        if rollout := self.source.next_rollout(self.collector.collect, cursor):
+        """Sample a rollout if the steps on the last one are done."""
+        rollout = self.source.next_rollout(self.collector.collect, cursor)
+        if rollout is not None:
             self._run.metrics.write_rows("samples", self.source.position.step + 1, rollout.rows)
 
     def train_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -180,11 +191,12 @@ class OnPolicyDistillMethod(DistillMethod):
 
     def val_batches(self, policy: Policy, rows: Rows) -> Iterator[Batch]:
         for buffer in self.collector.answers(rows, self.recipe.train.num_batch_rows, self.source.position.step):
-            yield buffer.batch(self.source.split_over_ranks(policy, buffer, range(len(buffer)))[policy.mesh.dp_rank])
+            shares = self.source.split_over_ranks(policy, buffer, range(len(buffer)))
+            yield buffer.batch(shares[policy.mesh.dp_rank])
 
 
 def open_student(method: OnPolicyDistillMethod, policy: Policy, rows: Rows, run: RunContext) -> StudentCollector:
-    """Return the collector of the method's rollouts, to prompts of `rows`, by the native engine. Collective."""
+    """Return the collector of the method's rollouts, with the native engine and the prompts of `rows`."""
     recipe, section = method.recipe, method.section
     tokenizer = run.source.tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)

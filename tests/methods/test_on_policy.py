@@ -102,7 +102,7 @@ def test_a_run_goes_on_inside_a_rollout(tmp_path):
 def test_any_so_many_prompts_in_a_row_hold_the_share(share):
     collector = object.__new__(on_policy.StudentCollector)
     collector.share = on_policy.Fraction(share)
-    drawn = [collector.is_drawn(index) for index in range(700)]
+    drawn = [collector.is_sampled(index) for index in range(700)]
     for start in (0, 1, 133, 500):
         assert sum(drawn[start : start + 200]) == round(float(share) * 200)
 

@@ -1,7 +1,8 @@
-"""Rewards that come with dtrain, by name, with their options; and the search for other code by its import path.
+"""The rewards that come with dtrain and their options, and the search for user code by its import path.
 
-Options and defaults are read from the functions. Nothing is run, and torch is not imported. Any other name has to be an
-import path, `module.function` or `module:function`, found in the working directory too.
+A reward is named by a key of `BUILT_IN`, or by an import path, `module.function` or `module:function`. Modules are also
+found in the working directory. Nothing is imported for the search, which reads the source of a module for the name.
+Torch is not imported.
 """
 
 import ast
@@ -27,7 +28,7 @@ from dtrain.base.ranges import NUMBER, Range, closest_name, is_finite
 READS_ANSWERS = ("math_exact", "text_exact", "numeric", "cosine_length", "math_verify")
 """Rewards that compare a completion with the data's answer."""
 NEEDS_SOFTWARE = ("python_tests", "math_verify")
-"""Rewards that need programs or packages, which they look for when they are made."""
+"""Rewards that need programs or packages. Their constructors check for these."""
 _MODULES = {
     **dict.fromkeys(("math_exact", "text_exact", "numeric", "cosine_length"), "right_answers"),
     **dict.fromkeys(("regex", "format_tags", "json_valid", "length_penalty", "repetition_penalty"), "form"),
@@ -45,22 +46,34 @@ NOT_A_REWARD = (
     "which is no reward: name a Python function that takes completions, and columns of the data by their names, and "
     "gives a list of numbers"
 )
-"""The end of a refusal."""
+"""The end of messages about something that is not a reward."""
 
 
 def find(name: str, kind: str = "reward") -> tuple[str, str]:
-    """Return (module, function) of a reward's name or import path, `module.function` or `module:function`. kind:
-    another kind of function, as the messages call it, by import path alone.
+    """Find the function of a reward's name or import path.
 
-    Modules are looked for where Python looks, then in the working directory. Nothing is imported: a module's source is
-    read for the function's name. Raises UserError for an unknown name (with the near miss), a module that is not there,
-    a file that is not Python, a module without that name, and a reward of Python's own C modules.
+    Args:
+        name: A name of BUILT_IN, or an import path.
+        kind: Another kind of function, such as "tool", for messages. It has only import paths.
+
+    Returns:
+        (module, function).
+
+    Raises:
+        UserError: If the name is unknown, the module does not exist or is not Python, or it does not define the
+            function. Rewards from Python's own C modules are refused, too.
+
+    Example:
+        >>> find("math_exact")
+        ('dtrain.rl.rewards.right_answers', 'math_exact')
+        >>> find("dtrain.rl.samples:Sample", kind="environment")
+        ('dtrain.rl.samples', 'Sample')
     """
     return find_function_and_file(name, kind)[:2]
 
 
 def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, str]:
-    """Return (module, function, file): those of `find`, and the file that the module will come from."""
+    """Return (module, function) as `find`, and the file of the module."""
     known = BUILT_IN if kind == "reward" else {}
     path = known.get(name, name)
     module, _, function = path.rpartition(":" if ":" in path else ".")
@@ -69,32 +82,38 @@ def find_function_and_file(name: str, kind: str = "reward") -> tuple[str, str, s
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known) or 'none by name'}"
         raise UserError(f"{kind} {name}: no {kind} has this name; {hint} (an import path reads module.function)")
     if not all(map(str.isidentifier, module.split("."))) or function == "py":
-        if function == "py":
+        if function == "py":  # the path of a file, without a function
             module, function = path.rpartition(".")[0], "function"
-        plain = f"{module.removesuffix('.py').strip('./').replace('/', '.')}.{function}"
-        raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {plain}")
+        corrected = f"{module.removesuffix('.py').strip('./').replace('/', '.')}.{function}"
+        raise UserError(f"{kind} {name} is no import path: write module.function, without .py, such as {corrected}")
     spec = _module_spec(f"{kind} {name}", module)
     names = _top_level_names(f"{kind} {name}", spec)
     if names is not None and function not in names:
         near = closest_name(function, names)
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"{kind} {name}: {spec.origin} defines no {function}{hint}")
-    if kind == "reward" and _is_of_c(spec, function):
+    if kind == "reward" and _is_from_c_module(spec, function):
         raise UserError(f"reward {name} is of a C module of Python itself, {NOT_A_REWARD}")
     return module, function, spec.origin or "Python itself"
 
 
 def find_verifiers(name: str) -> str:
-    """Return the file of an environment of the library `verifiers`; the last part of its name is its package. Nothing
-    is imported. Raises UserError where the library or the package is not installed."""
+    """Return the file of an environment of the library `verifiers`. Nothing is imported.
+
+    Args:
+        name: Name of the environment, NAME or OWNER/NAME. NAME is also its package.
+
+    Raises:
+        UserError: If the library or the package is not installed.
+    """
     module = name.rpartition("/")[2].replace("-", "_")
     if not module.isidentifier():
         raise UserError(f"{name} is no name of an environment: write NAME or OWNER/NAME")
     for package, how in (("verifiers", "'dtrain[verifiers]'"), (module, f"its package, or: prime env install {name}")):
-        spec = PathFinder.find_spec(package, import_search_path()) or _spec_of_own_finder(package)
+        spec = PathFinder.find_spec(package, import_search_path()) or _spec_by_import_system(package)
         if spec is None:
             raise UserError(f"there is no package {package}: pip install {how}")
-    assert spec is not None, "the loop has found it"
+    assert spec is not None, "the loop raises otherwise"
     names = _top_level_names(name, spec)
     if names is not None and not names & {"load_environment", "__all__"}:
         raise UserError(f"{spec.origin} defines neither load_environment nor __all__, as an environment of verifiers "
@@ -103,34 +122,59 @@ def find_verifiers(name: str) -> str:
 
 
 def find_definition(file: Path, function: str, decorated: bool = False) -> ast.AST | None:
-    """Return the definition of a name at the top level of a module's source, imports of it from a file beside the
-    module followed: a function or class, undecorated unless `decorated`, or the value that is assigned."""
+    """Return the definition of a name at the top level of a module's source.
+
+    An import of the name from a file in the same directory is followed.
+
+    Args:
+        file: The module's file.
+        function: The name.
+        decorated: Whether to return functions and classes with decorators. A decorator may change the signature.
+
+    Returns:
+        The definition of a function or class, or the value that is assigned to the name. None if there is none.
+    """
     if file.suffix != ".py":
         return None
     result: ast.AST | None = None
     for node in ast.parse(decode_source(file.read_bytes())).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == function:
             result = None if node.decorator_list and not decorated else node
-        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == function for t in node.targets):
-            result = node.value
+        elif isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if function in names:
+                result = node.value
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
-                other = file.parent / f"{node.module}.py"
                 if (alias.asname or alias.name) == function:
-                    is_there = other.is_file() and other != file
-                    result = find_definition(other, alias.name, decorated) if is_there else None
+                    other = file.parent / f"{node.module}.py"
+                    result = None
+                    if other.is_file() and other != file:
+                        result = find_definition(other, alias.name, decorated)
     return result
 
 
 def _module_spec(whose: str, module: str) -> ModuleSpec:
-    """Return the spec of a module, without the import of its parent packages. Raises UserError where it is not
-    there."""
+    """Return the spec of a module without importing its parent packages.
+
+    Args:
+        whose: Begins the message.
+        module: The module.
+
+    Raises:
+        UserError: If there is no such module.
+    """
     parent = module.rpartition(".")[0]
+    spec: ModuleSpec | None
     if parent:
-        spec = PathFinder.find_spec(module, list(_module_spec(whose, parent).submodule_search_locations or []))
-    elif (spec := PathFinder.find_spec(module, import_search_path())) is None:
-        is_built_in = module in sys.builtin_module_names
-        spec = ModuleSpec(module, None) if is_built_in else _spec_of_own_finder(module)
+        locations = _module_spec(whose, parent).submodule_search_locations or []
+        spec = PathFinder.find_spec(module, list(locations))
+    else:
+        spec = PathFinder.find_spec(module, import_search_path())
+        if spec is None and module in sys.builtin_module_names:
+            spec = ModuleSpec(module, None)
+        elif spec is None:
+            spec = _spec_by_import_system(module)
     if spec is None:
         raise UserError(
             f"{whose}: there is no module {module}, neither in {Path.cwd()} nor among the installed packages"
@@ -138,17 +182,19 @@ def _module_spec(whose: str, module: str) -> ModuleSpec:
     return spec
 
 
-def _spec_of_own_finder(name: str) -> ModuleSpec | None:
-    """Return the spec of a package whose installer put a finder in place; None where there is none."""
+def _spec_by_import_system(name: str) -> ModuleSpec | None:
+    """Return the spec of a package with its own import finder, as editable installs may have. None if there is none."""
     try:
         return importlib.util.find_spec(name)
-    except ValueError:  # a module that was loaded by other means, __main__ say
+    except ValueError:  # a module that was not imported, such as __main__
         return None
 
 
 def _top_level_names(whose: str, spec: ModuleSpec) -> set[str] | None:
-    """Return the names that the module defines at its top level, blocks of `if` and `try` included; None where they
-    cannot be known."""
+    """Return the names that a module defines at its top level, also in `if` and `try`. None if they are not known.
+
+    They are not known for modules that are not Python source, and with `import *` or `__getattr__`.
+    """
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
@@ -161,39 +207,52 @@ def _top_level_names(whose: str, spec: ModuleSpec) -> set[str] | None:
     return None if has_star or "__getattr__" in names else names
 
 
-def _is_of_c(spec: ModuleSpec, function: str) -> bool:
-    """Return whether `function` is of a module of Python's own that is written in C, or of one that takes all names of
-    such a module, as os does."""
+def _is_from_c_module(spec: ModuleSpec, function: str) -> bool:
+    """Return whether a name comes from a C module of Python, directly or by `import *`, as in the module os.
+
+    Such functions have no readable signature.
+    """
     if spec.origin is None or not spec.origin.endswith(".py"):
         return spec.name.partition(".")[0] in sys.stdlib_module_names and spec.submodule_search_locations is None
     nodes = ast.walk(ast.parse(decode_source(Path(spec.origin).read_bytes())))
     stars = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
-    within = [name for name in stars if name and name in sys.builtin_module_names]
-    return any(hasattr(importlib.import_module(name), function) for name in within)
+    c_modules = [name for name in stars if name and name in sys.builtin_module_names]
+    return any(hasattr(importlib.import_module(name), function) for name in c_modules)
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether `name` can be an import path: dotted, or with a colon before the function."""
+    """Return whether a name has the form of an import path.
+
+    Example:
+        >>> is_import_path("my_rewards.short"), is_import_path("my_rewards:short"), is_import_path("short")
+        (True, True, False)
+    """
     return bool(re.fullmatch(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*", name))
 
 
-# The options are read from the modules of the rewards, which import the functions above: hence their place.
+# The modules of the rewards, from which the options are read, import the functions above. So this comes after them.
 REQUIRED = inspect.Parameter.empty
 """The default of an option that has none."""
 JUDGE_OPTIONS = ("url", "model", "rubric")
-"""Options of judge that stand beside `fn`."""
+"""Options of `judge` that are keys of the entry itself, next to `fn`, instead of its `kwargs`."""
+
+
+def _read_options(path: str) -> dict[str, Any]:
+    """Return the options of a reward, which are its keyword-only parameters, with their defaults."""
+    options = {}
+    for parameter in inspect.signature(resolve_name(path)).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            options[parameter.name] = parameter.default
+    return options
+
 
 REWARDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        name: {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
-        for name, path in BUILT_IN.items()
-        for signature in [inspect.signature(resolve_name(path))]
-    }
+    {name: _read_options(path) for name, path in BUILT_IN.items()}
 )
 """Name -> its options and their defaults."""
 
 FORMER_NAMES: Mapping[str, str] = MappingProxyType({"isolated": "allow_full_access"})
-"""Options that had another name or meaning -> which one replaced them."""
+"""Former options -> the option that replaced them."""
 
 _TEXT: Range = (lambda v: isinstance(v, str), "a string")
 _NON_EMPTY: Range = (lambda v: v is None or (isinstance(v, str) and v.strip() != ""), "a text that is not empty")
