@@ -1,20 +1,39 @@
-"""Completions in several turns: an environment answers each, until it is done.
+"""Environments: completions of several turns, which an environment answers until it is done.
 
-An environment is made for each completion by a function that a recipe names (`grpo.environment`),
+A recipe names a function (`grpo.environment`) that makes an environment for each completion:
 
     make(row, seed) -> environment
 
-row: the data's row, its prompt and columns; seed: a number of its own for each completion. The prompt is the data's;
-then `step` is given each completion's text, without special tokens, and returns what it earns, None for no opinion.
-`done` is read after each step. `observe` returns what the model reads next: a text, which becomes a user's message
-where the prompt is a conversation, or messages. An environment may have `end() -> float | None`, called where no more
-completions come though it is not done; and `metrics`, a dict of numbers that are reported.
+`row` is the data's row, with its prompt and columns. `seed` is a number that differs for each completion. The prompt is
+the data's. An environment has these methods and attributes:
 
-All on one rank only.
+    step(text) -> float | None    receives a completion without special tokens, and returns its reward, or None
+    done                          whether the episode is over; read after each step
+    observe() -> text or list     what the model reads next: a text or messages. In a conversation a text becomes a
+                                  user's message
+    end() -> float | None         optional: called if the episode is cut off before it is done
+    metrics                       optional: a dict of numbers for metrics.jsonl
 
-    episodes                        completions and what stands between them, around an engine
-    tools, mcp                      the environment of `grpo.tools`: calls are done, and answered; servers of tools
-    verifiers                       those of `grpo.verifiers`, of the library of that name, in all its releases
-    stepping                        `Environments` asks them, in a process of their own
-    calls                           there: the calls; threads, each given up where it hangs
+For example, an environment that gives the model a second try:
+
+    class SecondTry:
+        def __init__(self, row, seed):
+            self.answer, self.tries, self.done = row["columns"]["answer"], 0, False
+
+        def step(self, text):
+            self.tries += 1
+            is_right = self.answer in text
+            self.done = is_right or self.tries == 2
+            return float(is_right) if self.done else None
+
+        def observe(self):
+            return "Wrong. Try again."
+
+Environments exist only on rank 0, in a process of their own.
+
+    episodes        runs episodes with an engine, and encodes observations
+    tools, mcp      the environment of `grpo.tools`: makes tool calls; servers of tools
+    verifiers       environments of the library `verifiers` (`grpo.verifiers`), in all its releases
+    stepping        `Environments`: the process from outside
+    calls           the process from inside: a pool of threads with time limits
 """

@@ -1,12 +1,19 @@
 """Environments and tasks of the library `verifiers`, by name, as environments of dtrain.
 
-Release 0.4 and later has tasksets: one completion for each task, scored by the task's rewards. That release plays a
-task with a harness, a program that asks for its completions over HTTP. Here the engine samples the completion and the
-task scores it, so a taskset that needs tools, several agents or a machine of its own is refused.
+Release 0.4 and later has tasksets (`TaskMaker`): one completion for each task, scored by the task's rewards. There, a
+program (a harness) plays a task and requests its completions over HTTP. Here, the engine samples the completion and the
+task scores it, so tasksets that need tools, several agents or a machine of their own are refused.
 
-Earlier releases have environments. The main thread of the environments' process runs all rollouts; a rollout that asks
-its client for a completion waits for the next step. `python -m dtrain.rl.environments.verifiers NAME` writes its
-prompts.
+Earlier releases have environments with rollouts (`RolloutMaker`). The library expects to call a client for each
+completion, while dtrain samples first and then steps the environment. So a rollout runs as a coroutine in the main
+thread, and its client waits there for the next step:
+
+    thread of the step                       coroutine of the rollout, in the main thread
+    RolloutEnvironment.step(completion)  ->  `_Channel.request` returns the completion, the rollout continues
+    waits in `_Channel.wait_for_request` <-  it requests the next completion, or ends
+    returns the reward, or None
+
+`python -m dtrain.rl.environments.verifiers NAME` writes the prompts of an environment or taskset.
 """
 
 import argparse
@@ -19,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.base.errors import UserError
 from dtrain.data.text.call_form import with_text_arguments
@@ -27,20 +34,21 @@ from dtrain.data.text.tool_calls import read_calls
 from dtrain.rl.rewards.catalog import find_verifiers
 from dtrain.rl.worker import shown
 
-ENVIRONMENT_COLUMN = "verifiers"  # the column that says of which environment a row is
-ROW_COLUMN = "row"  # the column of what the environment's own data set says
+ENVIRONMENT_COLUMN = "verifiers"  # the column with the name and arguments of a row's environment
+ROW_COLUMN = "row"  # the column with the row of the environment's own data set
 
 Message = dict[str, Any]
-CALL_OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")  # what is before the first of them is a turn's text
+CALL_OPENINGS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
+"""Texts that begin tool calls. The text of a turn ends before the first of them."""
 
 
-class Tasks:
+class TaskMaker:
     """Maker of environments, each a task with one completion.
 
     Args:
         name: The taskset's name.
         args: Values of its config.
-        specials: Texts of the special tokens, which a completion may have in it and a message has not.
+        specials: Texts of the special tokens. They are removed from completions.
 
     Raises:
         UserError: As `load_tasks`.
@@ -53,7 +61,7 @@ class Tasks:
         self._loop = asyncio.new_event_loop()
 
     def main(self) -> None:
-        """Run the scoring, for ever: in the process's main thread, where math-verify may set its alarms."""
+        """Run the event loop of the scoring. The main thread calls this, because math-verify sets alarms."""
         self._loop.run_forever()
 
     def __call__(self, row: Mapping[str, Any], seed: int) -> "ScoredTask":
@@ -71,7 +79,12 @@ class Tasks:
 
 
 class ScoredTask:
-    """Environment of one completion, which the task scores. metrics: the task's rewards and metrics."""
+    """Environment of one completion, which the task scores.
+
+    Attributes:
+        done: Whether the completion was scored.
+        metrics: The task's rewards and metrics.
+    """
 
     def __init__(self, task: Any, specials: Sequence[str], loop: asyncio.AbstractEventLoop):
         self.done = False
@@ -183,15 +196,20 @@ def _needs_runtime(task: Any) -> bool:
 
 
 def load_legacy_environment(name: str, args: Mapping[str, Any]) -> Any:
-    """Return `vf.load_environment(name, **args)`. Raises UserError where it is not installed, cannot be loaded, or
-    is of a kind whose rollouts cannot be stepped one by one."""
+    """Return the environment of a release before 0.4, `vf.load_environment(name, **args)`.
+
+    Raises:
+        UserError: If it is not installed, cannot be loaded, or its rollouts cannot be stepped one by one.
+    """
     find_verifiers(name)
     import verifiers as vf
 
     try:
         environment = vf.load_environment(name, **args)
     except (RuntimeError, ValueError, TypeError) as error:
-        cause = f" ({error.__cause__})" if error.__cause__ and str(error.__cause__) not in str(error) else ""
+        cause = ""
+        if error.__cause__ and str(error.__cause__) not in str(error):
+            cause = f" ({error.__cause__})"
         raise UserError(f"grpo.verifiers: {error}{cause}; grpo.verifiers.args are {json.dumps(dict(args))}") from None
     problem = None
     if getattr(environment, "message_type", "chat") != "chat":
@@ -210,19 +228,26 @@ def has_tasksets() -> bool:
     return not hasattr(vf, "load_environment")
 
 
-def open_library(name: str, args: Mapping[str, Any], specials: Sequence[str]) -> "Library | Tasks":
+def open_library(name: str, args: Mapping[str, Any], specials: Sequence[str]) -> "RolloutMaker | TaskMaker":
     """Return the maker of the environments of `grpo.verifiers`.
 
-    Raises UserError as `load_legacy_environment` and `load_tasks`.
+    Raises:
+        UserError: As `load_legacy_environment` and `load_tasks`.
     """
     find_verifiers(name)
-    return Tasks(name, args, specials) if has_tasksets() else Library(name, args, specials)
+    return TaskMaker(name, args, specials) if has_tasksets() else RolloutMaker(name, args, specials)
 
 
-class Library:
-    """Maker of environments, each a rollout of the library, one for each completion.
+class RolloutMaker:
+    """Maker of environments, each a rollout of the library for one completion.
 
-    specials: texts of the special tokens, which a completion may have in it and a message has not.
+    Args:
+        name: The environment's name.
+        args: Its arguments.
+        specials: Texts of the special tokens. They are removed from completions.
+
+    Raises:
+        UserError: As `load_legacy_environment`.
     """
 
     def __init__(self, name: str, args: Mapping[str, Any], specials: Sequence[str]):
@@ -232,70 +257,91 @@ class Library:
         self._loop = asyncio.new_event_loop()
 
     def main(self) -> None:
-        """Run the rollouts, for ever: in the process's main thread, since rewards of math-verify set alarms, which no
-        other thread may, and the library takes what they raise there for 0."""
+        """Run the event loop of the rollouts. The main thread calls this.
+
+        Rewards of math-verify set alarms, which only the main thread may do. The library counts their errors in another
+        thread as a reward of 0.
+        """
         self._loop.run_forever()
 
-    def __call__(self, row: Mapping[str, Any], seed: int) -> "Played":
+    def __call__(self, row: Mapping[str, Any], seed: int) -> "RolloutEnvironment":
         columns = row["columns"]
         if columns.get(ENVIRONMENT_COLUMN) != self.made:
-            origin = (
-                json.dumps(columns[ENVIRONMENT_COLUMN])
-                if ENVIRONMENT_COLUMN in columns
-                else "no environment of verifiers"
-            )
+            origin = "no environment of verifiers"
+            if ENVIRONMENT_COLUMN in columns:
+                origin = json.dumps(columns[ENVIRONMENT_COLUMN])
             arguments = f" '{json.dumps(self.made['args'])}'" if self.made["args"] else ""
             raise UserError(
                 f"the data's row is of {origin}, and the run of {json.dumps(self.made)}: write the data anew: "
                 f"python -m dtrain.rl.environments.verifiers {self.made['name']}{arguments} > FILE"
             )
-        talk = _Talk(self._loop)
+        channel = _Channel(self._loop)
         prompt = [with_text_arguments(message) for message in row["prompt"]]  # as the library's own client has them
         inputs = {**columns[ROW_COLUMN], "prompt": prompt}
-        rollout = self._environment.run_rollout(inputs, _client(talk), "dtrain", {})
-        talk.run(rollout)
-        read = partial(_message, specials=self._specials, calls=columns.get("calls"), tools=columns.get("tools") or [])
-        return Played(talk, prompt, columns.get("tools") or [], read)
+        rollout = self._environment.run_rollout(inputs, _client(channel), "dtrain", {})
+        channel.run(rollout)
+        tools = columns.get("tools") or []
+        to_reply = partial(_reply_message, specials=self._specials, calls=columns.get("calls"), tools=tools)
+        return RolloutEnvironment(channel, prompt, tools, to_reply)
 
 
-class Played:
-    """Environment of one completion: a rollout that waits for it. earned: what the rubric gives where the rollout is
-    over, with its parts, the `metrics`."""
+class RolloutEnvironment:
+    """Environment of one completion: a rollout that waits for the completion's turns.
+
+    Args:
+        channel: The rollout.
+        prompt: The messages that were encoded as the prompt.
+        tools: The tools that the prompt describes.
+        to_reply: Makes a message of a turn's text and the number of calls before it.
+
+    Attributes:
+        done: Whether the rollout has ended.
+        metrics: The metrics of the rubric, after the end.
+
+    Raises:
+        UserError: If the rollout ends at once, or requests a completion of another prompt.
+    """
 
     def __init__(
         self,
-        talk: "_Talk",
+        channel: "_Channel",
         prompt: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        read: Callable[[str, int], Message],
+        to_reply: Callable[[str, int], Message],
     ):
         self.done, self.metrics = False, dict[str, float]()
-        self._talk, self._tools, self._read = talk, tools, read
-        self._messages: list[Message] = [*prompt]
-        self._count = 0  # calls so far
-        if talk.hear() is None:
-            self._earned()
+        self._channel, self._tools, self._to_reply = channel, tools, to_reply
+        self._messages: list[Message] = [*prompt]  # of the conversation so far
+        self._num_calls = 0  # tool calls so far
+        request = channel.wait_for_request()
+        if request is None:
+            self._read_reward()  # raises the error of the rollout, if there was one
             raise UserError("its rollout ended before it asked for a completion")
-        self._check(talk.messages, talk.tools, len(self._messages))
+        self._check(request, len(self._messages))
 
     def __del__(self) -> None:
-        self._talk.task.cancel()
+        self._channel.task.cancel()
 
     def step(self, completion: str) -> float | None:
-        reply = self._read(completion, self._count)
-        self._count += len(reply.get("tool_calls", []))
+        reply = self._to_reply(completion, self._num_calls)
+        self._num_calls += len(reply.get("tool_calls", []))
         self._messages.append(reply)
-        self._talk.say(reply)
-        if self._talk.hear() is not None:
+        self._channel.answer(reply)
+        if self._channel.wait_for_request() is not None:
             return None
         self.done = True
-        return self._earned()
+        return self._read_reward()
 
     def observe(self) -> list[Message]:
-        """Return the messages behind the reply. Raises UserError where those before are no longer what they were."""
+        """Return the messages after the reply.
+
+        Raises:
+            UserError: If earlier messages have changed, or the new ones cannot be trained on.
+        """
+        request = self._channel.last_request
         begin = len(self._messages)
-        self._check(self._talk.messages, self._talk.tools, begin)
-        new = [_comparable_message(message) for message in self._talk.messages[begin:]]
+        self._check(request, begin)
+        new = [_comparable_message(message) for message in request.messages[begin:]]
         if not new:
             raise UserError("it asks again and said nothing, and a turn needs a message before it")
         names = {call["id"]: call["function"]["name"] for call in self._messages[-1].get("tool_calls", [])}
@@ -310,80 +356,103 @@ class Played:
         return new
 
     def end(self) -> float | None:
-        """End the rollout as it ends where a prompt is too long: there is no room for another turn."""
+        """End the rollout because there is no room for another turn, as the library ends it for a prompt that is too long."""
         import verifiers as vf
 
-        self._talk.fail(vf.OverlongPromptError("there is no room for another turn"))
-        if self._talk.hear() is not None:
+        self._channel.fail(vf.OverlongPromptError("there is no room for another turn"))
+        if self._channel.wait_for_request() is not None:
             raise UserError("it asks again where there is no room for another turn")
-        return self._earned()
+        return self._read_reward()
 
-    def _earned(self) -> float | None:
-        """Return the reward of the rollout. Raises whatever it raised."""
-        result = self._talk.task.result()
+    def _read_reward(self) -> float | None:
+        """Return the reward of the rollout, which has ended. Raises its error, if it failed."""
+        result = self._channel.task.result()
         if result.get("error"):
             raise RuntimeError(f"the rollout failed: {result['error']}")
-        metrics = result.get("metrics") or {}
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        self.metrics = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+        self.metrics = {}
+        for name, value in (result.get("metrics") or {}).items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self.metrics[name] = float(value)
         return result["reward"]
 
-    def _check(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], count: int) -> None:
-        """Check that the messages begin as the tokens do that were read and drawn. Raises UserError."""
-        if [_comparable_message(message) for message in messages[:count]] != [
-            _comparable_message(message) for message in self._messages
-        ]:
+    def _check(self, request: "_CompletionRequest", count: int) -> None:
+        """Check that the first `count` messages of a request, and its tools, are those that the tokens came from.
+
+        Raises:
+            UserError: If they are not.
+        """
+        requested = [_comparable_message(message) for message in request.messages[:count]]
+        expected = [_comparable_message(message) for message in self._messages]
+        if requested != expected:
             raise UserError("it asks with other messages than were read and drawn before, and dtrain trains on one "
                             "conversation that only grows")  # fmt: skip
-        if [_comparable_tool(tool) for tool in tools] != [_comparable_tool(tool) for tool in self._tools]:
+        requested_tools = [_comparable_tool(tool) for tool in request.tools]
+        expected_tools = [_comparable_tool(tool) for tool in self._tools]
+        if requested_tools != expected_tools:
             raise UserError("it offers other tools than the prompt tells of, which dtrain cannot follow; write the "
                             "data anew if the environment has changed")  # fmt: skip
 
 
-class _Talk:
-    """Channel between a rollout, in its loop, and the thread that steps it."""
+class _CompletionRequest(NamedTuple):
+    """A rollout's request for a completion, and the future that receives it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    answer: "asyncio.Future[Any]"
+
+
+class _Channel:
+    """Connects a rollout, which runs in an event loop, and the thread that steps it.
+
+    Attributes:
+        last_request: The last request of the rollout.
+        task: The rollout.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._heard: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._requests: SimpleQueue[_CompletionRequest | None] = SimpleQueue()  # None: the rollout has ended
 
     def run(self, rollout: Any) -> None:
+        """Start the coroutine of the rollout in the event loop."""
         self.task = asyncio.run_coroutine_threadsafe(rollout, self._loop)
-        self.task.add_done_callback(lambda _: self._heard.put(None))
+        self.task.add_done_callback(lambda _: self._requests.put(None))
 
-    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Return the completion that follows, `openai.types.chat.ChatCompletion`."""
+    async def request(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Any:
+        """Wait for the next completion, `openai.types.chat.ChatCompletion`. The rollout calls this."""
         answer: asyncio.Future[Any] = self._loop.create_future()
-        self._heard.put((messages, tools, answer))
+        self._requests.put(_CompletionRequest(messages, tools, answer))
         return await answer
 
-    def hear(self) -> tuple[Any, ...] | None:
-        """Return what the rollout asks next; None where it is over. It waits for ever: the caller is given up."""
-        heard = self._heard.get()
-        if heard is not None:
-            self.messages, self.tools, self._answer = heard
-        return heard
+    def wait_for_request(self) -> _CompletionRequest | None:
+        """Wait for the next request of the rollout, without a time limit of its own. None if the rollout has ended."""
+        request = self._requests.get()
+        if request is not None:
+            self.last_request = request
+        return request
 
-    def say(self, reply: Message) -> None:
+    def answer(self, reply: Message) -> None:
+        """Answer the last request with a message."""
         from openai.types.chat import ChatCompletion
 
         finish = "tool_calls" if reply.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": finish, "message": reply}
-        whole = {"id": "dtrain", "object": "chat.completion", "created": 0, "model": "dtrain", "choices": [choice]}
-        self._loop.call_soon_threadsafe(self._answer.set_result, ChatCompletion.model_validate(whole))
+        fields = {"id": "dtrain", "object": "chat.completion", "created": 0, "model": "dtrain", "choices": [choice]}
+        completion = ChatCompletion.model_validate(fields)
+        self._loop.call_soon_threadsafe(self.last_request.answer.set_result, completion)
 
     def fail(self, error: Exception) -> None:
-        self._loop.call_soon_threadsafe(self._answer.set_exception, error)
+        """Answer the last request with an error."""
+        self._loop.call_soon_threadsafe(self.last_request.answer.set_exception, error)
 
 
-def _client(talk: _Talk) -> Any:
+def _client(channel: _Channel) -> Any:
+    """Return a client of the library whose completions come from a channel."""
     from verifiers.clients import OpenAIChatCompletionsClient
 
     class Client(OpenAIChatCompletionsClient):
-        """Client whose completions a step brings."""
-
         async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any):
-            return await talk.ask(prompt, tools or [])
+            return await channel.request(prompt, tools or [])
 
         async def raise_from_native_response(self, response: Any) -> None:
             """Raise nothing: an empty completion is judged as any other."""
@@ -391,46 +460,56 @@ def _client(talk: _Talk) -> Any:
     return Client(None)
 
 
-def _message(text: str, count: int, *, specials: Sequence[str], calls: Sequence[Any] | None, tools: Any) -> Message:
-    """Return a completion as a server's answer. calls: the form of calls, and whether there is one a turn at most.
-    count: of the calls before. Calls that cannot be read are text."""
-    read = []
+def _reply_message(
+    text: str, count: int, *, specials: Sequence[str], calls: Sequence[Any] | None, tools: Any
+) -> Message:
+    """Return a turn's text as a message of the assistant. Calls that cannot be read stay in its text.
+
+    Args:
+        text: The turn, special tokens included.
+        count: Number of tool calls in earlier turns.
+        specials: Texts of the special tokens.
+        calls: The form of tool calls, and whether a turn has at most one. None without tools.
+        tools: The tools, in OpenAI's function format.
+    """
+    tool_calls = []
     if tools and calls is not None:
         form, is_single = calls
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-        read = read_calls(form, text, parameters)[: 1 if is_single else None]
-    if any(call.problem for call in read):
-        read = []
-    if read:
+        tool_calls = read_calls(form, text, parameters)
+        if is_single:
+            tool_calls = tool_calls[:1]
+    if any(call.problem for call in tool_calls):
+        tool_calls = []
+    if tool_calls:
         begin = min((text.find(opening) for opening in CALL_OPENINGS if opening in text), default=0)
         text = text[:begin].rstrip()
     for special in specials:
         text = text.replace(special, "")
-    written = [
-        {
-            "type": "function",
-            "id": f"call{count + number:05}",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for number, call in enumerate(read)
-    ]
-    return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}
+    message: Message = {"role": "assistant", "content": text}
+    if tool_calls:
+        message["tool_calls"] = []
+        for number, call in enumerate(tool_calls, start=count):
+            function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+            message["tool_calls"].append({"type": "function", "id": f"call{number:05}", "function": function})
+    return message
 
 
 def _comparable_message(message: Mapping[str, Any]) -> Message:
-    """Return a message as others are compared with it: parts of text are one text, what is empty is left out."""
-    plain = {key: value for key, value in message.items() if key != "name" and value not in (None, "", [])}
-    parts = plain.get("content")
+    """Return a message in a form for comparison: without empty values, and with its parts of text joined."""
+    comparable = {key: value for key, value in message.items() if key != "name" and value not in (None, "", [])}
+    parts = comparable.get("content")
     if isinstance(parts, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        plain["content"] = "".join(part["text"] for part in parts)
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [_comparable_call(call) for call in plain["tool_calls"]]
-    return plain
+        comparable["content"] = "".join(part["text"] for part in parts)
+    if "tool_calls" in comparable:
+        comparable["tool_calls"] = [_comparable_call(call) for call in comparable["tool_calls"]]
+    return comparable
 
 
 def _comparable_call(call: Any) -> Any:
-    """Return a call's id, name and arguments, from a conversation that was read from a file, or from a client's."""
-    call = json.loads(call) if isinstance(call, str) else call
+    """Return the id, name and arguments of a call, which may be JSON as text or an object."""
+    if isinstance(call, str):
+        call = json.loads(call)
     function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -447,8 +526,17 @@ def _comparable_tool(tool: Mapping[str, Any]) -> list[Any]:
 def environment_rows(
     environment: Any, name: str, args: Mapping[str, Any], is_eval: bool = False
 ) -> list[dict[str, Any]]:
-    """Return rows of prompts of its data set, with what its rubric reads. Raises UserError for a data set that is
-    empty, or holds what JSON does not."""
+    """Return a row for each prompt of an environment's data set, with what its rubric reads.
+
+    Args:
+        environment: The environment.
+        name: Its name.
+        args: Its arguments.
+        is_eval: Use its data set for evaluation.
+
+    Raises:
+        UserError: If the data set is empty, or contains values that are not JSON.
+    """
     try:
         dataset = environment.get_eval_dataset() if is_eval else environment.get_dataset()
     except ValueError as error:
@@ -456,14 +544,19 @@ def environment_rows(
     rows = []
     for record in dataset:
         info = record.get("info") or {}
-        info = json.loads(info) if isinstance(info, str) else info
-        defined = info.get("tool_defs", environment.tool_defs) or []
-        messages = map(_mapping, record["prompt"])
-        prompt = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if isinstance(info, str):
+            info = json.loads(info)
+        prompt = []
+        for message in map(_mapping, record["prompt"]):
+            prompt.append({key: value for key, value in message.items() if value is not None})
         row: dict[str, Any] = {"prompt": prompt, ENVIRONMENT_COLUMN: {"name": name, "args": dict(args)}}
-        row |= {"answer": record["answer"]} if isinstance(record.get("answer"), str) else {}
-        row |= {"tools": [_openai_tool(_mapping(tool)) for tool in defined]} if defined else {}
-        rows.append(row | {ROW_COLUMN: {key: value for key, value in record.items() if key != "prompt"}})
+        if isinstance(record.get("answer"), str):
+            row["answer"] = record["answer"]
+        tools = info.get("tool_defs", environment.tool_defs) or []
+        if tools:
+            row["tools"] = [_openai_tool(_mapping(tool)) for tool in tools]
+        row[ROW_COLUMN] = {key: value for key, value in record.items() if key != "prompt"}
+        rows.append(row)
     if not rows:
         raise UserError(f"{name}: its data set is empty")
     try:
@@ -478,14 +571,14 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _openai_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a definition in OpenAI's function format."""
+    """Return a tool in OpenAI's function format."""
     function = tool.get("function", tool)
-    about = {key: function[key] for key in ("name", "description", "parameters")}
-    return {"type": "function", "function": about}
+    fields = {key: function[key] for key in ("name", "description", "parameters")}
+    return {"type": "function", "function": fields}
 
 
 def main() -> None:
-    """Writes an environment's prompts, as `data.train.path` reads them."""
+    """Write the prompts of an environment, as a file for `data.train.path`."""
     parser = argparse.ArgumentParser("python -m dtrain.rl.environments.verifiers", description=main.__doc__)
     parser.add_argument("name", help="grpo.verifiers.name")
     parser.add_argument("args", nargs="?", type=json.loads, default={}, help="grpo.verifiers.args, as JSON")

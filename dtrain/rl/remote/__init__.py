@@ -1,8 +1,8 @@
-"""Completions from servers (vLLM, SGLang, `dtrain serve`), new weights to them, and a model that judges.
+"""Servers: completions from vLLM, SGLang and `dtrain serve`, new weights for them, and a model that judges.
 
-training                servers as the engine of a training run; the next rollout while training goes on
-http, dialects          many requests to many servers; the requests of each kind, prompts with images included
-http_client             one HTTP call, and the tries of one that failed
-publish                 new weights, or an adapter alone, by broadcast, through a directory, or to vLLM over NCCL
-judge                   a reward: another model's points
+engine                  servers as the engine of a training run; sampling of the next rollout during training
+http, dialects          requests to several servers; the protocol of each kind of server, with images
+http_client             one HTTP call, and the state of a call that is tried again
+publish                 new weights or an adapter for the servers: through a directory, by broadcast, or NCCL for vLLM
+judge                   a reward: the points of another model
 """

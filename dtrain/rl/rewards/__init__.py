@@ -1,24 +1,28 @@
-"""Rewards of completions: functions by name or import path, run in a process of their own. No torch.
+"""Rewards: functions that score completions, by name or import path, in a process of their own. No torch.
 
-A reward is a callable, async or not,
+A reward is a callable, sync or async:
 
     fn(prompts, completions, completion_ids, **columns) -> list of numbers or None
 
-called with keywords, of which it may take fewer: prompts as they stand in the data (a string or a list of messages),
-completions as text without special tokens, completion_ids as lists of ints, every other column of the data as a list.
-None says that it has no opinion on a completion. Options of the recipe are given by keyword too; an import path may
-also name a class, which is made with the options and then called.
+It is called with keyword arguments, and may accept only some of them. `prompts` are those of the data, strings or lists
+of messages. `completions` are texts without special tokens. `completion_ids` are lists of token ids. Every other column
+of the data is a list. A value of None means that the reward has no opinion on a completion. Options of the recipe are
+keyword arguments, too. An import path may name a class, which is instantiated with the options and then called. For
+example, a reward for short completions:
 
-    catalog                         an import path or a name to a function; the options of those of our own
-    columns                         whether a reward can work with the data's columns
-    scoring                         `Rewards` scores with a list of them, in a process of its own; the service there
-    right_answers, math_answers     those that come with dtrain: right answers, and reading them
-    symbolic_answers                those that math-verify compares
-    form                            patterns, layout, JSON, length, repetition
-    python_tests                    code that passes tests: programs, and asserts in Python
+    def short(completion_ids, *, max_tokens=100):
+        return [1.0 if len(ids) <= max_tokens else 0.0 for ids in completion_ids]
+
+    catalog                         names, options and import paths of rewards
+    columns                         checks that a reward can work with the data's columns
+    scoring                         `Rewards`: scores completions with a list of rewards, in a process of its own
+    right_answers, math_answers     rewards that compare with the right answer; parsing of answers
+    symbolic_answers                the same with the package math-verify
+    form                            patterns, tags, JSON, length, repetition
+    python_tests                    code that must pass tests: programs, and asserts in Python
     code_sandbox, sandboxed         the sandbox of model-written code; the program inside it
 
-`judge`, another model's points over HTTP, is in `dtrain.rl.remote`.
+`judge`, the points of another model over HTTP, is in `dtrain.rl.remote`.
 """
 
 from dtrain.rl.rewards.catalog import BUILT_IN, find
