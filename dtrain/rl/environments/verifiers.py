@@ -356,7 +356,7 @@ class RolloutEnvironment:
         return new
 
     def end(self) -> float | None:
-        """End the rollout because there is no room for another turn, as the library ends it for a prompt that is too long."""
+        """End the rollout, because there is no room for another turn, as the library does for a long prompt."""
         import verifiers as vf
 
         self._channel.fail(vf.OverlongPromptError("there is no room for another turn"))
