@@ -153,7 +153,7 @@ def test_short_ids_lose_the_tokens_around_an_image_too():
     reader = SimpleNamespace(
         processor=SimpleNamespace(tokens=tokens),
         tokenizer=SimpleNamespace(vocabulary={"<|image>": 7, "<image|>": 8}),
-        places=lambda ids: [place for place, token in enumerate(ids) if token == 9],
+        image_positions=lambda ids: [place for place, token in enumerate(ids) if token == 9],
         token_id=9,
         max_pixels=None,
     )
